@@ -1,0 +1,27 @@
+PYTHON ?= python3
+BIN := .venv/bin
+export OMP_NUM_THREADS ?= 1
+
+.PHONY: setup check test bench clean
+
+setup: .venv/.ready
+
+.venv/.ready: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
+	touch $@
+
+check: setup
+	$(BIN)/ruff check vpipe tests benchmarks
+	$(BIN)/ruff format --check vpipe tests benchmarks
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test: setup
+	$(BIN)/python -m pytest
+
+bench: setup
+	$(BIN)/python benchmarks/peers.py
+
+clean:
+	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,0 +1,49 @@
+"""The drawings."""
+
+from xml.etree import ElementTree
+
+import pytest
+
+from vpipe.schedule import NAMES, Op, build, draw, draw_svg
+
+
+def test_long_schedules_are_drawn_in_strips() -> None:
+    assert draw(build("1f1b", 2, 3), width=33).splitlines() == [
+        "time    0              5",
+        "rank 0  F0 F1 ·  ·  B0─── F2 B1─",
+        "rank 1  ·  F0 B0─── F1 B1─── F2",
+        "",
+        "time    8",
+        "rank 0  ── ·  B2───*",
+        "rank 1  B2───*·  ·",
+        "",
+        "F forward  B backward  I input gradient  W weight gradient  * update  · idle",
+    ]
+
+
+def test_strips_keep_to_the_width() -> None:
+    for name in NAMES:
+        lines = draw(build(name, 8, 16), width=100).splitlines()
+        assert max(map(len, lines)) <= 100
+        assert sum(line.startswith("rank 7") for line in lines) == sum(
+            line.startswith("time") for line in lines
+        )
+
+
+def test_an_endless_schedule_is_drawn_to_a_limit() -> None:
+    assert len(draw(build("pipedream", 2, None), width=10**6, columns=20).splitlines()[1]) < 100
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_picture_has_a_box_for_every_action(name: str) -> None:
+    schedule = build(name, 3, 4)
+    picture = ElementTree.fromstring(draw_svg(schedule))
+    titles = [title.text or "" for title in picture.iter("{http://www.w3.org/2000/svg}title")]
+    computed = [
+        str(action)
+        for rank in range(3)
+        for action in schedule.program(rank)
+        if action.op in (Op.F, Op.B, Op.I, Op.W)
+    ]
+    assert sorted(title.split(",")[0] for title in titles) == sorted(computed)
+    assert "prefers-color-scheme: dark" in draw_svg(schedule)

@@ -1,0 +1,56 @@
+"""Schedules as CSV."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vpipe.errors import ScheduleError
+from vpipe.schedule import NAMES, Schedule, build, check, lower, read_table, write_table
+
+
+def programs(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, schedule.program(rank))) for rank in range(schedule.num_ranks)]
+
+
+def test_one_row_a_rank() -> None:
+    assert write_table(build("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1,0STEP1\n1F0,1B0,1F1,1B1,1STEP1\n"
+
+
+@settings(deadline=None, max_examples=100)
+@given(
+    st.sampled_from(NAMES),
+    st.lists(st.integers(1, 3), min_size=1, max_size=4),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_what_is_written_is_read(name: str, counts: list[int], minibatches: int, lowered: bool) -> None:
+    if name in ("interleaved", "zb-v"):
+        counts = [counts[0]] * len(counts)
+    schedule = build(name, len(counts), minibatches, replicas=counts)
+    schedule = lower(schedule) if lowered else schedule
+    read = read_table(write_table(schedule), name)
+    assert programs(read) == programs(schedule)
+    assert (read.name, read.placement, read.minibatches) == (name, schedule.placement, minibatches)
+    assert read.update_interval == min(schedule.update_interval, minibatches)
+    assert (read.reduced, read.lowered) == (schedule.reduced, schedule.lowered and schedule.num_ranks > 1)
+    check(read)
+
+
+def test_a_table_without_updates_is_synchronous() -> None:
+    read = read_table("0F0, 0B0,\n,1F0,1B0\n")
+    assert programs(read) == ["0F0 0B0 0STEP0", "1F0 1B0 1STEP0"]
+    assert read.synchronous
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ("0F0,0B0\n1F0,1Q0", "mine.csv, row 2, column 2: '1Q0' is not an action"),
+        ("", "mine.csv: there is no action in the table"),
+        ("0F0,0B0\n2F0,2B0", "mine.csv: stage 1 is on no rank"),
+        ("0F0,0B0\n\n1F0,1B0", "mine.csv, row 2: rank 1 has no action"),
+    ],
+)
+def test_mistakes_are_named(table: str, message: str) -> None:
+    with pytest.raises(ScheduleError, match=message):
+        read_table(table, "mine.csv")

@@ -1,0 +1,29 @@
+"""The family of errors for users' mistakes."""
+
+
+class VPipeError(ValueError):
+    """A mistake that the user can mend: the message names the value, the place and the fix."""
+
+
+class CaptureError(VPipeError):
+    """The model cannot be captured as a graph."""
+
+
+class BatchError(VPipeError):
+    """A batch does not have the fields, types or sizes that the captured model reads."""
+
+
+class PartitionError(VPipeError):
+    """The partition does not fit the model's blocks."""
+
+
+class ScheduleError(VPipeError):
+    """The schedule is wrong, would deadlock, or does not fit the stages."""
+
+
+class ConfigError(VPipeError):
+    """A configuration file has a wrong key or value."""
+
+
+class PeerError(VPipeError):
+    """Another rank disagrees, failed or does not answer."""

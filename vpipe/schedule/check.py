@@ -1,0 +1,151 @@
+"""The check: a schedule that could not be run is refused before any process starts, with the place shown."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import NamedTuple
+
+from vpipe.errors import ScheduleError
+from vpipe.schedule.action import COMMUNICATION, UPDATE, Action, Op
+from vpipe.schedule.draw import draw_marked
+from vpipe.schedule.lowering import lower
+from vpipe.schedule.program import Exists, Order, Schedule
+from vpipe.schedule.rules import Rules
+from vpipe.schedule.walk import Deadlock, Event, Wait, walk
+
+BUFFER = 1
+"""The least that a channel holds, and enough for chains; what skips stages may need up to one a stage."""
+
+
+Done = dict[Action, Action]
+"""What a rank has done, and in which action: a B does an I and a W."""
+
+
+class Fault(NamedTuple):
+    rank: int
+    place: int
+    """Where it stands in the rank's program; behind its end for an action that is missing."""
+    action: Action
+    what: str
+
+
+def check(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, buffer: int = BUFFER) -> None:
+    """Raises `ScheduleError`, with the grid drawn and the place marked, for a schedule that cannot run.
+
+    Every minibatch must pass every stage once, in order, on the right rank; each message must be sent and
+    received once; no rank may wait for ever. `buffer` is how many messages a channel holds before a send has
+    to wait. A lazy schedule repeats itself, so only its beginning is looked at.
+    """
+    total = beginning(schedule)
+    lowered = schedule if schedule.lowered else lower(schedule, edges)
+    rules = Rules(lowered, edges)
+    exists = range(total).__contains__
+    faults = find_faults(rules, total, exists)
+    # A faulty program is walked, for the drawing, as far as it makes sense.
+    sound = replace(lowered, order=partial(cut, lowered.order, {fault.rank: fault.place for fault in faults}))
+    events: list[Event] = []
+    waits: list[Wait] = []
+    try:
+        for event in walk(sound, edges=rules.edges, buffer=buffer, exists=exists):
+            events.append(event)
+    except Deadlock as deadlock:
+        waits = deadlock.waits
+    if faults:
+        rank, _, action, what = faults[0]
+        message, marks = f"rank {rank}: {action} {what}", {rank: f"[{action}] << {what}"}
+    elif waits:
+        message = f"deadlock: {'; '.join(map(str, waits))}"
+        marks = {wait.rank: f"[{wait.action}] << waits for {wait.needed}" for wait in waits}
+    else:
+        return
+    raise ScheduleError(
+        f"schedule {schedule.name!r} cannot run: {message}\n{draw_marked(schedule, events, marks)}"
+    )
+
+
+def beginning(schedule: Schedule) -> int:
+    """As many minibatches of a lazy schedule as show its start, its steady state and its end."""
+    interval = 0 if schedule.synchronous else schedule.update_interval
+    enough = schedule.num_ranks + schedule.num_stages + 2 * interval
+    if schedule.minibatches is None:
+        return enough
+    return min(schedule.minibatches, enough) if schedule.lazy else schedule.minibatches
+
+
+def cut(order: Order, ends: Mapping[int, int], rank: int, exists: Exists) -> Iterator[Action]:
+    return islice(order(rank, exists), ends.get(rank))
+
+
+def find_faults(rules: Rules, total: int, exists: Exists) -> list[Fault]:
+    """The first fault of each program by itself; if there is none, what the programs lack."""
+    schedule = rules.schedule
+    done: list[Done] = [{} for _ in range(schedule.num_ranks)]
+    faults: list[Fault] = []
+    for rank in range(schedule.num_ranks):
+        found = list(misplaced(rules, total, rank, schedule.program(rank, exists), done[rank]))
+        faults += sorted(found, key=lambda fault: fault.place)[:1]
+    return faults or list(islice(missing(rules, total, done), 1))
+
+
+def missing(rules: Rules, total: int, done: list[Done]) -> Iterator[Fault]:
+    schedule = rules.schedule
+    for minibatch in range(total):
+        for stage in range(schedule.num_stages):
+            rank = schedule.rank_of(stage, minibatch)
+            for op in expected(rules, stage, minibatch):
+                if Action(stage, op, minibatch) not in done[rank]:
+                    yield Fault(rank, len(done[rank]), Action(stage, op, minibatch), "is missing")
+    for last in sorted({min(rules.group_end(minibatch), total - 1) for minibatch in range(total)}):
+        for stage, ranks in enumerate(schedule.placement):
+            for rank in ranks:
+                if Action(stage, Op.STEP, last) not in done[rank]:
+                    yield Fault(rank, len(done[rank]), Action(stage, Op.STEP, last), "is missing")
+
+
+def misplaced(rules: Rules, total: int, rank: int, program: Iterator[Action], done: Done) -> Iterator[Fault]:
+    """What one rank does twice, too early, or not for itself; fills `done`."""
+    unmet: list[tuple[int, Action, Action]] = []
+    for index, action in enumerate(program):
+        if what := misfit(rules, total, rank, action):
+            yield Fault(rank, index, action, what)
+            continue
+        for source, needed in rules.dependencies(action, rank):
+            if source == rank and needed not in done:
+                unmet.append((index, action, needed))
+        for part in (Op.I, Op.W) if action.op is Op.B else (action.op,):
+            if action._replace(op=part) in done:
+                yield Fault(rank, index, action, "runs twice")
+            done[action._replace(op=part)] = action
+    for index, action, needed in unmet:
+        if needed in done:
+            yield Fault(rank, index, action, f"stands before {done[needed]}, which it needs")
+
+
+def misfit(rules: Rules, total: int, rank: int, action: Action) -> str | None:
+    """What is wrong with an action wherever it stands."""
+    schedule = rules.schedule
+    stage, op, minibatch = action
+    if stage >= schedule.num_stages or rank not in schedule.placement[stage]:
+        return f"is of a stage that rank {rank} does not hold"
+    if minibatch >= total:
+        return f"is of a minibatch that does not exist: there are {total}"
+    if op in UPDATE:
+        at_end = minibatch == min(rules.group_end(minibatch), total - 1)
+        return None if at_end else f"does not end an update of {schedule.update_interval} minibatches"
+    if rank != schedule.rank_of(stage, minibatch):
+        return f"belongs to rank {schedule.rank_of(stage, minibatch)}"
+    if op in COMMUNICATION and not rules.channels(action):
+        return "has nobody at the other end"
+    return None
+
+
+def expected(rules: Rules, stage: int, minibatch: int) -> Iterator[Op]:
+    """What must be done with a minibatch at a stage."""
+    yield from (Op.F, Op.I, Op.W)
+    if rules.remote_producers(stage, minibatch):
+        yield from (Op.RECV_F, Op.SEND_B)
+    if rules.remote_readers(stage, minibatch):
+        yield from (Op.SEND_F, Op.RECV_B)

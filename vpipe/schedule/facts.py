@@ -1,0 +1,98 @@
+"""The facts of a schedule: what follows from its programs and nothing else.
+
+A STEP makes a version of the weights, F reads the newest, and the backward reads what its F read. A version
+is live while it is the newest or a minibatch in flight has read it; a minibatch is in flight from its F to
+its B or W.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from vpipe.errors import ScheduleError
+from vpipe.schedule.action import COMMUNICATION, COMPUTE, Action, Op
+from vpipe.schedule.lowering import lower
+from vpipe.schedule.program import Schedule
+from vpipe.schedule.walk import Cost, unit_cost, walk
+
+
+class Holding(NamedTuple):
+    """The most that one rank of a stage ever holds, and the oldest weights that it ever uses."""
+
+    in_flight: int
+    versions: int
+    staleness: int
+    """Updates between the version that a minibatch read and the one that its own update replaces."""
+
+
+def bubble(schedule: Schedule, cost: Cost = unit_cost) -> float:
+    """The share of all ranks' time, from the first start to the last end, in which nothing is computed."""
+    busy = end = 0.0
+    for event in walk(finite(schedule), cost):
+        if event.action.op in COMPUTE:
+            busy += event.end - event.start
+        end = max(end, event.end)
+    return 1 - busy / (end * schedule.num_ranks) if end else 0.0
+
+
+def holdings(schedule: Schedule) -> list[Holding]:
+    """For each stage, the most that any of its ranks holds."""
+    found = [Holding(0, 1, 0)] * schedule.num_stages
+    for rank in range(finite(schedule).num_ranks):
+        program = (
+            list(schedule.program(rank)) if len(schedule.stages_of(rank)) > 1 else schedule.program(rank)
+        )
+        for stage in schedule.stages_of(rank):
+            held = holding(action for action in program if action.stage == stage)
+            found[stage] = Holding(*map(max, found[stage], held))
+    return found
+
+
+def holding(actions: Iterable[Action]) -> Holding:
+    """The same for the actions of one stage on one rank."""
+    newest = in_flight = versions = staleness = 0
+    read: dict[int, int] = {}  # minibatch in flight: the version that its F read
+    ungathered: list[int] = []  # versions read by minibatches whose gradients wait for their update
+    for _, op, minibatch in actions:
+        if op is Op.F:
+            read[minibatch] = newest
+            in_flight = max(in_flight, len(read))
+        elif op is Op.B or op is Op.W:
+            ungathered.append(read.pop(minibatch))
+        elif op is Op.STEP:
+            staleness = max([staleness, *(newest - version for version in ungathered)])
+            ungathered.clear()
+            newest += 1
+        else:
+            continue
+        versions = max(versions, len({newest, *read.values()}))
+    return Holding(in_flight, versions, staleness)
+
+
+def describe(schedule: Schedule, communication: bool = False) -> dict[str, object]:
+    """What `vpipe schedule --json` prints; with `communication`, sends, receives and reductions too."""
+    shown = lower(schedule) if communication and not schedule.lowered else schedule
+    programs = [finite(shown).program(rank) for rank in range(shown.num_ranks)]
+    hidden = frozenset() if communication else COMMUNICATION
+    held = holdings(schedule)
+    return {
+        "name": schedule.name,
+        "stages": schedule.num_stages,
+        "minibatches": schedule.minibatches,
+        "update_interval": schedule.update_interval,
+        "placement": [list(ranks) for ranks in schedule.placement],
+        "ranks": [[str(action) for action in program if action.op not in hidden] for program in programs],
+        "bubble": bubble(schedule),
+        "in_flight": [stage.in_flight for stage in held],
+        "versions": [stage.versions for stage in held],
+        "staleness": [stage.staleness for stage in held],
+    }
+
+
+def finite(schedule: Schedule) -> Schedule:
+    if schedule.minibatches is None:
+        raise ScheduleError(
+            f"schedule {schedule.name!r} has no end: give the number of minibatches to look at"
+        )
+    return schedule

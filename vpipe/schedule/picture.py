@@ -1,0 +1,90 @@
+"""The picture: a schedule as SVG, which follows the reader's light or dark colours."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+from itertools import takewhile
+
+from vpipe.schedule.action import COMPUTE, Op
+from vpipe.schedule.program import Schedule
+from vpipe.schedule.walk import Event, walk
+
+UNIT, ROW, GAP = 30, 26, 6
+LEFT, TOP, BOTTOM = 70, 46, 52
+COLUMNS = 1000
+
+NAMES_OF_OPS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
+
+STYLE = """
+svg { --paper: #ffffff; --ink: #1f2933; --faint: #8a94a0; --lane: #f0f2f5; --step: #111827;
+  --F: #7fb2f0; --B: #f2b36b; --I: #f2b36b; --W: #8fce9b; --label: #14202b; }
+@media (prefers-color-scheme: dark) {
+  svg { --paper: #14181d; --ink: #e4e8ec; --faint: #7c8793; --lane: #1e242b; --step: #f3f4f6;
+    --F: #3f78bd; --B: #b8742a; --I: #b8742a; --W: #3f8a50; --label: #f4f7fa; } }
+text { font: 11px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
+.title { font-size: 14px; font-weight: 600; } .faint { fill: var(--faint); } .lane { fill: var(--lane); }
+.label { fill: var(--label); text-anchor: middle; } .later { fill-opacity: 0.62; }
+.F { fill: var(--F); } .B { fill: var(--B); } .I { fill: var(--I); } .W { fill: var(--W); }
+.step { stroke: var(--step); stroke-width: 2; }
+"""
+
+
+def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
+    """One lane a rank, one box an action at F = I = W = 1 and B = 2; higher chunks of a rank are paler."""
+    events = list(takewhile(lambda event: event.start < columns, walk(schedule)))
+    end = max(event.end for event in events)
+    width = LEFT + end * UNIT + 20
+    height = TOP + schedule.num_ranks * (ROW + GAP) + BOTTOM
+    title = escape(f"{schedule.name}: {schedule.num_stages} stages, {schedule.minibatches} minibatches")
+    body = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
+        f'height="{height:g}" role="img" aria-label="{title}">',
+        f"<style>{STYLE}</style>",
+        f'<rect width="{width:g}" height="{height:g}" fill="var(--paper)"/>',
+        f'<text class="title" x="16" y="24">{title}</text>',
+        *lanes(schedule, end),
+    ]
+    for event in events:
+        body += box(schedule, event)
+    body += [*legend({event.action.op for event in events}, height - 16), "</svg>"]
+    return "\n".join(body) + "\n"
+
+
+def lanes(schedule: Schedule, end: float) -> Iterator[str]:
+    for rank in range(schedule.num_ranks):
+        y = TOP + rank * (ROW + GAP)
+        yield f'<text x="16" y="{y + 17}">rank {rank}</text>'
+        yield f'<rect class="lane" x="{LEFT}" y="{y}" width="{end * UNIT:g}" height="{ROW}" rx="4"/>'
+    y = TOP + schedule.num_ranks * (ROW + GAP) + 10
+    for time in range(0, int(end) + 1, 5):
+        yield f'<text class="faint" x="{LEFT + time * UNIT}" y="{y}">{time}</text>'
+
+
+def box(schedule: Schedule, event: Event) -> list[str]:
+    rank, action, start, end = event
+    x, y = LEFT + start * UNIT, TOP + rank * (ROW + GAP)
+    if action.op is Op.STEP:
+        return [f'<line class="step" x1="{x:g}" x2="{x:g}" y1="{y - 2}" y2="{y + ROW + 2}"/>']
+    if action.op not in COMPUTE:
+        return []
+    width = (end - start) * UNIT
+    later = " later" if schedule.stages_of(rank).index(action.stage) else ""
+    return [
+        f'<rect class="{action.op.value}{later}" x="{x + 1:g}" y="{y}" width="{width - 2:g}" '
+        f'height="{ROW}" rx="4">'
+        f"<title>{action}, {start:g} to {end:g}</title></rect>",
+        f'<text class="label" x="{x + width / 2:g}" y="{y + 17}">{action.minibatch}</text>',
+    ]
+
+
+def legend(ops: set[Op], y: float) -> Iterator[str]:
+    x = LEFT
+    for op, name in NAMES_OF_OPS.items():
+        if op in ops:
+            yield f'<rect class="{op.value}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="3"/>'
+            yield f'<text x="{x + 18}" y="{y:g}">{name}</text>'
+            x += 32 + 7 * len(name)
+    if Op.STEP in ops:
+        yield f'<line class="step" x1="{x + 6}" x2="{x + 6}" y1="{y - 11:g}" y2="{y + 3:g}"/>'
+        yield f'<text x="{x + 18}" y="{y:g}">update</text>'

@@ -1,0 +1,125 @@
+"""The V-shaped zero-bubble order: two chunks a rank, down the ranks and up again, backward the same way back.
+
+    rank 0     stage 0      stage 2P-1
+    rank 1     stage 1      stage 2P-2
+    ...
+    rank P-1   stage P-1    stage P
+
+The rank that waits longest for the gradient of its first chunk waits least for that of its second, so every
+rank holds at most 2P chunks: the memory of 1F1B's first rank. Weight gradients fill the gaps. With F = I = W
+no rank idles between its first and its last action, if there are minibatches enough to fill the V.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, deque
+from collections.abc import Iterator
+from functools import lru_cache
+
+from vpipe.schedule.action import Action, Op
+from vpipe.schedule.program import Exists
+
+
+def v_placement(positions: int, replicas: int) -> tuple[tuple[int, ...], ...]:
+    down = [tuple(range(p * replicas, (p + 1) * replicas)) for p in range(positions)]
+    return (*down, *reversed(down))
+
+
+def zero_bubble_v(
+    positions: int, minibatches: int, replicas: int, rank: int, exists: Exists
+) -> Iterator[Action]:
+    """One rank's program. All replicas k together are a pipeline of their own: minibatches k, k + R, ..."""
+    position, replica = divmod(rank, replicas)
+    own = len(range(replica, minibatches, replicas))
+    enough = own >= 2 * positions - 1
+    program = full_v(positions, own, position) if enough else iter(small_v(positions, own)[position])
+    for stage, op, minibatch in program:
+        yield Action(stage, op, minibatch * replicas + replica)
+    for stage in (2 * positions - 1 - position, position):
+        yield Action(stage, Op.STEP, minibatches - 1)
+
+
+def full_v(positions: int, minibatches: int, rank: int) -> Iterator[Action]:
+    """A rank's program where at least 2P - 1 minibatches fill the V (capitals: second chunk).
+
+    f f f ...            until the first minibatch is back from the ranks below
+    F f  F f ...         until its gradient is back from the ranks above
+    F I W  F I W ...     until the gradient of the first chunk is there
+    f i w F I W ...      the steady state; at its end f, then F run out
+    i I  i I ...         gradients that others wait for come first,
+    i w  i w ... w w     weight gradients last
+    """
+    stages = (rank, 2 * positions - 1 - rank)
+    below = positions - rank
+    count: Counter[tuple[int, Op]] = Counter()
+
+    def run(chunk: int, *ops: Op) -> Iterator[Action]:
+        for op in ops:
+            done = count[chunk, op]
+            if done < minibatches:
+                count[chunk, op] = done + 1
+                yield Action(stages[chunk], op, done)
+
+    for _ in range(2 * below - 1):
+        yield from run(0, Op.F)
+    for _ in range(rank):
+        yield from run(1, Op.F)
+        yield from run(0, Op.F)
+    for _ in range(below):
+        yield from run(1, Op.F, Op.I, Op.W)
+    while count[1, Op.F] < minibatches:
+        yield from run(0, Op.F, Op.I, Op.W)
+        yield from run(1, Op.F, Op.I, Op.W)
+    for _ in range(rank):
+        yield from run(0, Op.I)
+        yield from run(1, Op.I)
+    for _ in range(below):
+        yield from run(0, Op.I, Op.W)
+    for chunk in (1, 0):
+        while count[chunk, Op.W] < minibatches:
+            yield from run(chunk, Op.W)
+
+
+@lru_cache(maxsize=8)
+def small_v(positions: int, minibatches: int) -> list[list[Action]]:
+    """The programs of all ranks for fewer minibatches than fill the V.
+
+    They are found by running the pipeline in steps of one unit, each rank taking the first that it can of: an
+    input gradient; a forward of its second chunk; a forward of its first chunk; a weight gradient.
+    """
+    stages = limit = 2 * positions
+    forwards, inputs = [0] * stages, [0] * stages
+    held = [0] * positions
+    owed: list[deque[Action]] = [deque() for _ in range(positions)]
+    programs: list[list[Action]] = [[] for _ in range(positions)]
+
+    def choose(rank: int) -> Action | None:
+        first, second = rank, stages - 1 - rank
+        for stage in (second, first):
+            done = inputs[stage]
+            if done < forwards[stage] and (stage == stages - 1 or done < inputs[stage + 1]):
+                return Action(stage, Op.I, done)
+        if held[rank] < limit and forwards[second] < forwards[second - 1]:
+            return Action(second, Op.F, forwards[second])
+        # One place is kept for the second chunk, without which nothing would ever be freed.
+        if held[rank] < limit - 1 and forwards[first] < (forwards[first - 1] if first else minibatches):
+            return Action(first, Op.F, forwards[first])
+        return owed[rank][0] if owed[rank] else None
+
+    left = stages * minibatches
+    while left:
+        for rank, action in enumerate([choose(rank) for rank in range(positions)]):
+            if action is None:
+                continue
+            programs[rank].append(action)
+            if action.op is Op.F:
+                forwards[action.stage] += 1
+                held[rank] += 1
+            elif action.op is Op.I:
+                inputs[action.stage] += 1
+                owed[rank].append(Action(action.stage, Op.W, action.minibatch))
+            else:
+                owed[rank].popleft()
+                held[rank] -= 1
+                left -= 1
+    return programs
