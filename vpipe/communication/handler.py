@@ -1,0 +1,115 @@
+"""The rank's communication: named tensors, tagged by minibatch, over one channel to each peer."""
+
+from collections.abc import Hashable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.communication.channel import Channel, Key
+from vpipe.communication.world import World
+
+BUFFERED_MESSAGES = 8
+"""How many messages of one tensor may be sent before the first is received."""
+
+
+class CommunicationHandler:
+    """Sends and receives tensors by name. Names are registered on every rank in the same order.
+
+    Each name has two streams, forward (activations) and backward (gradients), numbered by minibatch.
+    """
+
+    def __init__(self, world: World, buffer: int = BUFFERED_MESSAGES) -> None:
+        self.world = world
+        self.rank = world.rank
+        self.local_rank = world.local_rank
+        self.world_size = world.size
+        self.tensor_tags: dict[str, int] = {}
+        self.bytes_sent = 0
+        self.bytes_received = 0
+        self.buffer = buffer
+        self._channels: dict[int, Channel] = world.channels(buffer)
+        self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
+
+    def register_tensor(self, name: str) -> None:
+        self.tensor_tags.setdefault(name, len(self.tensor_tags))
+
+    def send(
+        self, tensor_name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False
+    ) -> None:
+        self.bytes_sent += tensor.numel() * tensor.element_size()
+        self._channels[to].send(self._key(tensor_name, minibatch, backward), tensor)
+
+    def expect(
+        self,
+        tensor_name: str,
+        minibatch: int,
+        source: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        backward: bool = False,
+    ) -> None:
+        """Post a receive ahead of need."""
+        self._channels[source].expect(self._key(tensor_name, minibatch, backward), shape, dtype)
+
+    def recv(
+        self,
+        tensor_name: str,
+        minibatch: int,
+        source: int,
+        shape: Sequence[int],
+        dtype: torch.dtype,
+        *,
+        owner: Hashable,
+        backward: bool = False,
+    ) -> Tensor:
+        """Wait for a tensor; it may be read until `release(owner)`."""
+        channel, key = self._channels[source], self._key(tensor_name, minibatch, backward)
+        tensor = channel.receive(key, shape, dtype)
+        self.bytes_received += tensor.numel() * tensor.element_size()
+        self._unreleased.setdefault(owner, []).append((channel, key))
+        return tensor
+
+    def release(self, owner: Hashable) -> None:
+        """Nobody reads what was received for this owner any more."""
+        for channel, key in self._unreleased.pop(owner, ()):
+            channel.release(key)
+
+    def confirm(self, tensor_name: str, minibatch: int, to: int) -> None:
+        """The activation that was sent has been used there: its gradient came back."""
+        self._channels[to].confirm(self._key(tensor_name, minibatch, False))
+
+    def post(self, name: str, number: int, values: Sequence[float], peers: Iterable[int]) -> None:
+        """Send some plain numbers to the peers."""
+        tensor = torch.tensor(values, dtype=torch.float64)
+        for peer in peers:
+            self._channels[peer].send(self._key(name, number, False), tensor)
+
+    def collect(self, name: str, number: int, count: int, peers: Iterable[int]) -> dict[int, list[float]]:
+        """The numbers that each of the peers posted."""
+        key = self._key(name, number, False)
+        return {peer: self._channels[peer].receive(key, (count,), torch.float64).tolist() for peer in peers}
+
+    def everyone(self) -> list[int]:
+        return [rank for rank in range(self.world_size) if rank != self.rank]
+
+    def all_gather(self, name: str, number: int, values: Sequence[float]) -> list[list[float]]:
+        """Everybody's numbers, in order of rank."""
+        self.post(name, number, values, self.everyone())
+        gathered: dict[int, Any] = self.collect(name, number, len(values), self.everyone())
+        gathered[self.rank] = list(values)
+        return [gathered[rank] for rank in range(self.world_size)]
+
+    def leftovers(self) -> list[str]:
+        """What a finished run has left over: empty if the program was right."""
+        held = [f"tensors received for {owner} were not released" for owner in self._unreleased]
+        return held + [line for channel in self._channels.values() for line in channel.leftovers()]
+
+    def close(self) -> None:
+        for channel in self._channels.values():
+            channel.close()
+        self.world.close()
+
+    def _key(self, tensor_name: str, minibatch: int, backward: bool) -> Key:
+        return Key(2 * self.tensor_tags[tensor_name] + backward, minibatch)

@@ -1,0 +1,133 @@
+"""The channel between threads of one process: a dictionary behind a condition. For tests and lessons."""
+
+import threading
+import time
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from vpipe.communication.channel import Channel, Key
+from vpipe.errors import PeerError
+
+
+class _Mailbox:
+    """Messages under way in one direction between two threads."""
+
+    def __init__(self) -> None:
+        self.changed = threading.Condition()
+        self.messages: dict[Key, Tensor] = {}
+        self.waiting: Counter[int] = Counter()  # messages not yet taken, by stream
+        self.closed = False
+
+
+class InProcessChannel(Channel):
+    def __init__(self, peer: int, buffer: int, timeout: float, outbox: _Mailbox, inbox: _Mailbox) -> None:
+        super().__init__(peer, buffer, timeout)
+        self._outbox = outbox
+        self._inbox = inbox
+
+    def _wait(self, box: _Mailbox, ready: Any, what: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not ready():
+            if box.closed:
+                raise PeerError(f"rank {self.peer} left while this rank waited for {what}")
+            if not box.changed.wait(deadline - time.monotonic()):
+                raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        box = self._outbox
+        with box.changed:
+            self._wait(box, lambda: box.waiting[key.stream] < self.buffer, f"room to send {key}")
+            box.messages[key] = tensor.detach()
+            box.waiting[key.stream] += 1
+            box.changed.notify_all()
+
+    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        box = self._inbox
+        with box.changed:
+            self._wait(box, lambda: key in box.messages, f"message {key}")
+            box.waiting[key.stream] -= 1
+            box.changed.notify_all()
+            return box.messages.pop(key)
+
+    def leftovers(self) -> list[str]:
+        return [f"{key} from rank {self.peer} was not taken" for key in self._inbox.messages]
+
+    def close(self) -> None:
+        for box in (self._outbox, self._inbox):
+            with box.changed:
+                box.closed = True
+                box.changed.notify_all()
+
+
+class InProcessHub:
+    """The meeting place of `size` threads, each of which is a rank."""
+
+    def __init__(self, size: int, timeout: float = 60.0) -> None:
+        self.size = size
+        self.timeout = timeout
+        self.exclusive = threading.RLock()
+        self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
+        self._gathered: dict[str, dict[int, Any]] = {}
+        self._changed = threading.Condition()
+        self._broken: str | None = None
+
+    def join(self, rank: int) -> "InProcessWorld":
+        return InProcessWorld(self, rank)
+
+    def abort(self, reason: str) -> None:
+        """Wake every waiting thread with an error: one of them failed."""
+        with self._changed:
+            self._broken = reason
+            self._changed.notify_all()
+        for box in self._boxes.values():
+            with box.changed:
+                box.closed = True
+                box.changed.notify_all()
+
+    def gather(self, rank: int, name: str, value: Any) -> list[Any]:
+        deadline = time.monotonic() + self.timeout
+        with self._changed:
+            values = self._gathered.setdefault(name, {})
+            values[rank] = value
+            self._changed.notify_all()
+            while len(values) < self.size:
+                if self._broken:
+                    raise PeerError(self._broken)
+                if not self._changed.wait(deadline - time.monotonic()):
+                    missing = sorted(set(range(self.size)) - set(values))
+                    raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
+            return [values[r] for r in range(self.size)]
+
+
+class InProcessWorld:
+    """One thread's view of the hub."""
+
+    def __init__(self, hub: InProcessHub, rank: int) -> None:
+        self.hub = hub
+        self.rank = rank
+        self.size = hub.size
+        self.local_rank = rank
+        # Threads share torch's random generator and its exporter: one at a time.
+        self.exclusive = hub.exclusive
+        self._meetings: Counter[str] = Counter()
+
+    def all_gather(self, name: str, value: Any) -> list[Any]:
+        self._meetings[name] += 1
+        return self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
+
+    def channels(self, buffer: int) -> dict[int, Channel]:
+        boxes = self.hub._boxes
+        return {
+            peer: InProcessChannel(
+                peer, buffer, self.hub.timeout, boxes[self.rank, peer], boxes[peer, self.rank]
+            )
+            for peer in range(self.size)
+            if peer != self.rank
+        }
+
+    def close(self) -> None:
+        """Nothing is held for a thread."""

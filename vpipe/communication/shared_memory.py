@@ -1,0 +1,238 @@
+"""The channel between processes of one host: shared memory that has no name.
+
+Each message is written once, by its sender, into a *slot*: anonymous memory (memfd) whose descriptor
+goes over a Unix socket the first time the slot is used. The receiver maps it and reads it where it lies:
+
+    sender                                   receiver
+    copy tensor ▶ slot 3 ── DATA 3 ────────▶ a tensor over slot 3     (no copy)
+                          ◀──── TAKEN ────── it was received          (back-pressure counts these)
+    slot 3 is free again  ◀──── FREE 3 ───── backward is done with it
+
+Nothing has a name in the file system, so nothing can be left behind, however a process dies; and the
+end of the socket tells the peer that it died. Small messages travel inside the socket message itself.
+"""
+
+import mmap
+import os
+import select
+import socket
+import struct
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from vpipe.communication.channel import Channel, Key
+from vpipe.errors import PeerError
+
+_DTYPES = (
+    torch.float32,
+    torch.float64,
+    torch.bfloat16,
+    torch.float16,
+    torch.int64,
+    torch.int32,
+    torch.int16,
+    torch.int8,
+    torch.uint8,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+)
+_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
+_HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number, slot, slot's size
+_DATA, _INLINE, _TAKEN, _FREE = range(4)
+_INLINE_BYTES = 1024
+_MESSAGE_BYTES = _HEADER.size + 8 * 64 + _INLINE_BYTES
+
+
+class SharedMemoryChannel(Channel):
+    def __init__(self, peer: int, buffer: int, timeout: float, link: socket.socket) -> None:
+        super().__init__(peer, buffer, timeout)
+        self._link = link
+        self._link.setblocking(False)
+        self._poll = select.poll()
+        self._untaken: Counter[int] = Counter()  # sent and not yet received, by stream
+        self._slots: list[mmap.mmap] = []  # ours, written here
+        self._free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
+        self._peer_slots: dict[int, mmap.mmap] = {}  # theirs, read here
+        self._arrived: dict[Key, tuple[Tensor, int | None]] = {}
+        self._held: dict[Key, int] = {}  # received and not yet released: their slots
+        self._lost = False
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        self._pump()
+        if self._untaken[key.stream] >= self.buffer:
+            self._wait(lambda: self._untaken[key.stream] < self.buffer, f"room to send {key}")
+        self._untaken[key.stream] += 1
+        tensor = tensor.detach()
+        size = tensor.numel() * tensor.element_size()
+        shape = struct.pack(f"<{tensor.dim()}q", *tensor.shape)
+        dtype = _DTYPE_CODES[tensor.dtype]
+        if size <= _INLINE_BYTES:
+            header = _HEADER.pack(_INLINE, dtype, tensor.dim(), key.stream, key.number, -1, size)
+            self._transmit(header + shape + bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            return
+        slot, descriptor = self._slot_of(size)
+        target = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
+        target.view(tensor.shape).copy_(tensor)
+        header = _HEADER.pack(_DATA, dtype, tensor.dim(), key.stream, key.number, slot, size)
+        self._transmit(header + shape, descriptor)
+
+    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+        self._pump()
+        if key not in self._arrived:
+            self._wait(lambda: key in self._arrived, f"message {key}")
+        tensor, slot = self._arrived.pop(key)
+        if slot is not None:
+            self._held[key] = slot
+        self._notify(_HEADER.pack(_TAKEN, 0, 0, key.stream, key.number, -1, 0))
+        return tensor
+
+    def release(self, key: Key) -> None:
+        slot = self._held.pop(key, None)
+        if slot is not None:
+            self._notify(_HEADER.pack(_FREE, 0, 0, 0, 0, slot, len(self._peer_slots[slot])))
+
+    def leftovers(self) -> list[str]:
+        self._pump()
+        return [
+            *(f"{key} from rank {self.peer} was not taken" for key in self._arrived),
+            *(f"{key} from rank {self.peer} was not released" for key in self._held),
+        ]
+
+    def close(self) -> None:
+        self._link.close()
+        self._arrived.clear()
+        self._slots.clear()
+        self._peer_slots.clear()
+
+    def _slot_of(self, size: int) -> tuple[int, int | None]:
+        """A free slot of this size, or a new one with its descriptor."""
+        size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if self._free[size]:
+            return self._free[size].pop(), None
+        descriptor = os.memfd_create("vpipe", os.MFD_CLOEXEC)
+        os.ftruncate(descriptor, size)
+        self._slots.append(mmap.mmap(descriptor, size))
+        return len(self._slots) - 1, descriptor
+
+    def _notify(self, message: bytes) -> None:
+        """Tell the peer something that only helps itself: a peer that has gone needs no help."""
+        try:
+            if not self._lost:
+                self._transmit(message)
+        except PeerError:
+            self._lost = True
+
+    def _transmit(self, message: bytes, descriptor: int | None = None) -> None:
+        descriptors = [] if descriptor is None else [descriptor]
+        deadline = time.monotonic() + self.timeout
+        try:
+            while True:
+                try:
+                    socket.send_fds(self._link, [message], descriptors)
+                    return
+                except BlockingIOError:
+                    # The socket is full: take in what the peer sends meanwhile, or both would wait for ever.
+                    self._wait_for(select.POLLOUT | select.POLLIN, deadline, "room in the socket")
+                    self._pump()
+                except OSError as error:
+                    raise self._peer_is_gone() from error
+        finally:
+            if descriptor is not None:
+                os.close(descriptor)
+
+    def _wait(self, ready: Callable[[], bool], what: str) -> None:
+        deadline = time.monotonic() + self.timeout
+        while not ready():
+            if self._lost:
+                raise self._peer_is_gone()
+            self._wait_for(select.POLLIN, deadline, what)
+            self._pump()
+
+    def _wait_for(self, events: int, deadline: float, what: str) -> None:
+        self._poll.register(self._link, events)
+        if not self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
+            raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
+
+    def _pump(self) -> None:
+        """Take in every message that has arrived."""
+        while not self._lost:
+            try:
+                message, descriptors, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1)
+            except BlockingIOError:
+                return
+            except OSError:
+                message, descriptors = b"", []
+            if not message:
+                self._lost = True  # what had arrived before may still be received
+                return
+            self._take_in(message, descriptors)
+
+    def _take_in(self, message: bytes, descriptors: list[int]) -> None:
+        kind, code, dimensions, stream, number, slot, size = _HEADER.unpack_from(message)
+        key = Key(stream, number)
+        if kind == _TAKEN:
+            self._untaken[stream] -= 1
+        elif kind == _FREE:
+            self._free[size].append(slot)
+        else:
+            shape = struct.unpack_from(f"<{dimensions}q", message, _HEADER.size)
+            dtype = _DTYPES[code]
+            if kind == _INLINE:
+                payload = bytearray(message[_HEADER.size + 8 * dimensions :])
+                tensor = torch.frombuffer(payload, dtype=dtype) if payload else torch.empty(0, dtype=dtype)
+                self._arrived[key] = (tensor.view(shape), None)
+                return
+            if descriptors:
+                pages = os.fstat(descriptors[0]).st_size
+                self._peer_slots[slot] = mmap.mmap(descriptors[0], pages)
+                os.close(descriptors[0])
+            count = size // dtype.itemsize
+            tensor = torch.frombuffer(self._peer_slots[slot], dtype=dtype, count=count)
+            self._arrived[key] = (tensor.view(shape), slot)
+
+    def _peer_is_gone(self) -> PeerError:
+        return PeerError(
+            f"rank {self.peer} closed its connection: it ended or was killed; see its own output"
+        )
+
+
+def connect_all(
+    rank: int, peers: Sequence[int], gather: Callable[[str, str], list[str]], buffer: int, timeout: float
+) -> dict[int, SharedMemoryChannel]:
+    """Connect every pair of this host's ranks; `gather` is called once by every rank of the world.
+
+    Of a pair the higher rank calls and the lower one answers. The address lies in the abstract namespace
+    (it dies with its socket); a caller must show the token that only the job's ranks were given.
+    """
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    token = os.urandom(16).hex()
+    listener.bind(b"\0vpipe-" + token[:16].encode())
+    listener.listen(len(peers) + 1)
+    listener.settimeout(timeout)
+    tokens = gather("shared memory", token)
+    links: dict[int, socket.socket] = {}
+    try:
+        for peer in (p for p in peers if p < rank):
+            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            link.connect(b"\0vpipe-" + tokens[peer][:16].encode())
+            link.send(f"{tokens[peer]} {rank}".encode())
+            links[peer] = link
+        while len(links) < len(peers):
+            link, _ = listener.accept()
+            link.settimeout(timeout)
+            said, _, caller = link.recv(128).decode(errors="replace").partition(" ")
+            if said != token or not caller.isdigit():
+                link.close()
+                continue
+            links[int(caller)] = link
+    except (TimeoutError, OSError) as error:
+        missing = sorted(set(peers) - set(links))
+        raise PeerError(f"ranks {missing} of this host did not connect within {timeout:g} s") from error
+    finally:
+        listener.close()
+    return {peer: SharedMemoryChannel(peer, buffer, timeout, link) for peer, link in links.items()}
