@@ -1,0 +1,191 @@
+"""The optimizer of one stage, which keeps the weights that a minibatch's forward saw for its backward.
+
+    F3 reads version 1      the newest                      queue: [v1]
+    STEP2 makes version 2   v1 is kept: B3 will read it     queue: [v1, v2]
+    B3 reads version 1      then nobody needs it            queue: [v2]
+
+Parameters are pointed at a version (`p.data = tensor`). The base optimizer never steps the parameters
+themselves: that would bump autograd's version counters and the backwards still pending would refuse. It
+steps *master* tensors of its own, which share the newest version's storage or, under mixed precision,
+are the float32 originals from which each version is cast. When no backward needs the newest version any
+more (the last stage, every synchronous schedule), the step happens in place and nothing is copied.
+"""
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.errors import VPipeError
+from vpipe.weights.versions import Version, VersionStore
+
+OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
+SchedulerFactory = Callable[[Optimizer], Any]
+
+
+class OptimizerWithWeightStashing:
+    """Owns the weights of a stage: their versions, their masters, the base optimizer.
+
+    `tied` names parameters that other stages hold too. Their updates may be applied some updates later
+    than the stage's own (`vpipe.runtime.gradients` says why), so each has a base optimizer, and with it
+    a learning rate, of its own.
+    """
+
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: OptimizerFactory,
+        *,
+        tied: Sequence[str] = (),
+        master_values: Mapping[str, Tensor] | None = None,
+        lr_scheduler: SchedulerFactory | None = None,
+        update_interval: int = 1,
+    ) -> None:
+        self.names = [name for name, p in parameters.items() if p.requires_grad]
+        self.model_parameters = [parameters[name] for name in self.names]
+        self.update_interval = update_interval
+        self.batch_counter = 0
+        self._store = VersionStore(self.model_parameters)
+        first = self._store.first([p.data for p in self.model_parameters])
+        self.queue: deque[Version] = deque([first])
+        self._read: dict[int, Version] = {}
+        self._pointed_at: Version | None = None
+        self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
+        self.master_parameters = self._make_masters(first, master_values)
+        self._master = dict(zip(self.names, self.master_parameters, strict=True))
+        own = [self._master[name] for name in self.names if name not in set(tied)]
+        self.base_optimizer = _make_optimizer(optimizer, own) if own else None
+        self.tied_optimizers = {name: _make_optimizer(optimizer, [self._master[name]]) for name in tied}
+        everything = [o for o in (self.base_optimizer, *self.tied_optimizers.values()) if o is not None]
+        self.lr_schedulers = {id(o): lr_scheduler(o) for o in everything} if lr_scheduler else {}
+        self.load_new_params()
+
+    @property
+    def latest_version(self) -> int:
+        """The number of updates made so far."""
+        return self.queue[-1].number
+
+    @property
+    def current_version(self) -> int:
+        """The version that the parameters point at."""
+        assert self._pointed_at is not None
+        return self._pointed_at.number
+
+    @property
+    def num_versions(self) -> int:
+        return len(self.queue)
+
+    def load_new_params(self, minibatch: int | None = None) -> None:
+        """Point the parameters at the newest version; keep it for this minibatch's backward, if given."""
+        newest = self.queue[-1]
+        self._point_at(newest)
+        if minibatch is not None:
+            newest.users += 1
+            self._read[minibatch] = newest
+
+    def load_old_params(self, minibatch: int) -> None:
+        """Point the parameters at the version that this minibatch's forward saw."""
+        self._point_at(self._read[minibatch])
+
+    def release(self, minibatch: int) -> None:
+        """This minibatch's backward is done: its version dies if no other needs it."""
+        self.batch_counter += 1
+        version = self._read.pop(minibatch)
+        version.users -= 1
+        if not version.users and version is not self.queue[-1]:
+            self.queue.remove(version)
+            self._store.recycle(version)
+
+    def values(self) -> dict[str, Tensor]:
+        """The newest weights by name; the float32 masters under mixed precision."""
+        return {name: master.detach() for name, master in self._master.items()}
+
+    @torch.no_grad()
+    def load_values(self, values: Mapping[str, Tensor]) -> None:
+        """Set the newest weights, by name; others stay as they are."""
+        for name in self._master.keys() & values.keys():
+            self._master[name].copy_(values[name])
+        self._publish()
+
+    def step(self, tied_gradients: Mapping[str, Tensor] | None = None) -> None:
+        """Make the next version: own parameters from their `.grad`, tied ones from the gradients given."""
+        self._make_room()
+        for name, parameter, master in zip(
+            self.names, self.model_parameters, self.master_parameters, strict=True
+        ):
+            if name not in self.tied_optimizers and parameter.grad is not None:
+                master.grad = parameter.grad.to(master.dtype)
+            parameter.grad = None
+        if self.base_optimizer is not None:
+            self._apply(self.base_optimizer)
+        self._apply_tied(tied_gradients or {})
+        self._publish()
+
+    def step_tied(self, gradients: Mapping[str, Tensor]) -> None:
+        """Apply updates of tied parameters that were still to come when the pipeline was drained."""
+        self._apply_tied(gradients)
+        self._publish()
+
+    def skip(self) -> None:
+        """Forget the gradients: this update is not made."""
+        for parameter in self.model_parameters:
+            parameter.grad = None
+
+    def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
+        masters = []
+        for name, tensor in zip(self.names, first.tensors, strict=True):
+            if self.mixed:
+                original = tensor if values is None else values[name]
+                masters.append(nn.Parameter(original.detach().to(tensor.device, torch.float32, copy=True)))
+            else:
+                masters.append(nn.Parameter(tensor))
+        return masters
+
+    def _point_at(self, version: Version) -> None:
+        if version is not self._pointed_at:
+            for parameter, tensor in zip(self.model_parameters, version.tensors, strict=True):
+                parameter.data = tensor
+            self._pointed_at = version
+
+    def _make_room(self) -> None:
+        """Let the newest version be one that may be written: a new one if a backward needs the old."""
+        newest = self.queue[-1]
+        number = newest.number + 1
+        if not newest.users:
+            newest.number = number
+            return
+        version = self._store.blank(number) if self.mixed else self._store.copy(newest, number)
+        self.queue.append(version)
+        if not self.mixed:
+            for master, tensor in zip(self.master_parameters, version.tensors, strict=True):
+                master.data = tensor
+
+    def _apply(self, optimizer: Optimizer) -> None:
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if id(optimizer) in self.lr_schedulers:
+            self.lr_schedulers[id(optimizer)].step()
+
+    def _apply_tied(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            self._master[name].grad = gradient.to(self._master[name].dtype)
+            self._apply(self.tied_optimizers[name])
+
+    @torch.no_grad()
+    def _publish(self) -> None:
+        if self.mixed:
+            torch._foreach_copy_(self.queue[-1].tensors, list(self.master_parameters))
+        self.load_new_params()
+
+
+def _make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
+    optimizer = factory(parameters)
+    if not isinstance(optimizer, Optimizer):
+        raise VPipeError(
+            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer: "
+            "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
+        )
+    return optimizer
