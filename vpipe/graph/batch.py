@@ -1,0 +1,230 @@
+"""Batches: their fields by name, and the check that a batch fits the captured model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import sympy
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import BatchError, CaptureError
+from vpipe.graph.trace import Size, Spec, evaluate, free_symbols
+
+Batch: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a batch is laid out: its kind, its fields in order, and which of them the model takes.
+
+    `tensors` are the names of the fields that hold tensors, `constants` what the others held in the example.
+    """
+
+    kind: type
+    names: tuple[str, ...]
+    model_names: tuple[str, ...]
+    tensors: tuple[str, ...]
+    constants: Mapping[str, Any]
+
+    @staticmethod
+    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> Layout:
+        kind: type
+        if isinstance(batch, Tensor):
+            kind, values = Tensor, [batch]
+        elif isinstance(batch, Mapping):
+            kind, values = Mapping, list(batch.values())
+        elif isinstance(batch, Sequence) and not isinstance(batch, str):
+            kind, values = Sequence, list(batch)
+        else:
+            raise BatchError(
+                f"example batch is a {type(batch).__name__}; give a dict of tensors, a sequence of tensors"
+                " or one tensor"
+            )
+        if kind is Mapping:
+            names = tuple(batch)
+            taken = _taken_by_name(model, names, loss_fn)
+        else:
+            names, taken = _taken_by_position(model, len(values), loss_fn)
+        entries = dict(zip(names, values, strict=True))
+        for name, value in entries.items():
+            if not isinstance(value, Tensor | bool | int | float | str | None):
+                raise BatchError(
+                    f"batch field {name!r} is a {type(value).__name__}; a field is a tensor, a number, a string or None"
+                )
+        tensors = tuple(name for name, value in entries.items() if isinstance(value, Tensor))
+        if not tensors:
+            raise BatchError(f"example batch has no tensor among its fields {list(names)}")
+        constants = {name: value for name, value in entries.items() if name not in tensors}
+        return Layout(kind, names, taken, tensors, constants)
+
+    def entries(self, batch: Batch) -> dict[str, Any]:
+        """The batch's fields by name, or an error that names what is missing or too much."""
+        if self.kind is Tensor:
+            if not isinstance(batch, Tensor):
+                raise BatchError(f"batch is a {type(batch).__name__}; the model was captured with one tensor")
+            return {self.names[0]: batch}
+        if self.kind is Mapping:
+            if not isinstance(batch, Mapping):
+                raise BatchError(
+                    f"batch is a {type(batch).__name__}; the model was captured with the fields {list(self.names)}"
+                )
+            missing = [name for name in self.names if name not in batch]
+            extra = [name for name in batch if name not in self.names]
+            if missing or extra:
+                raise BatchError(
+                    f"batch has the fields {list(batch)}, expected {list(self.names)}"
+                    f" (missing: {missing}, unknown: {extra})"
+                )
+            return {name: batch[name] for name in self.names}
+        if isinstance(batch, Tensor | Mapping | str) or not isinstance(batch, Sequence):
+            raise BatchError(
+                f"batch is a {type(batch).__name__}; the model was captured with a sequence of {len(self.names)}"
+            )
+        if len(batch) != len(self.names):
+            raise BatchError(f"batch has {len(batch)} fields, expected {len(self.names)}: {list(self.names)}")
+        return dict(zip(self.names, batch, strict=True))
+
+
+def _taken_by_name(
+    model: nn.Module, names: tuple[str, ...], loss_fn: Callable[..., Tensor] | None
+) -> tuple[str, ...]:
+    parameters = inspect.signature(model.forward).parameters
+    open_ended = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+    taken = tuple(name for name in names if name in parameters)
+    rest = [name for name in names if name not in parameters]
+    if loss_fn is not None or not rest:
+        return taken
+    if open_ended:
+        return names
+    raise BatchError(
+        f"batch fields {rest} are not parameters of {type(model).__name__}.forward, which takes"
+        f" {list(parameters)}; rename them, leave them out, or give a loss_fn that takes them"
+    )
+
+
+def _taken_by_position(
+    model: nn.Module, count: int, loss_fn: Callable[..., Tensor] | None
+) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Names for the fields of a sequence: those of forward, then those of the loss after its first."""
+    accepted = _positional(model.forward)
+    taken = count if accepted is None else min(count, len(accepted))
+    if loss_fn is None and taken < count:
+        raise BatchError(
+            f"batch has {count} fields but {type(model).__name__}.forward takes {taken}: {accepted};"
+            " leave the others out or give a loss_fn that takes them"
+        )
+    names = list(accepted[:taken]) if accepted is not None else [f"field{i}" for i in range(count)]
+    rest = (_positional(loss_fn) or [])[1:] if loss_fn is not None else []
+    names += rest[: count - len(names)]
+    if len(set(names)) < count:
+        names = [f"field{i}" for i in range(count)]
+    return tuple(names), tuple(names[:taken])
+
+
+def _positional(function: Callable[..., Any]) -> list[str] | None:
+    """Names of the parameters that can be given by position; None if there is no end of them."""
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        return []
+    if any(p.kind is inspect.Parameter.VAR_POSITIONAL for p in parameters):
+        return None
+    kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    return [p.name for p in parameters if p.kind in kinds]
+
+
+@dataclass(frozen=True)
+class FieldCheck:
+    """The types of a batch's tensors, in terms of the sizes that may vary.
+
+    `dtypes` are those of the example batch; `specs` hold those in which the model was traced.
+    """
+
+    layout: Layout
+    specs: Mapping[str, Spec]
+    dtypes: Mapping[str, torch.dtype]
+    symbols: Mapping[sympy.Symbol, tuple[str, int]]
+    bounds: Mapping[sympy.Symbol, tuple[int, int | None]]
+    one_batch_size: bool
+
+    def __call__(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch's tensors by name; raises BatchError where they differ from the captured model's."""
+        entries = self.layout.entries(batch)
+        for name, expected in self.layout.constants.items():
+            if entries[name] is not expected and entries[name] != expected:
+                raise BatchError(
+                    f"batch field {name!r} is {entries[name]!r}, but the model was captured with {expected!r};"
+                    " what is not a tensor must stay the same (capture again for another value)"
+                )
+        fields = {name: entries[name] for name in self.layout.tensors}
+        for name, value in fields.items():
+            self._check_type(name, value)
+        sizes = self.sizes(fields)
+        for name, value in fields.items():
+            for dimension, size in enumerate(self.specs[name].shape):
+                self._check_size(name, value, dimension, size, sizes)
+        if self.one_batch_size and len({value.shape[0] for value in fields.values() if value.ndim}) > 1:
+            counts = {name: value.shape[0] for name, value in fields.items() if value.ndim}
+            raise BatchError(f"batch fields disagree about the number of samples (dimension 0): {counts}")
+        return {name: value.to(self.specs[name].dtype) for name, value in fields.items()}
+
+    def sizes(self, fields: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
+        """The sizes of this batch, by symbol."""
+        return {symbol: fields[name].shape[dim] for symbol, (name, dim) in self.symbols.items()}
+
+    def _check_type(self, name: str, value: Any) -> None:
+        spec = self.specs[name]
+        if not isinstance(value, Tensor):
+            raise BatchError(f"batch field {name!r} is a {type(value).__name__}, expected a tensor")
+        if value.dtype not in (self.dtypes[name], spec.dtype):
+            raise BatchError(
+                f"batch field {name!r} has dtype {_short(value.dtype)}, expected {_short(self.dtypes[name])};"
+                f" convert it with .to({self.dtypes[name]})"
+            )
+        if value.ndim != len(spec.shape):
+            raise BatchError(
+                f"batch field {name!r} has shape {list(value.shape)}, expected {len(spec.shape)} dimensions"
+            )
+
+    def _check_size(
+        self, name: str, value: Tensor, dimension: int, size: Size, sizes: Mapping[sympy.Symbol, int]
+    ) -> None:
+        got = value.shape[dimension]
+        place = f"batch field {name!r} has size {got} in dimension {dimension}"
+        if isinstance(size, int):
+            if got != size:
+                why = (
+                    "capture with a larger example for another" if size == 1 else "the model fixes this size"
+                )
+                raise BatchError(f"{place}, expected {size} ({why})")
+            return
+        if free_symbols(size) <= sizes.keys() and got != evaluate(size, sizes):
+            other, other_dimension = self.symbols[min(free_symbols(size), key=str)]
+            raise BatchError(
+                f"{place}, expected {evaluate(size, sizes)}"
+                f" (it follows dimension {other_dimension} of field {other!r})"
+            )
+        low, high = self.bounds.get(size, (0, None))
+        if got < low or (high is not None and got > high):
+            raise BatchError(f"{place}, expected {low} to {'any' if high is None else high}")
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def for_tracing(fields: Mapping[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """The fields on the model's own device (`meta` included), float32 ones in a half-precision model's dtype."""
+    tensors = [*model.parameters(), *model.buffers()]
+    if not tensors:
+        raise CaptureError(f"{type(model).__name__} has no parameters: there is nothing to train")
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    half = dtypes.pop() if len(dtypes) == 1 and dtypes <= {torch.float16, torch.bfloat16} else None
+    return {
+        name: value.to(tensors[0].device, half if value.dtype is torch.float32 else None)
+        for name, value in fields.items()
+    }

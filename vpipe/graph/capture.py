@@ -1,0 +1,163 @@
+"""Capture of a model as a graph, from an example batch.
+
+`torch.export` runs the model once on fake tensors, in training mode, with every size of the batch symbolic where
+the model allows it; where it does not, only the number of samples, then none. What cannot be exported at all
+falls back to the children of an `nn.Sequential`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.export import Dim, ExportedProgram
+
+from vpipe.errors import CaptureError, VPipeError
+from vpipe.graph.batch import Batch, FieldCheck, Layout, for_tracing
+from vpipe.graph.exported import size_bounds, trace_exported
+from vpipe.graph.inplace import functionalise, protect_fields, prune
+from vpipe.graph.loss import LossModule
+from vpipe.graph.model_graph import ModelGraph
+from vpipe.graph.opaque import trace_sequential
+from vpipe.graph.trace import Kind, Trace
+
+# What `_quiet` turns off belongs to the whole process: one export at a time.
+_EXPORTING = threading.Lock()
+
+
+def capture(
+    model: nn.Module, example_batch: Batch, loss_fn: Callable[..., Tensor] | None = None
+) -> ModelGraph:
+    """The model as a graph from the batch to its loss, with the blocks at which it can be cut.
+
+    `example_batch` is a dict (keys: parameters of `forward`), a sequence or one tensor; fields that `forward`
+    does not take go to `loss_fn(output, *rest)`. Without a `loss_fn` the output has to contain the loss. The
+    model may be on the `meta` device.
+    """
+    layout = Layout.of(model, example_batch, loss_fn)
+    entries = layout.entries(example_batch)
+    fields = {name: entries[name] for name in layout.tensors}
+    with _training(model):
+        trace, bounds = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
+    specs = {entry.name: trace.specs[n] for n, entry in trace.inputs.items() if entry.kind is Kind.FIELD}
+    dtypes = {name: value.dtype for name, value in fields.items()}
+    check = FieldCheck(layout, specs, dtypes, trace.symbols, bounds, _one_batch_size(fields))
+    protect_fields(trace)
+    prune(trace)
+    return ModelGraph.of(model, trace, check)
+
+
+def _trace(module: LossModule, fields: dict[str, Tensor]) -> tuple[Trace, dict[Any, tuple[int, int | None]]]:
+    try:
+        program = _export(module, list(fields.values()))
+    except VPipeError:
+        raise
+    except Exception as error:
+        if isinstance(module.model, nn.Sequential) and len(module.layout.model_names) == 1:
+            with contextlib.suppress(RuntimeError, TypeError, IndexError):
+                return trace_sequential(module, fields), {}
+        raise _explain(error, module.model) from error
+    trace = trace_exported(program, module, fields)
+    functionalise(trace)
+    return trace, size_bounds(program)
+
+
+def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
+    """The first export that succeeds: all sizes symbolic, the number of samples only, none."""
+    every = [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors]
+    samples = [{0: Dim.AUTO} if t.ndim else {} for t in tensors]
+    first: Exception | None = None
+    for dynamic in (every, samples, None):
+        try:
+            with _quiet():
+                shapes = None if dynamic is None else (dynamic,)
+                return torch.export.export(module, (tensors,), dynamic_shapes=shapes, strict=False)
+        except Exception as error:
+            mistake = _own_error(error)
+            if mistake is not None:
+                raise mistake from None
+            first = first or error
+    assert first is not None
+    raise first
+
+
+@contextlib.contextmanager
+def _training(model: nn.Module) -> Iterator[None]:
+    """Training mode; a model that is already in it keeps the modes of its parts (a frozen norm)."""
+    modes = {module: module.training for module in model.modules()}
+    if not model.training:
+        model.train()
+    try:
+        yield
+    finally:
+        for module, mode in modes.items():
+            module.training = mode
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Keep the exporter's chatter (graphs printed on failure, warnings) off the user's screen."""
+    with _EXPORTING:
+        level = logging.root.manager.disable
+        logging.disable(logging.CRITICAL)
+        try:
+            with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+                warnings.simplefilter("ignore")
+                yield
+        finally:
+            logging.disable(level)
+
+
+def _own_error(error: BaseException) -> VPipeError | None:
+    """A mistake that we found ourselves, wherever the exporter has buried it."""
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, VPipeError):
+            return cause
+        cause = cause.__cause__ or cause.__context__
+    return None
+
+
+def _explain(error: Exception, model: nn.Module) -> CaptureError:
+    reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+    if "data-dependent" in str(error).lower():
+        fix = (
+            "rewrite that line without control flow that depends on the data (torch.where, torch.cond),"
+            " or give the model as an nn.Sequential, whose children need not be captured"
+        )
+    else:
+        fix = "run the model once on the example batch to see whether they fit each other"
+    name = type(error).__name__
+    return CaptureError(
+        f"cannot capture {type(model).__name__}: {name}: {reason.strip()}{_place(error)}; {fix}"
+    )
+
+
+def _place(error: BaseException) -> str:
+    """The innermost line of the user's model in the error's traceback."""
+    ours = Path(__file__).parent
+    torch_home = Path(torch.__file__).parent
+    frames = [
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not Path(frame.filename).is_relative_to(torch_home)
+        and not Path(frame.filename).is_relative_to(ours)
+        and Path(frame.filename).exists()
+    ]
+    if not frames:
+        return ""
+    frame = frames[-1]
+    return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
+
+
+def _one_batch_size(fields: dict[str, Tensor]) -> bool:
+    return len({value.shape[0] for value in fields.values() if value.ndim}) == 1

@@ -1,0 +1,164 @@
+"""Places where the graph can be cut cheaply.
+
+A cut is a position in the order of the owned operations; its cost is the bytes of the values that live across it.
+For a transformer the cost rises inside each half layer, where the residual waits beside what is being computed,
+and falls back between them:
+
+    bytes   _/\\_/\\/\\_/\\_/\\/\\_      cut where one value crosses, or where the bytes are low between
+            ^    ^    ^    ^    ^     two peaks, unless it is much cheaper a little before and a little behind
+
+Values that every layer reads again (an encoder's output, a position bias) cross all cuts alike: they do not count
+in this comparison.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from itertools import accumulate
+
+from torch import fx
+
+from vpipe.graph.ownership import Ownership
+from vpipe.graph.trace import Trace
+
+# How far below the peaks on both sides a cut has to lie.
+_PROMINENCE = 1.25
+# How much cheaper the cuts on both sides have to be for one between them to be left out.
+_DOMINANCE = 1.5
+# A value that is read again after this many matrix products is there for all layers, not for one.
+_GLOBAL_GAP = 6
+
+
+@dataclass(frozen=True)
+class Order:
+    """The owned operations as positions 0, 1, ...; cut i lies behind position i.
+
+    `uses[i]` are the positions that read what i makes, `sizes[i]` its bytes, `local[i]` whether a single
+    stretch reads it, `allowed[i]` whether cut i may be made at all, `crossing[i]` the bytes that live across it.
+    """
+
+    nodes: tuple[fx.Node, ...]
+    uses: tuple[tuple[int, ...], ...]
+    sizes: tuple[int, ...]
+    local: tuple[bool, ...]
+    allowed: tuple[bool, ...]
+    crossing: tuple[int, ...]
+
+    @staticmethod
+    def of(trace: Trace, ownership: Ownership, flops: Sequence[int]) -> Order:
+        nodes = ownership.owned
+        position = {node: i for i, node in enumerate(nodes)}
+        uses = tuple(tuple(sorted(position[u] for u in node.users if u in position)) for node in nodes)
+        sizes = tuple(trace.num_bytes(node) if node in trace.specs else 0 for node in nodes)
+        allowed = _allowed(trace, ownership, position, uses)
+        order = Order(nodes, uses, sizes, (True,) * len(nodes), allowed, ())
+        crossing, _ = order.live(0, len(nodes) - 1)
+        return replace(order, local=_local(uses, flops), crossing=(*crossing[1:], 0))
+
+    def live(self, start: int, end: int) -> tuple[list[int], list[int]]:
+        """Bytes and number of local values across cuts start-1..end-1, seen from positions start..end.
+
+        A value counts while somebody up to `end` still reads it: what merely passes through on its way to a
+        later reader is sent straight there and costs this stretch nothing.
+        """
+        change = [0] * (end - start + 2)
+        count = [0] * (end - start + 2)
+        for made in range(end + 1):
+            if not self.local[made]:
+                continue
+            last = max((use for use in self.uses[made] if use <= end), default=-1)
+            first = max(made + 1, start)
+            if last >= first:
+                change[first - start] += self.sizes[made]
+                change[last - start + 1] -= self.sizes[made]
+                count[first - start] += 1
+                count[last - start + 1] -= 1
+        return list(accumulate(change))[: end - start + 1], list(accumulate(count))[: end - start + 1]
+
+
+def _local(uses: Sequence[Sequence[int]], flops: Sequence[int]) -> tuple[bool, ...]:
+    products = list(accumulate(count > 0 for count in flops))
+    gaps = [
+        [products[use] - products[last] for last, use in zip((made, *own), own, strict=False)]
+        for made, own in enumerate(uses)
+    ]
+    return tuple(max(own, default=0) < _GLOBAL_GAP for own in gaps)
+
+
+def _allowed(
+    trace: Trace, ownership: Ownership, position: dict[fx.Node, int], uses: Sequence[Sequence[int]]
+) -> tuple[bool, ...]:
+    nodes = ownership.owned
+    allowed = [trace.boundaries is None or node in trace.boundaries for node in nodes[1:]] + [False]
+
+    def forbid(first: int, last: int) -> None:
+        for cut in range(first, last):
+            allowed[cut] = False
+
+    # Tuples, sizes and tensors of unknown shape cannot be sent.
+    for made, node in enumerate(nodes):
+        if uses[made] and not trace.is_sized(node):
+            forbid(made, uses[made][-1])
+    # A storage is written where it was made; a buffer that changes lives in one place.
+    for members, writes in ownership.clusters.written():
+        touched = [position[node] for node in [*members, *writes] if node in position]
+        if any(member in ownership.mutated for member in members):
+            touched += [position[user] for member in members for user in member.users if user in position]
+            forbid(min(touched), max(touched))
+        elif touched:
+            forbid(min(touched), max(position[write] for write in writes if write in position))
+    forbid(position[trace.loss], len(nodes))
+    return tuple(allowed)
+
+
+def candidate_cuts(trace: Trace, order: Order) -> list[int]:
+    """All cuts worth considering, in order."""
+    if trace.boundaries is not None:
+        return [cut for cut, allowed in enumerate(order.allowed) if allowed]
+    found: list[int] = []
+    # Stretches with the cost of the cut behind them; the end of the graph is no cut.
+    stretches: list[tuple[int, int, float]] = [(0, len(order.nodes) - 1, math.inf)]
+    while stretches:
+        start, end, behind = stretches.pop()
+        cuts = _cuts_within(order, start, end, behind)
+        if not cuts:
+            continue
+        found += cuts
+        starts = [start, *(cut + 1 for cut in cuts)]
+        stretches += list(zip(starts, [*cuts, end], [*cuts.values(), behind], strict=True))
+    return sorted(found)
+
+
+def _cuts_within(order: Order, start: int, end: int, behind: float) -> dict[int, float]:
+    """Cuts of a stretch, with their costs, that are worth making."""
+    costs, counts = order.live(start, end)
+    before = costs[0] if start else math.inf
+    costs, counts = costs[1:], counts[1:]  # of the cuts start..end-1
+    cheap = [
+        offset
+        for offset, count in enumerate(counts)
+        if order.allowed[start + offset] and (count == 1 or _is_prominent(costs, offset))
+    ]
+    lowest_before = list(accumulate((costs[offset] for offset in cheap), min, initial=before))
+    lowest_behind = list(accumulate((costs[offset] for offset in reversed(cheap)), min, initial=behind))[::-1]
+    return {
+        start + offset: costs[offset]
+        for i, offset in enumerate(cheap)
+        if _DOMINANCE * max(lowest_before[i], lowest_behind[i + 1]) >= costs[offset]
+    }
+
+
+def _is_prominent(costs: Sequence[int], offset: int) -> bool:
+    return all(_peak(costs, offset, step) >= _PROMINENCE * costs[offset] for step in (-1, 1))
+
+
+def _peak(costs: Sequence[int], offset: int, step: int) -> int:
+    """The highest cost on one side before the costs fall below this one's."""
+    peak = here = costs[offset]
+    offset += step
+    while 0 <= offset < len(costs) and costs[offset] >= here:
+        peak = max(peak, costs[offset])
+        offset += step
+    return peak

@@ -1,0 +1,229 @@
+"""In-place operations: who writes whose storage, and what therefore has to stay together.
+
+A captured graph holds operations such as `copy_` that nobody uses by name:
+
+    zeros = aten.zeros(...)            # 1: makes the storage
+    left  = aten.slice(zeros, 1, 0, 4) # 2: a view of 1
+    aten.copy_(left, ids)              # 3: no user, yet it changes 1
+    embed = aten.embedding(w, zeros)   # 4: reads what 3 wrote
+
+1, 2 and 3 share a storage: they form a *cluster*. Where nobody reads an older name of the storage after the
+write (`x += y`, `relu_`), the write is replaced by its out-of-place form and the cluster falls apart, so that a
+residual stream that is updated in place can still be cut. What remains moves as a whole.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import fx, nn
+
+from vpipe.graph.opaque import ModuleCall
+from vpipe.graph.trace import Kind, Trace, submodules
+
+# Operations whose schema does not say that they write their running statistics (arguments 3 and 4).
+_NORMS = {"batch_norm", "instance_norm", "_batch_norm_impl_index"}
+# Operations whose schema does not say that their results are views of their arguments.
+_SILENT_VIEWS = {"broadcast_tensors", "meshgrid"}
+
+
+def operator_name(node: fx.Node) -> str:
+    """`relu_` for `aten.relu_.default`; empty for what is not an aten-like operator."""
+    target = node.target
+    return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
+
+
+def _arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, list[fx.Node]]]:
+    """Each argument of the operator's schema with the nodes given for it."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            value = node.args[position]
+        elif argument.name in node.kwargs:
+            value = node.kwargs[argument.name]
+        else:
+            continue
+        nodes: list[fx.Node] = []
+        fx.map_arg(value, nodes.append)
+        yield argument, nodes
+
+
+def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+    """The arguments whose storage the node writes."""
+    if isinstance(node.target, ModuleCall):
+        return list(node.args[1 : 1 + node.target.num_buffers])  # type: ignore[arg-type]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _written_inside(node, root)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    if operator_name(node) in _NORMS:
+        training = node.args[5]
+        return [arg for arg in node.args[3:5] if isinstance(arg, fx.Node)] if training else []
+    result: list[fx.Node] = []
+    for argument, nodes in _arguments(node):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            result += nodes
+    return result
+
+
+def _operands(node: fx.Node) -> list[fx.Node]:
+    """What a higher-order operation hands to the graph that it wraps."""
+    after = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"]
+    return [arg for arg in node.args[after[-1] + 1 :] if isinstance(arg, fx.Node)] if after else []
+
+
+def _written_inside(node: fx.Node, root: nn.Module) -> list[fx.Node]:
+    result: list[fx.Node] = []
+    for body in submodules(node, root):
+        clusters = Clusters.of(body.graph.nodes, body)
+        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
+        for outer, inner in zip(_operands(node), placeholders, strict=False):
+            if clusters.writes(inner):
+                result.append(outer)
+    return result
+
+
+def aliased(node: fx.Node) -> list[fx.Node]:
+    """The arguments with which the node's result may share its storage."""
+    if node.target is operator.getitem:
+        return [node.args[0]]  # type: ignore[list-item]
+    if isinstance(node.target, torch._ops.HigherOrderOperator):
+        return _operands(node)
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return []
+    name = operator_name(node)
+    if name in _NORMS:
+        return []
+    if name in _SILENT_VIEWS or torch.Tag.maybe_aliasing_or_mutating in node.target.tags:
+        return node.all_input_nodes
+    shared = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info is not None]
+    result: list[fx.Node] = []
+    for argument, nodes in _arguments(node):
+        if argument.alias_info is not None and any(
+            argument.alias_info.before_set & names for names in shared
+        ):
+            result += nodes
+    return result
+
+
+@dataclass
+class Clusters:
+    """Nodes grouped by the storage that they may share; the writes of each group in order."""
+
+    _leader: dict[fx.Node, fx.Node]
+    _members: dict[fx.Node, list[fx.Node]]
+    _writes: dict[fx.Node, list[fx.Node]]
+
+    @staticmethod
+    def of(nodes: Iterable[fx.Node], root: nn.Module) -> Clusters:
+        nodes = list(nodes)
+        leader = {node: node for node in nodes}
+
+        def find(node: fx.Node) -> fx.Node:
+            while leader[node] is not node:
+                leader[node] = leader[leader[node]]
+                node = leader[node]
+            return node
+
+        for node in nodes:
+            for other in aliased(node):
+                leader[find(node)] = find(other)
+        members: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            leader[node] = find(node)
+            members.setdefault(leader[node], []).append(node)
+        writes: dict[fx.Node, list[fx.Node]] = {}
+        for node in nodes:
+            for target in dict.fromkeys(leader[other] for other in written(node, root)):
+                writes.setdefault(target, []).append(node)
+        return Clusters(leader, members, writes)
+
+    def members(self, node: fx.Node) -> list[fx.Node]:
+        return self._members[self._leader[node]]
+
+    def writes(self, node: fx.Node) -> list[fx.Node]:
+        """The operations that write the node's storage."""
+        return self._writes.get(self._leader[node], [])
+
+    def written(self) -> list[tuple[list[fx.Node], list[fx.Node]]]:
+        """Members and writes of each cluster that is written at all."""
+        return [(self._members[leader], writes) for leader, writes in self._writes.items()]
+
+
+def functionalise(trace: Trace) -> None:
+    """Replace in-place operations by out-of-place ones where nobody can tell the difference."""
+    order = {node: position for position, node in enumerate(trace.graph.nodes)}
+    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    for node in trace.nodes():
+        replacement = _out_of_place(node, trace)
+        if replacement is None:
+            continue
+        members = clusters.members(node)
+        if any(trace.kind(member) in (Kind.BUFFER, Kind.PARAMETER) for member in members):
+            continue
+        newer = {node}
+        for member in members:
+            if member is not node and any(other in newer for other in aliased(member)):
+                newer.add(member)
+        older = [member for member in members if member not in newer]
+        if all(order[user] <= order[node] for member in older for user in member.users):
+            node.target = replacement
+
+
+def _out_of_place(node: fx.Node, trace: Trace) -> torch._ops.OpOverload | None:
+    """The operator without its trailing underscore, if it means the same."""
+    target = node.target
+    name = operator_name(node)
+    if not isinstance(target, torch._ops.OpOverload) or not name.endswith("_") or name.startswith("_"):
+        return None
+    if torch.Tag.nondeterministic_seeded in target.tags or len(written(node, trace.root)) != 1:
+        return None
+    packet = getattr(getattr(torch.ops, target.namespace), name[:-1], None)
+    replacement = getattr(packet, target._overloadname, None) if packet is not None else None
+    if replacement is None:
+        return None
+    if [a.name for a in replacement._schema.arguments] != [a.name for a in target._schema.arguments]:
+        return None
+    # x.add_(y) keeps the type of x, x + y promotes it
+    if torch.Tag.pointwise in target.tags and name != "masked_fill_":
+        dtypes = {trace.specs[arg].dtype for arg in node.all_input_nodes if arg in trace.specs}
+        if len(dtypes) > 1:
+            return None
+    return replacement
+
+
+def protect_fields(trace: Trace) -> None:
+    """Let what is written in place into the raw batch be written into a copy of it."""
+    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    first = next(trace.nodes())
+    for node in trace.inputs:
+        if trace.kind(node) not in (Kind.FIELD, Kind.CONSTANT) or not clusters.writes(node):
+            continue
+        with trace.graph.inserting_before(first):
+            copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
+        trace.specs[copy] = trace.specs[node]
+        for user in [user for user in node.users if user is not copy]:
+            user.replace_input_with(node, copy)
+
+
+def prune(trace: Trace) -> None:
+    """Erase what neither the loss nor a buffer's new value needs; writes live as long as their storage is read."""
+    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
+    pending = [trace.loss, *(write for buffer in buffers for write in clusters.writes(buffer))]
+    alive: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in alive:
+            continue
+        alive.add(node)
+        pending += node.all_input_nodes
+        pending += clusters.writes(node)
+    for node in reversed(list(trace.graph.nodes)):
+        if node not in alive and node.op != "output":
+            trace.graph.erase_node(node)
+            trace.inputs.pop(node, None)
+            trace.specs.pop(node, None)

@@ -1,0 +1,70 @@
+"""The module that is captured: the user's model with the loss as its only output."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import Tensor, nn
+
+from vpipe.errors import CaptureError
+from vpipe.graph.batch import Layout
+
+
+class LossModule(nn.Module):
+    """Model and loss function as one module from the batch's tensors to a scalar."""
+
+    def __init__(self, model: nn.Module, layout: Layout, loss_fn: Callable[..., Tensor] | None) -> None:
+        super().__init__()
+        self.model = model
+        self.layout = layout
+        self.loss_fn = loss_fn
+
+    def forward(self, tensors: list[Tensor]) -> Tensor:
+        entries = dict(zip(self.layout.tensors, tensors, strict=True)) | dict(self.layout.constants)
+        taken = self.layout.model_names
+        if self.layout.kind is Mapping:
+            output = self.model(**{name: entries[name] for name in taken})
+        else:
+            output = self.model(*(entries[name] for name in taken))
+        rest = [entries[name] for name in self.layout.names if name not in taken]
+        return find_loss(output, rest, self.loss_fn, type(self.model).__name__)
+
+
+def find_loss(output: Any, rest: list[Any], loss_fn: Callable[..., Tensor] | None, model: str) -> Tensor:
+    """The scalar that training minimises, from the model's output and the fields that it did not take."""
+    if loss_fn is not None:
+        loss = loss_fn(output, *rest)
+        if not isinstance(loss, Tensor) or loss.ndim:
+            got = _describe(loss) if isinstance(loss, Tensor) else repr(loss)
+            raise CaptureError(
+                f"loss_fn returned {got}, expected a scalar tensor; reduce it, e.g. with .mean()"
+            )
+        return loss
+    loss = _contained_loss(output)
+    if not isinstance(loss, Tensor) or loss.ndim:
+        raise CaptureError(
+            f"the output of {model} holds no loss ({_describe(output)}); give capture a loss_fn,"
+            " or give the batch the field (labels) from which the model computes its loss"
+        )
+    return loss
+
+
+def _contained_loss(output: Any) -> Any:
+    if isinstance(output, Mapping):
+        return output.get("loss")
+    if isinstance(output, Tensor):
+        return output
+    if getattr(output, "loss", None) is not None:
+        return output.loss
+    if isinstance(output, tuple | list) and output:
+        return output[0]
+    return None
+
+
+def _describe(output: Any) -> str:
+    if isinstance(output, Tensor):
+        return f"a tensor of shape {[int(size) for size in output.shape]}"
+    if isinstance(output, Mapping):
+        return f"{type(output).__name__} with {list(output)}"
+    return type(output).__name__

@@ -1,0 +1,114 @@
+"""Tensors for a stage: copies of the model's own, or fresh ones where the model is on `meta`.
+
+A fresh tensor is drawn alone, seeded by its name: its value depends neither on the partition nor on the order
+in which ranks ask for it.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.errors import CaptureError
+from vpipe.graph.random import stable_seed
+
+
+def materialise(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:
+    """Detached tensors for the parameters and buffers of these names; the model itself stays as it is."""
+    names = list(names)
+    tensors = {name: _lookup(model, name) for name in names}
+    result = {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
+    missing = [name for name in names if name not in result]
+    if missing:
+        skeleton = copy.deepcopy(model).to("meta")
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            for name in missing:
+                result[name] = _initialise(skeleton, name, seed)
+    return result
+
+
+def _lookup(model: nn.Module, name: str) -> Tensor:
+    owner, _, own = name.rpartition(".")
+    tensor = getattr(model.get_submodule(owner), own)
+    assert isinstance(tensor, Tensor)
+    return tensor
+
+
+def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
+    """One real tensor in a model of meta tensors, set by the initialisers of the modules around it.
+
+    They run from the owner outwards, as the model's own constructor would: an outer module (a GPT-2 block that
+    scales its projection) has the last word.
+    """
+    owner_name, _, own = name.rpartition(".")
+    owner = skeleton.get_submodule(owner_name)
+    store: dict[str, Tensor | None] = owner._parameters if own in owner._parameters else owner._buffers  # type: ignore[assignment]
+    blank = store[own]
+    assert blank is not None
+    tensor = _marked(blank)
+    is_parameter = isinstance(blank, nn.Parameter)
+    store[own] = nn.Parameter(tensor, requires_grad=blank.requires_grad) if is_parameter else tensor
+    try:
+        for path, initialise in _initialisers(skeleton, owner_name):
+            torch.default_generator.manual_seed(stable_seed(seed, path, own))
+            initialise()
+        made = store[own]
+        assert made is not None
+        if made.is_meta or _has_marks(made):
+            raise CaptureError(
+                f"cannot materialise {name!r} of a model on the meta device: {type(owner).__name__} does not set"
+                f" it; give {type(owner).__name__} a reset_parameters() that does, or build the model on the cpu"
+            )
+        return made.detach()
+    finally:
+        store[own] = blank
+
+
+def _initialisers(model: nn.Module, owner: str) -> list[tuple[str, Callable[[], object]]]:
+    """What sets a module's tensors: its own `reset_parameters` or the enclosing Hugging Face model's rule."""
+    parts = owner.split(".") if owner else []
+    result: list[tuple[str, Callable[[], object]]] = []
+    for depth in range(len(parts), -1, -1):
+        path = ".".join(parts[:depth])
+        module = model.get_submodule(path)
+        rule = _enclosing_rule(model, parts[:depth])
+        if rule is not None:
+            result.append((path, partial(rule, module)))
+            continue
+        for method in ("reset_parameters", "_reset_parameters"):
+            if callable(getattr(module, method, None)):
+                result.append((path, getattr(module, method)))
+                break
+    return result
+
+
+def _enclosing_rule(model: nn.Module, parts: list[str]) -> Callable[[nn.Module], object] | None:
+    """`_init_weights` of the innermost module around this place that has one."""
+    for depth in range(len(parts), -1, -1):
+        rule = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
+        if callable(rule):
+            return rule
+    return None
+
+
+def _marked(like: Tensor) -> Tensor:
+    """A real tensor full of a value that no initialiser sets, so that forgotten ones are found."""
+    tensor = torch.empty(like.shape, dtype=like.dtype)
+    return tensor.fill_(_mark(like.dtype)) if like.dtype is not torch.bool else tensor.zero_()
+
+
+def _mark(dtype: torch.dtype) -> float | int:
+    floating = dtype.is_floating_point or dtype.is_complex
+    return float("nan") if floating else torch.iinfo(dtype).max
+
+
+def _has_marks(tensor: Tensor) -> bool:
+    if tensor.dtype is torch.bool:
+        return False
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        return bool(tensor.isnan().any())
+    return bool((tensor == _mark(tensor.dtype)).any())

@@ -1,0 +1,139 @@
+"""The captured model: blocks, parameters, and the stages of a partition."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx, nn
+
+from vpipe.graph.batch import Batch, FieldCheck
+from vpipe.graph.blocks import Block, find_blocks
+from vpipe.graph.exported import canonical_names
+from vpipe.graph.inplace import operator_name
+from vpipe.graph.ownership import Ownership
+from vpipe.graph.partition import balanced_partition, check_partition, partition_for_ranks
+from vpipe.graph.stages import StageGraph, cut_into_stages
+from vpipe.graph.trace import Spec, Trace, evaluate
+
+
+class TensorInfo(NamedTuple):
+    """A parameter or buffer; `aliases` are the other names of a tied one."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+    requires_grad: bool
+    aliases: tuple[str, ...]
+    persistent: bool
+
+
+@dataclass(frozen=True, eq=False)
+class ModelGraph:
+    """A model that can be cut into stages; holds no parameter values."""
+
+    blocks: tuple[Block, ...]
+    fields: tuple[str, ...]
+    parameters: Mapping[str, TensorInfo]
+    buffers: Mapping[str, TensorInfo]
+    fingerprint: str
+    trace: Trace = field(repr=False)
+    ownership: Ownership = field(repr=False)
+    check: FieldCheck = field(repr=False)
+    _values: dict[str, Spec] = field(repr=False)
+    _shapes: dict[tuple[Any, ...], torch.Size] = field(default_factory=dict, repr=False)
+
+    @staticmethod
+    def of(model: nn.Module, trace: Trace, check: FieldCheck) -> ModelGraph:
+        parameters, buffers = _tensor_infos(model)
+        trace.frozen = frozenset(name for name, info in parameters.items() if not info.requires_grad)
+        ownership = Ownership.of(trace)
+        blocks = find_blocks(trace, ownership)
+        values = {node.name: trace.specs[node] for node in ownership.owned if node in trace.specs}
+        return ModelGraph(
+            blocks=blocks,
+            fields=check.layout.names,
+            parameters=parameters,
+            buffers=buffers,
+            fingerprint=_fingerprint(trace, blocks, parameters),
+            trace=trace,
+            ownership=ownership,
+            check=check,
+            _values=values,
+        )
+
+    def batch_fields(self, batch: Batch) -> dict[str, Tensor]:
+        """The batch's tensors by field; BatchError names the field, what it is and what was expected."""
+        return self.check(batch)
+
+    def balanced_partition(self, stages: int) -> tuple[int, ...]:
+        """Numbers of blocks that make the heaviest stage (by flops) as light as possible."""
+        return balanced_partition([block.flops for block in self.blocks], stages)
+
+    def partition_for_ranks(self, placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """Numbers of blocks that make the busiest rank as idle as possible; `placement` gives a stage's ranks."""
+        return partition_for_ranks([block.flops for block in self.blocks], placement)
+
+    def stages(self, partition: Sequence[int]) -> tuple[StageGraph, ...]:
+        """The stages of a partition, which gives the number of consecutive blocks of each."""
+        check_partition(partition, len(self.blocks))
+        return cut_into_stages(self.trace, self.ownership, self.blocks, partition, list(self.parameters))
+
+    def shape(self, value: str, fields: Mapping[str, Tensor]) -> torch.Size:
+        """Shape of a value between stages for this batch: no header has to travel with it."""
+        key = (value, *(tuple(fields[name].shape) for name in self.check.layout.tensors))
+        if key not in self._shapes:
+            sizes = self.check.sizes(fields)
+            self._shapes[key] = torch.Size(evaluate(size, sizes) for size in self._values[value].shape)
+        return self._shapes[key]
+
+
+def _tensor_infos(model: nn.Module) -> tuple[dict[str, TensorInfo], dict[str, TensorInfo]]:
+    canonical = canonical_names(model)
+    transient = {
+        f"{prefix}.{name}" if prefix else name
+        for prefix, module in model.named_modules(remove_duplicate=False)
+        for name in module._non_persistent_buffers_set
+    }
+
+    def info(name: str, tensor: Tensor) -> TensorInfo:
+        aliases = tuple(other for other, first in canonical.items() if first == name and other != name)
+        return TensorInfo(tensor.shape, tensor.dtype, tensor.requires_grad, aliases, name not in transient)
+
+    parameters = {name: info(name, tensor) for name, tensor in model.named_parameters()}
+    buffers = {name: info(name, tensor) for name, tensor in model.named_buffers()}
+    return parameters, buffers
+
+
+def _fingerprint(trace: Trace, blocks: Sequence[Block], parameters: Mapping[str, TensorInfo]) -> str:
+    """Hash of the structure: equal on every rank for equal models, whatever their device and values."""
+    number: dict[fx.Node, int] = {}
+    kept: list[fx.Node] = []
+    for node in trace.graph.nodes:
+        # Whether a layout has to be changed depends on the device's kernels.
+        if operator_name(node) == "contiguous":
+            number[node] = number[node.args[0]]
+        else:
+            number[node] = len(kept)
+            kept.append(node)
+
+    def text(argument: Any) -> str:
+        if isinstance(argument, fx.Node):
+            return f"%{number[argument]}"
+        if isinstance(argument, torch.device):
+            return "device"
+        if isinstance(argument, list | tuple):
+            return "[" + ",".join(map(text, argument)) + "]"
+        return repr(argument)
+
+    lines = [
+        f"{trace.inputs[node].kind.value} {trace.inputs[node].name}"
+        if node in trace.inputs
+        else f"{node.target} {text(node.args)} {[(k, text(v)) for k, v in sorted(node.kwargs.items())]}"
+        for node in kept
+    ]
+    lines += [f"{name} {tuple(i.shape)} {i.dtype} {i.requires_grad}" for name, i in parameters.items()]
+    lines += [f"{block.name} {block.flops}" for block in blocks]
+    return hashlib.sha256("\n".join(lines).encode()).hexdigest()

@@ -1,0 +1,129 @@
+"""Which operations belong to one place, and which may be repeated wherever they are read.
+
+*Free* operations depend on the batch, on constants and on buffers that never change (masks, position ids, rotary
+tables): each stage computes those that it reads. All others are *owned*: they run once, and what they make is
+sent to its readers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx, nn
+
+from vpipe.graph.inplace import Clusters, operator_name
+from vpipe.graph.opaque import LossCall, ModuleCall
+from vpipe.graph.trace import Kind, Trace, submodules
+
+_NOT_DIFFERENTIABLE = {"detach", "detach_", "zeros_like", "ones_like", "empty_like", "full_like", "sign"}
+
+
+@dataclass(frozen=True)
+class Ownership:
+    """The owned operations in order, the clusters of shared storage, and which values carry a gradient."""
+
+    owned: tuple[fx.Node, ...]
+    clusters: Clusters
+    differentiable: frozenset[fx.Node]
+    mutated: frozenset[fx.Node]
+
+    @staticmethod
+    def of(trace: Trace) -> Ownership:
+        clusters = Clusters.of(trace.graph.nodes, trace.root)
+        buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
+        mutated = frozenset(buffer for buffer in buffers if clusters.writes(buffer))
+        owned = _owned(trace, clusters, mutated)
+        in_order = tuple(node for node in trace.nodes() if node in owned)
+        return Ownership(in_order, clusters, _differentiable(trace, clusters), mutated)
+
+
+def _owned(trace: Trace, clusters: Clusters, mutated: frozenset[fx.Node]) -> set[fx.Node]:
+    """Least set closed under use and under sharing a written storage."""
+    parameters = {node for node in trace.inputs if trace.kind(node) is Kind.PARAMETER}
+    pending = [user for node in parameters | mutated for user in node.users]
+    pending += [node for node in trace.nodes() if is_random(node, trace.root)]
+    # The loss is computed in one place even if no parameter reaches it.
+    pending.append(trace.loss)
+    order = {node: position for position, node in enumerate(trace.graph.nodes)}
+    owned: set[fx.Node] = set()
+    while pending:
+        node = pending.pop()
+        if node in owned or node.op in ("output", "placeholder"):
+            continue
+        owned.add(node)
+        pending += node.users
+        if clusters.writes(node):
+            pending += [*clusters.members(node), *clusters.writes(node)]
+        # Free operations run before owned ones: storage that is read here and written later cannot be free.
+        for read in node.all_input_nodes:
+            if any(order[write] > order[node] for write in clusters.writes(read)):
+                pending += [*clusters.members(read), *clusters.writes(read)]
+    return owned
+
+
+def is_random(node: fx.Node, root: nn.Module) -> bool:
+    """Whether the operation draws random numbers, given its arguments."""
+    if isinstance(node.target, ModuleCall | LossCall):
+        return True
+    if any(is_random(inner, body) for body in submodules(node, root) for inner in body.graph.nodes):
+        return True
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if torch.Tag.nondeterministic_seeded not in node.target.tags:
+        return False
+    values = bound_arguments(node)
+    name = operator_name(node)
+    if name == "scaled_dot_product_attention":
+        return bool(values["dropout_p"])
+    if "dropout" in values:  # recurrent networks: between layers only
+        return bool(values["dropout"] and values["train"] and values.get("num_layers", 1) > 1)
+    if "train" in values and "p" in values:
+        return bool(values["train"] and values["p"])
+    return True
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """The operator's arguments by name, defaults included."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    values: dict[str, Any] = {}
+    for position, argument in enumerate(node.target._schema.arguments):
+        if position < len(node.args) and not argument.kwarg_only:
+            values[argument.name] = node.args[position]
+        elif argument.name in node.kwargs:
+            values[argument.name] = node.kwargs[argument.name]
+        elif argument.has_default_value():
+            values[argument.name] = argument.default_value
+    return values
+
+
+def _differentiable(trace: Trace, clusters: Clusters) -> frozenset[fx.Node]:
+    """Values that carry a gradient: floating and made from a parameter that is trained."""
+    result = {
+        node
+        for node, entry in trace.inputs.items()
+        if entry.kind is Kind.PARAMETER and entry.name not in trace.frozen
+    }
+    # Once more for as long as a write hands a gradient to an older name of its storage.
+    size = -1
+    while size != len(result):
+        size = len(result)
+        for node in trace.nodes():
+            if any(source in result for source in node.all_input_nodes) and _may_carry_gradient(node, trace):
+                result.add(node)
+        for members, writes in clusters.written():
+            if any(write in result for write in writes):
+                result.update(member for member in members if member not in trace.inputs)
+    return frozenset(result)
+
+
+def _may_carry_gradient(node: fx.Node, trace: Trace) -> bool:
+    if operator_name(node) in _NOT_DIFFERENTIABLE or _without_grad(node):
+        return False
+    spec = trace.specs.get(node)
+    return spec is None or spec.dtype.is_floating_point or spec.dtype.is_complex
+
+
+def _without_grad(node: fx.Node) -> bool:
+    return node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False

@@ -1,0 +1,36 @@
+"""Randomness of a block: a function of the run's seed, the block and the minibatch, and of nothing else."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A 63-bit number that is the same in every process and on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@dataclass
+class RandomContext:
+    """What one minibatch carries through a stage: its random seed and its postponed weight gradients.
+
+    Any partition, any schedule and any recomputation draws the same dropout masks, because each block sets the
+    generators anew from (seed, block, minibatch). `deferred` collects the weight-gradient work of a stage that
+    was built with `split=True`; each item, called once, adds to `parameter.grad`.
+    """
+
+    seed: int = 0
+    minibatch: int = 0
+    deferred: list[Callable[[], None]] = field(default_factory=list)
+
+    def seed_block(self, block: int, device: torch.device) -> None:
+        seed = stable_seed(self.seed, block, self.minibatch)
+        torch.default_generator.manual_seed(seed)
+        if device.type == "cuda":
+            index = torch.cuda.current_device() if device.index is None else device.index
+            torch.cuda.default_generators[index].manual_seed(seed)

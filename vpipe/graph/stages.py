@@ -1,0 +1,150 @@
+"""Stages: what each reads, writes and owns. Plain data; parameters come in only when a stage is built."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import accumulate
+
+import torch
+from torch import fx, nn
+
+from vpipe.graph.blocks import Block
+from vpipe.graph.ownership import Ownership
+from vpipe.graph.stage_module import StageModule
+from vpipe.graph.trace import Kind, Trace
+
+
+@dataclass(frozen=True, eq=False)
+class StageGraph:
+    """One stage of a partition.
+
+    `fields` are the batch's fields that it reads, `reads` the values that it takes from other stages (name to
+    producer), `writes` those that it makes for others (name to readers, straight to each of them), `parameters`
+    and `buffers` the model's own names of what it holds.
+    """
+
+    index: int
+    blocks: range
+    fields: tuple[str, ...]
+    reads: Mapping[str, int]
+    writes: Mapping[str, tuple[int, ...]]
+    parameters: tuple[str, ...]
+    buffers: tuple[str, ...]
+    is_criterion: bool
+    owned: tuple[Block, ...] = field(repr=False)
+    free: tuple[fx.Node, ...] = field(repr=False)
+    trace: Trace = field(repr=False)
+    ownership: Ownership = field(repr=False)
+    _nodes: Mapping[str, fx.Node] = field(repr=False)
+
+    def value_dtype(self, value: str) -> torch.dtype:
+        """Type of a value that the stage reads or writes."""
+        return self.trace.specs[self._nodes[value]].dtype
+
+    def needs_gradient(self, value: str) -> bool:
+        """Whether a gradient comes back for the value: it is floating and depends on a trained parameter."""
+        return self._nodes[value] in self.ownership.differentiable
+
+    def build(
+        self,
+        source: nn.Module,
+        *,
+        recompute: Collection[int] = (),
+        split: bool = False,
+        training: bool = True,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> StageModule:
+        """The stage as a module with parameters of its own.
+
+        `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or
+        another StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of
+        the model) of blocks whose activations are not kept; `split=True` postpones weight gradients to
+        `context.deferred`; `training=False` turns dropout off and uses running statistics.
+        The module lives on `device`; by default on the cpu, or where the other StageModule lives.
+        """
+        return StageModule(
+            self,
+            source,
+            recompute=frozenset(recompute) if training else frozenset(),
+            split=split,
+            training=training,
+            device=None if device is None else torch.device(device),
+            seed=seed,
+        )
+
+
+def cut_into_stages(
+    trace: Trace,
+    ownership: Ownership,
+    blocks: Sequence[Block],
+    partition: Sequence[int],
+    parameter_order: Sequence[str],
+) -> tuple[StageGraph, ...]:
+    ends = list(accumulate(partition))
+    ranges = [range(end - count, end) for end, count in zip(ends, partition, strict=True)]
+    stage_of = {
+        node: stage for stage, span in enumerate(ranges) for index in span for node in blocks[index].nodes
+    }
+    readers: dict[fx.Node, list[int]] = {}
+    for node, stage in stage_of.items():
+        others = {stage_of[user] for user in node.users if user in stage_of} - {stage}
+        if others:
+            readers[node] = sorted(others)
+    rank = {name: position for position, name in enumerate(parameter_order)}
+    stages = []
+    for index, span in enumerate(ranges):
+        own = [node for block in span for node in blocks[block].nodes]
+        free = _free_operations(trace, ownership, own)
+        inputs = [arg for node in [*own, *free] for arg in node.all_input_nodes if arg in trace.inputs]
+        names = {kind: {trace.inputs[n].name for n in inputs if trace.kind(n) is kind} for kind in Kind}
+        reads = {node.name: stage_of[node] for node in readers if index in readers[node]}
+        writes = {node.name: tuple(readers[node]) for node in readers if stage_of[node] == index}
+        stages.append(
+            StageGraph(
+                index=index,
+                blocks=span,
+                fields=tuple(sorted(names[Kind.FIELD])),
+                reads=reads,
+                writes=writes,
+                parameters=tuple(sorted(names[Kind.PARAMETER], key=rank.__getitem__)),
+                buffers=tuple(sorted(names[Kind.BUFFER])),
+                is_criterion=stage_of[trace.loss] == index,
+                owned=tuple(blocks[block] for block in span),
+                free=tuple(free),
+                trace=trace,
+                ownership=ownership,
+                _nodes={node.name: node for node in readers},
+            )
+        )
+    return tuple(stages)
+
+
+def _free_operations(trace: Trace, ownership: Ownership, own: Iterable[fx.Node]) -> list[fx.Node]:
+    """The free operations that the stage has to repeat, in order, writes into free storage included."""
+    owned = set(ownership.owned)
+    needed: set[fx.Node] = set()
+    pending = [arg for node in own for arg in node.all_input_nodes]
+    while pending:
+        node = pending.pop()
+        if node in needed or node in owned or node in trace.inputs:
+            continue
+        needed.add(node)
+        pending += node.all_input_nodes
+        pending += ownership.clusters.writes(node)
+    return [node for node in trace.nodes() if node in needed]
+
+
+def edges(stages: Sequence[StageGraph]) -> set[tuple[int, int]]:
+    """Pairs (producer, reader) of stages between which a value travels."""
+    return {(producer, stage.index) for stage in stages for producer in stage.reads.values()}
+
+
+def tied(stages: Sequence[StageGraph]) -> dict[str, tuple[int, ...]]:
+    """Parameters that more than one stage holds, with those stages."""
+    holders: dict[str, list[int]] = {}
+    for stage in stages:
+        for name in stage.parameters:
+            holders.setdefault(name, []).append(stage.index)
+    return {name: tuple(where) for name, where in holders.items() if len(where) > 1}
