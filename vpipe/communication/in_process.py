@@ -4,6 +4,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -112,7 +113,7 @@ class InProcessWorld:
         self.size = hub.size
         self.local_rank = rank
         # Threads share torch's random generator and its exporter: one at a time.
-        self.exclusive = hub.exclusive
+        self.exclusive: AbstractContextManager[Any] = hub.exclusive
         self._meetings: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:

@@ -36,11 +36,12 @@ class World(Protocol):
 
 def agree(world: World, name: str, make: Callable[[], T]) -> T:
     """What `make` returns, unless it fails anywhere: then every rank raises and none is left waiting."""
+    mistake: Exception | None = None
     try:
-        made, mistake = make(), None
-    except VPipeError as error:
+        made = make()
+    except Exception as error:
         mistake = error
-    mistakes = world.all_gather(name, None if mistake is None else str(mistake))
+    mistakes = world.all_gather(name, None if mistake is None else f"{type(mistake).__name__}: {mistake}")
     if mistake is not None:
         raise mistake
     for rank, message in enumerate(mistakes):

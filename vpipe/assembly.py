@@ -1,0 +1,71 @@
+"""The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
+
+from torch import nn
+
+from vpipe.communication import CommunicationHandler
+from vpipe.layout import Layout
+from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
+from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
+
+
+def assemble(
+    layout: Layout,
+    model: nn.Module,
+    handler: CommunicationHandler,
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None,
+    *,
+    clip_norm: float | None,
+    seed: int,
+) -> StageRuntime:
+    """Build what this rank holds: its own stages only."""
+    schedule = layout.schedule
+    split = layout.splits_backward(handler.rank)
+    stages = {
+        index: _make_stage(layout, index, model, optimizer, lr_scheduler, split=split, seed=seed)
+        for index in schedule.stages_of(handler.rank)
+    }
+    loss_scale = LossScale.for_precision(layout.precision)
+    exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, layout.lag, loss_scale)
+    updates = Updates(
+        handler,
+        exchange,
+        stages,
+        synchronous=schedule.synchronous,
+        clip_norm=clip_norm,
+        loss_scale=loss_scale,
+    )
+    losses = Losses(handler, schedule.placement[-1])
+    return StageRuntime(
+        layout.graph, layout.stage_graphs, stages, schedule, handler, exchange, updates, losses
+    )
+
+
+def _make_stage(
+    layout: Layout,
+    index: int,
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    lr_scheduler: SchedulerFactory | None,
+    *,
+    split: bool,
+    seed: int,
+) -> Stage:
+    graph = layout.stage_graphs[index]
+    module = graph.build(model, recompute=layout.recompute[index], split=split, seed=seed)
+    dtype = layout.compute_dtype
+    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
+    if dtype is not None:
+        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    weights = OptimizerWithWeightStashing(
+        module.parameters_by_name,
+        optimizer,
+        tied=[name for name, holders in layout.tied.items() if index in holders],
+        master_values=originals,
+        lr_scheduler=lr_scheduler,
+        update_interval=layout.schedule.update_interval,
+    )
+    evaluation = graph.build(module, training=False)
+    return Stage(graph, module, evaluation, weights, seed)

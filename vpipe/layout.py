@@ -1,0 +1,221 @@
+"""The layout of a run: blocks to stages, stages to ranks, and what follows from that. Equal on every rank."""
+
+import hashlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.communication import BUFFERED_MESSAGES
+from vpipe.errors import PartitionError, ScheduleError
+from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
+from vpipe.runtime.feed import Fields
+from vpipe.runtime.precision import compute_dtype, skeleton
+from vpipe.schedule import Action, Op, Schedule, build, check, lower
+from vpipe.schedule.builders import ASYNCHRONOUS
+
+StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
+
+
+@dataclass
+class Layout:
+    graph: ModelGraph
+    partition: tuple[int, ...]
+    stage_graphs: tuple[StageGraph, ...]
+    schedule: Schedule  # lowered
+    recompute: tuple[frozenset[int], ...]  # for each stage, the blocks that are not kept
+    tied: dict[str, tuple[int, ...]]
+    precision: str
+    _for_count: Callable[[int], Schedule]
+    _ragged: dict[int, Schedule] = field(default_factory=dict)
+
+    @property
+    def buffer(self) -> int:
+        """Messages of one tensor that may be under way: enough that a full pipeline never waits for room."""
+        return max(BUFFERED_MESSAGES, 2 * self.schedule.num_stages)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return compute_dtype(self.precision)
+
+    def splits_backward(self, rank: int) -> bool:
+        """Whether the rank's program takes input gradients and weight gradients apart."""
+        return any(action.op is Op.W for action in islice(self.schedule.program(rank), 10_000))
+
+    @property
+    def lag(self) -> int:
+        """After how many updates everything that stage 0 did for an update is known to all.
+
+        Stage 0 starts a minibatch only when the one that many places before it has come back.
+        """
+        if self.schedule.synchronous:
+            return 0
+        ranks = [len(ranks) for ranks in self.schedule.placement]
+        under_way = -(-sum(ranks) // ranks[0]) * ranks[0]
+        return -(-under_way // self.schedule.update_interval)
+
+    def program(self, rank: int, count: int) -> Iterator[Action]:
+        """The program of a synchronous update with this many minibatches; the last update may have fewer."""
+        if count == self.schedule.minibatches:
+            return self.schedule.program(rank)
+        if count not in self._ragged:
+            self._ragged[count] = self._for_count(count)
+        return self._ragged[count].program(rank)
+
+    def normalise(self, batch: Any) -> Fields:
+        """The batch's fields by name, checked, in the compute dtype."""
+        fields = self.graph.batch_fields(batch)
+        dtype = self.compute_dtype
+        if dtype is None:
+            return fields
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
+
+    def must_agree(self, model: nn.Module, seed: int) -> list[tuple[str, Any, str]]:
+        """(what, value, fix) for all that must be equal on every rank."""
+        order = "/".join(map(str, (self.schedule.name, self.schedule.minibatches, self.schedule.placement)))
+        return [
+            ("version of torch", torch.__version__, "install the same on every host"),
+            ("model", self.graph.fingerprint[:16], "build the same model on every rank"),
+            ("schedule", order, "give every rank the same arguments"),
+            ("partition", list(self.partition), "give every rank the same arguments"),
+            ("seed", seed, "give every rank the same seed"),
+            (
+                "set of initial weights",
+                weights_digest(model),
+                "call torch.manual_seed before building the model",
+            ),
+        ]
+
+    def state_entries(self) -> list[StateEntry]:
+        """Everything that a full state holds, in a fixed order, each from the first stage that has it."""
+        entries: dict[str, StateEntry] = {}
+        for stage in self.stage_graphs:
+            owner = self.schedule.placement[stage.index][0]
+            for name in (*stage.parameters, *stage.buffers):
+                info = self.graph.parameters.get(name) or self.graph.buffers[name]
+                entries.setdefault(name, (name, owner, info.shape, info.dtype))
+        return list(entries.values())
+
+
+def make_layout(
+    model: nn.Module,
+    example_batch: Any,
+    *,
+    loss_fn: Callable[..., Tensor] | None,
+    ranks: int,
+    stages: int | None,
+    schedule: str | Schedule,
+    minibatches: int | None,
+    update_interval: int | None,
+    chunks: int | None,
+    replicas: Sequence[int] | None,
+    partition: Sequence[int] | None,
+    recompute_ratio: Sequence[float] | float,
+    precision: str,
+) -> Layout:
+    """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
+    dtype = compute_dtype(precision)
+    graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+    if isinstance(schedule, Schedule):
+        for_count = partial(_only, schedule)
+        plain = schedule
+    else:
+        positions = _positions(stages, replicas, ranks)
+        for_count = partial(
+            build, schedule, positions, chunks=chunks, replicas=replicas, update_interval=update_interval
+        )
+        plain = for_count(_count(schedule, minibatches, positions))
+    if plain.num_ranks != ranks:
+        raise ScheduleError(
+            f"schedule {plain.name!r} needs {plain.num_ranks} ranks and {ranks} were started: "
+            f"use torchrun --nproc-per-node {plain.num_ranks}, or other stages or replicas"
+        )
+    if partition is None:
+        partition = graph.partition_for_ranks(plain.placement)
+    elif len(partition) != plain.num_stages:
+        raise PartitionError(
+            f"partition {list(partition)} has {len(partition)} stages, schedule {plain.name!r} "
+            f"has {plain.num_stages}: give one count of blocks for each"
+        )
+    stage_graphs = graph.stages(partition)
+    trained = {name for name, info in graph.parameters.items() if info.requires_grad}
+    ties = {name: holders for name, holders in tied(stage_graphs).items() if name in trained}
+    shared = {stage for holders in ties.values() for stage in holders}
+    links = edges(stage_graphs)
+
+    def lowered(count: int) -> Schedule:
+        return lower(for_count(count), links, shared)
+
+    layout = Layout(
+        graph,
+        tuple(partition),
+        stage_graphs,
+        plain if plain.lowered else lower(plain, links, shared),
+        _recomputed(stage_graphs, recompute_ratio),
+        ties,
+        precision,
+        lowered,
+    )
+    check(layout.schedule, buffer=layout.buffer)
+    return layout
+
+
+def weights_digest(model: nn.Module) -> str:
+    """A short digest of the initial weights, from a sample of each tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        digest.update(name.encode())
+        if not tensor.is_meta and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 256)].cpu().double()
+            digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def _positions(stages: int | None, replicas: Sequence[int] | None, ranks: int) -> int:
+    if replicas is not None:
+        if stages not in (None, len(replicas)):
+            raise ScheduleError(f"stages is {stages} but replicas {list(replicas)} names {len(replicas)}")
+        return len(replicas)
+    return ranks if stages is None else stages
+
+
+def _count(name: str, minibatches: int | None, positions: int) -> int | None:
+    """Minibatches of a program: all of an update's, or as many as the data has."""
+    if name not in ASYNCHRONOUS:
+        return 2 * positions if minibatches is None else minibatches
+    if minibatches is not None:
+        raise ScheduleError(
+            f"minibatches is {minibatches}, but schedule {name!r} is asynchronous and does not stop after an "
+            f"update: give update_interval={minibatches} if an update is to be made of so many"
+        )
+    return None
+
+
+def _only(schedule: Schedule, count: int) -> Schedule:
+    if count != schedule.minibatches:
+        raise ScheduleError(
+            f"the data ended with {count} minibatches and schedule {schedule.name!r} is written for "
+            f"{schedule.minibatches}: give a number of batches that it divides"
+        )
+    return schedule
+
+
+def _recomputed(stages: Sequence[StageGraph], ratio: Sequence[float] | float) -> tuple[frozenset[int], ...]:
+    """For each stage the share of its blocks, counted from its end, that is recomputed in backward."""
+    ratios = list(ratio) if isinstance(ratio, Sequence) else [ratio] * len(stages)
+    if len(ratios) != len(stages):
+        raise PartitionError(
+            f"recompute_ratio {ratios} has {len(ratios)} entries, the model has {len(stages)} stages: give one for each"
+        )
+    for stage, share in enumerate(ratios):
+        if not 0 <= share <= 1:
+            raise PartitionError(f"recompute_ratio of stage {stage} is {share}: it must lie between 0 and 1")
+    return tuple(
+        frozenset(list(stage.blocks)[len(stage.blocks) - round(share * len(stage.blocks)) :])
+        for stage, share in zip(stages, ratios, strict=True)
+    )

@@ -1,0 +1,264 @@
+"""The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
+
+import hashlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.assembly import assemble
+from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
+from vpipe.errors import VPipeError
+from vpipe.layout import Layout, make_layout
+from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
+from vpipe.schedule import Action, Op, Schedule
+from vpipe.weights import OptimizerFactory, SchedulerFactory
+
+
+class Pipeline:
+    """Trains `model` over the ranks of a torchrun job; every rank runs the same script.
+
+    The loader that `train` is given yields minibatches like `example_batch`, the same on every rank. A
+    synchronous schedule makes one update from `minibatches` of them, an asynchronous one from
+    `update_interval` (1 for pipedream).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_batch: Any,
+        *,
+        optimizer: OptimizerFactory,
+        stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        minibatches: int | None = None,
+        update_interval: int | None = None,
+        chunks: int | None = None,
+        replicas: Sequence[int] | None = None,
+        partition: Sequence[int] | None = None,
+        recompute_ratio: Sequence[float] | float = 0.0,
+        precision: str = "fp32",
+        clip_norm: float | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_weight: Callable[[Fields], float] = count_samples,
+        lr_scheduler: SchedulerFactory | None = None,
+        seed: int = 0,
+        channel: str = "auto",
+        timeout: float = 600.0,
+        world: World | None = None,
+    ) -> None:
+        self.world = world or ProcessWorld(channel, timeout)
+        self.loss_weight = loss_weight
+
+        def lay_out() -> Layout:
+            with self.world.exclusive:
+                return make_layout(
+                    model,
+                    example_batch,
+                    loss_fn=loss_fn,
+                    ranks=self.world.size,
+                    stages=stages,
+                    schedule=schedule,
+                    minibatches=minibatches,
+                    update_interval=update_interval,
+                    chunks=chunks,
+                    replicas=replicas,
+                    partition=partition,
+                    recompute_ratio=recompute_ratio,
+                    precision=precision,
+                )
+
+        self.layout = agree(self.world, "layout", lay_out)
+        for what, value, fix in self.layout.must_agree(model, seed):
+            agree_on(self.world, what, value, fix)
+        self.handler = CommunicationHandler(self.world, self.layout.buffer)
+        for name in ("admitted", "evaluation", "state"):
+            self.handler.register_tensor(name)
+
+        def build_stages() -> StageRuntime:
+            with self.world.exclusive:
+                return assemble(
+                    self.layout, model, self.handler, optimizer, lr_scheduler, clip_norm=clip_norm, seed=seed
+                )
+
+        self.runtime = agree(self.world, "stages", build_stages)
+        self.rank = self.world.rank
+        self.updates = 0
+        self._feed: Feed | None = None
+        self._running: Iterator[Action] | None = None
+        self._arrived: list[tuple[int, float]] = []  # losses that came while draining
+        self._evaluations = 0
+        self._gathers = 0
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.layout.schedule
+
+    def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
+        """Train on the batches, yielding (update, loss) in order, the same on every rank.
+
+        A loss comes when this rank has made the update, so an asynchronous pipeline is then at work on later
+        minibatches already. Leaving the loop early drains it: leave at the same update on every rank.
+        """
+        feed = self._feed = self._open_feed(batches, self.updates)
+        self._check_data(feed)
+        try:
+            for program in self._programs(feed):
+                self._running = self.runtime.run(program, feed)
+                for action in self._running:
+                    if self._completes_update(action):
+                        yield self._read_loss(action.minibatch)
+                yield from self._take_arrived()
+        except GeneratorExit:
+            self.flush()
+            raise
+        finally:
+            self._running = None
+            self._feed = None
+        self._settle()
+
+    def flush(self) -> None:
+        """Finish every minibatch that is under way on any rank. Call it on all ranks at the same update.
+
+        Inside a `train` loop training goes on afterwards, with an empty pipeline.
+        """
+        if self._running is None or self._feed is None or self.schedule.synchronous:
+            return
+        interval = self._feed.interval
+        self._feed.limit = -(-self._gather_admitted(self._feed) // interval) * interval
+        for action in self._running:
+            if self._completes_update(action):
+                self._arrived.append(self._read_loss(action.minibatch))
+        self._running = None
+        self._settle()
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
+        self.flush()
+        feed = self._open_feed(batches, 0)
+        self.runtime.forward_only = True
+        try:
+            for program in self._programs(feed):
+                forward = (a for a in program if a.op in (Op.RECV_F, Op.F, Op.SEND_F))
+                for _ in self.runtime.run(forward, feed):
+                    pass
+        finally:
+            self.runtime.forward_only = False
+        losses, self.runtime.evaluated = self.runtime.evaluated, []
+        sums = [sum(float(loss) * weight for loss, weight in losses), sum(weight for _, weight in losses)]
+        self._evaluations += 1
+        parts = self.handler.all_gather("evaluation", self._evaluations, sums)
+        total = sum(weight for _, weight in parts)
+        if not total:
+            raise VPipeError("evaluate was given no batch: there is no loss to tell")
+        return sum(loss for loss, _ in parts) / total
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The newest weights and buffers of this rank's stages, under the model's own names."""
+        self.flush()
+        state: dict[str, Tensor] = {}
+        for stage in self.runtime.stages.values():
+            state |= stage.state()
+        return state
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole model's weights and buffers on rank 0; None elsewhere. Call it on every rank."""
+        own = self.state_dict()
+        gathered: dict[str, Tensor] = {}
+        self._gathers += 1
+        for number, (name, owner, shape, dtype) in enumerate(self.layout.state_entries()):
+            key = self._gathers << 20 | number
+            if owner == self.rank == 0:
+                gathered[name] = own[name].to(dtype, copy=True)
+            elif owner == self.rank:
+                self.handler.send("state", own[name].to(dtype), key, 0)
+            elif self.rank == 0:
+                received = self.handler.recv("state", key, owner, shape, dtype, owner=name)
+                gathered[name] = received.clone()
+                self.handler.release(name)
+        return gathered if self.rank == 0 else None
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the weights and buffers of this rank's stages; names of other stages are passed over."""
+        self.flush()
+        for stage in self.runtime.stages.values():
+            stage.load_state(state)
+
+    def close(self) -> None:
+        """Free channels and connections. The pipeline cannot be used afterwards."""
+        self.handler.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:
+        schedule = self.schedule
+        stages = schedule.stages_of(self.rank)
+        return Feed(
+            batches,
+            self.layout.normalise,
+            self.loss_weight,
+            schedule.update_interval,
+            start=updates * schedule.update_interval,
+            wanted=lambda place: any(schedule.rank_of(stage, place) == self.rank for stage in stages),
+        )
+
+    def _programs(self, feed: Feed) -> Iterator[Iterator[Action]]:
+        """The programs that use up the data; each starts from the minibatch `feed.offset`.
+
+        A schedule of a given length is run again and again: a synchronous one for each update. One without
+        an end is run once, unless it is drained before the data ends: then it starts again.
+        """
+        length = self.schedule.minibatches
+        if length is not None:
+            while count := feed.count(length):
+                yield self.layout.program(self.rank, count)
+                feed.offset += length
+                if not self.schedule.synchronous:
+                    self._gather_admitted(feed)  # so that `flush` finds every rank in the same round
+            return
+        while feed.exists(feed.offset):
+            yield self.schedule.program(self.rank, lambda place: feed.exists(feed.offset + place))
+            if feed.limit is None:
+                return
+            feed.offset, feed.limit = feed.limit, None
+
+    def _gather_admitted(self, feed: Feed) -> int:
+        """The number of minibatches that any rank has begun."""
+        self._gathers += 1
+        admitted = self.handler.all_gather("admitted", self._gathers, [feed.admitted])
+        return int(max(count for (count,) in admitted))
+
+    def _completes_update(self, action: Action) -> bool:
+        return action.op is Op.STEP and self.runtime.steps % len(self.runtime.stages) == 0
+
+    def _read_loss(self, minibatch: int) -> tuple[int, float]:
+        update = minibatch // self.schedule.update_interval
+        self.updates = update + 1
+        return update, self.runtime.losses.read(update)
+
+    def _take_arrived(self) -> Iterator[tuple[int, float]]:
+        arrived, self._arrived = self._arrived, []
+        yield from arrived
+
+    def _settle(self) -> None:
+        """The pipeline is empty: apply what was to come later, and see that nothing is left over."""
+        self.runtime.updates.catch_up()
+        leftovers = self.runtime.leftovers()
+        assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
+        # Whoever goes on may send at once, and that would look like a leftover to the others.
+        self.world.all_gather("settled", None)
+
+    def _check_data(self, feed: Feed) -> None:
+        """Every rank reads the data itself, so all must read the same."""
+        feed.exists(feed.offset)
+        digest = hashlib.sha256()
+        for name, tensor in (feed.first_batch or {}).items():
+            digest.update(name.encode() + str(tuple(tensor.shape)).encode())
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+        fix = "give every rank a loader that yields the same batches in the same order (seed its shuffling)"
+        agree_on(self.world, "first batch", digest.hexdigest()[:16], fix)

@@ -1,0 +1,170 @@
+"""Gradients that several ranks must agree on: replicas of a stage, and stages that share a parameter.
+
+Each rank sends its part to the others when its backwards of the update are done (REDUCE), and each adds
+all parts in the same order when it makes the update (STEP): the sums are equal to the bit, and nobody
+waits for an answer.
+
+A parameter held by stages a < b < ... is one parameter, so all of them apply the same updates. In a
+synchronous schedule they do so at once. In an asynchronous one stage b is ahead of stage a: it has run
+backward for minibatches that a has not. Waiting for a would empty the pipeline, so b applies a tied
+update `lag` updates later, as soon as a's part is bound to have been sent:
+
+    stage 0   ... STEP4 applies update 4          stage 3   ... STEP8 applies update 4   (lag 4)
+
+When the pipeline is drained the late ones catch up (`overdue`), and the copies are equal again.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+
+import torch
+from torch import Tensor
+
+from vpipe.communication import CommunicationHandler
+from vpipe.runtime.precision import LossScale
+from vpipe.runtime.stage import Stage
+
+Placement = tuple[tuple[int, ...], ...]
+
+
+class GradientExchange:
+    def __init__(
+        self,
+        handler: CommunicationHandler,
+        placement: Placement,
+        stages: Mapping[int, Stage],
+        tied: Mapping[str, tuple[int, ...]],
+        lag: int,
+        loss_scale: LossScale,
+    ) -> None:
+        self.handler = handler
+        self.rank = handler.rank
+        self.placement = placement
+        self.stages = stages
+        self.tied = tied
+        self.lag = lag
+        self.loss_scale = loss_scale
+        self._parts: dict[tuple[str, int, int], Tensor] = {}  # (name, stage, update) ▶ own part
+        self._totals: dict[tuple[str, int], Tensor] = {}
+        self._unread: dict[tuple[str, int], set[int]] = {}  # local stages that still need the total
+        self._applied: dict[tuple[str, int], int] = defaultdict(int)  # (name, stage) ▶ updates applied
+        for stage in range(len(placement)):
+            handler.register_tensor(_replicas_name(stage))
+        for name, holders in sorted(tied.items()):
+            for stage in holders:
+                handler.register_tensor(_tied_name(name, stage))
+
+    def tied_of(self, stage: int) -> list[str]:
+        return [name for name, holders in self.tied.items() if stage in holders]
+
+    def needed_by(self) -> set[int]:
+        """Stages whose gradients are not their own business alone."""
+        replicated = {stage for stage, ranks in enumerate(self.placement) if len(ranks) > 1}
+        return replicated | {stage for holders in self.tied.values() for stage in holders}
+
+    def lag_of(self, name: str, stage: int) -> int:
+        """How many updates later than its first holder a stage applies a tied parameter's updates."""
+        return 0 if stage == self.tied[name][0] else self.lag
+
+    def send_parts(self, stage: int, update: int) -> None:
+        """Send this rank's part of the stage's gradients to all who need it."""
+        optimizer = self.stages[stage].optimizer
+        replicas = [rank for rank in self.placement[stage] if rank != self.rank]
+        if replicas:
+            flat = torch.cat(
+                [_gradient_of(p).reshape(-1) for p in self.own_parameters(stage)] or [torch.empty(0)]
+            )
+            self._parts[_replicas_name(stage), stage, update] = flat
+            for rank in replicas:
+                self.handler.send(_replicas_name(stage), flat, update, rank)
+        for name in self.tied_of(stage):
+            parameter = optimizer.model_parameters[optimizer.names.index(name)]
+            part, parameter.grad = _gradient_of(parameter), None
+            if part.dtype in (torch.float16, torch.bfloat16):
+                # Unscaled before it leaves: it may be applied when the scale is another.
+                part = part.float() / self.loss_scale.value
+            self._parts[name, stage, update] = part
+            for rank in self._ranks_holding(name) - {self.rank}:
+                self.handler.send(_tied_name(name, stage), part, update, rank)
+
+    def sum_replicas(self, stage: int, update: int) -> None:
+        """Replace the gradients of the stage's own parameters by their sums over the replicas."""
+        ranks = self.placement[stage]
+        if len(ranks) == 1:
+            return
+        total = self._sum(
+            _replicas_name(stage), [(stage, rank) for rank in ranks], update, _replicas_name(stage)
+        )
+        start = 0
+        for parameter in self.own_parameters(stage):
+            count = parameter.numel()
+            parameter.grad = total[start : start + count].view_as(parameter).to(parameter.dtype)
+            start += count
+
+    def tied_gradients(self, stage: int, update: int) -> dict[str, Tensor]:
+        """The tied parameters' gradients that this stage applies with its own update."""
+        found = {}
+        for name in self.tied_of(stage):
+            due = update - self.lag_of(name, stage)
+            if due >= self._applied[name, stage]:
+                found[name] = self._total(name, stage, due)
+        return found
+
+    def overdue(self, stage: int, updates: int) -> Iterable[dict[str, Tensor]]:
+        """Tied gradients still to be applied when `updates` updates were begun and the pipeline is drained."""
+        for name in self.tied_of(stage):
+            while self._applied[name, stage] < updates:
+                yield {name: self._total(name, stage, self._applied[name, stage])}
+
+    def leftovers(self) -> list[str]:
+        return [f"gradient part {key} was not used" for key in (*self._parts, *self._totals)]
+
+    def own_parameters(self, stage: int) -> list[torch.nn.Parameter]:
+        optimizer = self.stages[stage].optimizer
+        tied = set(self.tied_of(stage))
+        return [p for n, p in zip(optimizer.names, optimizer.model_parameters, strict=True) if n not in tied]
+
+    def _ranks_holding(self, name: str) -> set[int]:
+        return {rank for stage in self.tied[name] for rank in self.placement[stage]}
+
+    def _total(self, name: str, stage: int, update: int) -> Tensor:
+        """The sum over all holders, made once and kept until every stage of this rank has read it."""
+        key = (name, update)
+        if key not in self._totals:
+            holders = [(s, rank) for s in self.tied[name] for rank in self.placement[s]]
+            self._totals[key] = self._sum(name, holders, update, None)
+            self._unread[key] = {s for s in self.tied[name] if s in self.stages}
+        total = self._totals[key]
+        self._applied[name, stage] = update + 1
+        self._unread[key].discard(stage)
+        if not self._unread[key]:
+            del self._totals[key], self._unread[key]
+        return total
+
+    def _sum(self, name: str, holders: list[tuple[int, int]], update: int, sent_as: str | None) -> Tensor:
+        """Add the parts of (stage, rank) pairs in their order, own and received."""
+        mine = next(iter(self._parts[name, s, update] for s, rank in holders if rank == self.rank))
+        owner = (name, update)
+        total = None
+        for stage, rank in holders:
+            if rank == self.rank:
+                part = self._parts.pop((name, stage, update))
+            else:
+                wire_name = sent_as or _tied_name(name, stage)
+                part = self.handler.recv(wire_name, update, rank, mine.shape, mine.dtype, owner=owner)
+            total = part.clone() if total is None else total.add_(part)
+        self.handler.release(owner)
+        assert total is not None
+        return total
+
+
+def _replicas_name(stage: int) -> str:
+    return f"gradients of stage {stage}"
+
+
+def _tied_name(name: str, stage: int) -> str:
+    return f"gradient of {name} in stage {stage}"
+
+
+def _gradient_of(parameter: torch.nn.Parameter) -> Tensor:
+    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

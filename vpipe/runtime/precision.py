@@ -1,0 +1,53 @@
+"""Mixed precision: what the model computes in, and the scale that keeps float16 gradients from vanishing."""
+
+import copy
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from vpipe.errors import VPipeError
+
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+def compute_dtype(precision: str) -> torch.dtype | None:
+    """The dtype of model and activations; None leaves the model as it is."""
+    if precision not in DTYPES:
+        raise VPipeError(f"unknown precision {precision!r}: choose from {', '.join(DTYPES)}")
+    return DTYPES[precision]
+
+
+def skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
+    """A copy of the model on the meta device, in the compute dtype: what is captured. No value is copied."""
+    memo: dict[int, object] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        kind = dtype if tensor.is_floating_point() else tensor.dtype
+        empty = torch.empty_like(tensor, dtype=kind, device="meta")
+        is_parameter = isinstance(tensor, nn.Parameter)
+        memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
+    return copy.deepcopy(model, memo)
+
+
+@dataclass
+class LossScale:
+    """Dynamic loss scale: halved by an overflow, doubled after `growth_interval` updates without one."""
+
+    value: float = 2.0**16
+    growth_interval: int = 2000
+    enabled: bool = True
+    good_updates: int = 0
+
+    def update(self, overflow: bool) -> None:
+        if overflow:
+            self.value = max(self.value / 2, 1.0)
+            self.good_updates = 0
+            return
+        self.good_updates += 1
+        if self.good_updates == self.growth_interval:
+            self.value *= 2
+            self.good_updates = 0
+
+    @classmethod
+    def for_precision(cls, precision: str) -> "LossScale":
+        return cls() if precision == "fp16" else cls(value=1.0, enabled=False)

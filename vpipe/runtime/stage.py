@@ -1,0 +1,133 @@
+"""One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from vpipe.graph import RandomContext, StageGraph, StageModule
+from vpipe.weights import OptimizerWithWeightStashing
+
+
+@dataclass
+class InFlight:
+    """One minibatch between its forward and the end of its backward."""
+
+    inputs: dict[str, Tensor]
+    loss_dtype: torch.dtype | None = None
+    roots: dict[str, GradientEdge] = field(default_factory=dict)  # where backward starts
+    gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # value ▶ reader ▶ gradient
+    deferred: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to come
+
+
+class Stage:
+    """Forward and backward of one stage. Knows no rank, no schedule and no channel."""
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        module: StageModule,
+        evaluation: StageModule,
+        optimizer: OptimizerWithWeightStashing,
+        seed: int,
+    ) -> None:
+        self.graph = graph
+        self.index = graph.index
+        self.module = module
+        self.evaluation = evaluation
+        self.optimizer = optimizer
+        self.seed = seed
+        self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
+        self.in_flight: dict[int, InFlight] = {}
+
+    def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
+        self.arrived.setdefault(minibatch, {})[value] = tensor
+
+    def forward(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the blocks with the newest weights; remember what backward needs. Returns the outputs."""
+        self.optimizer.load_new_params(minibatch)
+        inputs = {
+            name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
+            for name, tensor in self.arrived.pop(minibatch, {}).items()
+        }
+        flight = InFlight(inputs)
+        context = RandomContext(self.seed, minibatch, flight.deferred)
+        outputs = self.module(inputs, fields, context)
+        # The edge, not the tensor: backward does not need the value of an output.
+        flight.roots = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
+        if "loss" in outputs:
+            flight.loss_dtype = outputs["loss"].dtype
+        self.in_flight[minibatch] = flight
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def evaluate(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the blocks with the newest weights, for the outputs alone."""
+        self.optimizer.load_new_params()
+        with torch.no_grad():
+            context = RandomContext(self.seed, minibatch, [])
+            return self.evaluation(self.arrived.pop(minibatch, {}), fields, context)
+
+    def gradient_arrived(self, minibatch: int, value: str, reader: int, gradient: Tensor) -> None:
+        self.in_flight[minibatch].gradients.setdefault(value, {})[reader] = gradient
+
+    def backward(self, minibatch: int, seed_gradient: float) -> dict[str, Tensor]:
+        """Gradients of the inputs, by name; those of the weights are added to `.grad` or deferred.
+
+        The criterion's stage starts from its loss, whose gradient is `seed_gradient`.
+        """
+        self.optimizer.load_old_params(minibatch)
+        flight = self.in_flight[minibatch]
+        roots, gradients = [], []
+        for name, root in flight.roots.items():
+            if name == "loss":
+                gradients.append(torch.full((), seed_gradient, dtype=flight.loss_dtype))
+            elif by_reader := flight.gradients.get(name):
+                # Summed in the order of the readers, so that the result does not depend on arrival.
+                ordered = [by_reader[reader] for reader in sorted(by_reader)]
+                gradients.append(sum(ordered[1:], start=ordered[0]))
+            else:
+                continue
+            roots.append(root)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        flight.roots.clear()
+        inputs = {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in flight.inputs.items()
+            if tensor.requires_grad
+        }
+        flight.inputs.clear()
+        self.optimizer.release(minibatch)
+        return inputs
+
+    def weight_gradients(self, minibatch: int) -> None:
+        """The part of backward that was put off."""
+        for accumulate in self.in_flight[minibatch].deferred:
+            accumulate()
+
+    def finish(self, minibatch: int) -> None:
+        del self.in_flight[minibatch]
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters (float32 masters under mixed precision) and buffers by the model's own names."""
+        fixed = {**self.module.parameters_by_name, **self.module.buffers_by_name}
+        return {name: tensor.detach() for name, tensor in fixed.items()} | self.optimizer.values()
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set what is named; the rest stays as it is."""
+        trained = set(self.optimizer.names)
+        for name, tensor in {**self.module.parameters_by_name, **self.module.buffers_by_name}.items():
+            if name in state and name not in trained:
+                tensor.copy_(state[name])
+        self.optimizer.load_values(state)
+
+    def leftovers(self) -> list[str]:
+        place = f"stage {self.index}"
+        found = [f"{place} still holds minibatch {m}" for m in self.in_flight]
+        found += [f"{place} did not use what arrived for minibatch {m}" for m in self.arrived]
+        if self.optimizer.num_versions > 1:
+            found.append(f"{place} still holds {self.optimizer.num_versions} weight versions")
+        return found

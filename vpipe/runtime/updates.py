@@ -1,0 +1,162 @@
+"""What happens at STEP: gradients are summed, unscaled, clipped, checked, and become a new version.
+
+In a synchronous schedule an update is one event for the whole pipeline: the norm is the global one (a
+tied parameter and a replicated stage count once) and an overflow anywhere skips the update everywhere.
+An asynchronous schedule has no such instant: each stage clips by its own norm and skips its own update
+(tied parameters, which several stages must treat alike, by their own norm), and the loss scale of update
+u + 1 depends on the overflows of updates up to u - lag, which every rank knows by then without waiting.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vpipe.communication import CommunicationHandler
+from vpipe.runtime.gradients import GradientExchange
+from vpipe.runtime.precision import LossScale
+from vpipe.runtime.stage import Stage
+
+
+@dataclass
+class _Joint:
+    """A synchronous update between the first and the last STEP of this rank's stages."""
+
+    update: int
+    norm: float
+    tied: dict[int, dict[str, Tensor]] = field(default_factory=dict)
+    left: set[int] = field(default_factory=set)
+
+
+class Updates:
+    def __init__(
+        self,
+        handler: CommunicationHandler,
+        exchange: GradientExchange,
+        stages: Mapping[int, Stage],
+        *,
+        synchronous: bool,
+        clip_norm: float | None,
+        loss_scale: LossScale,
+    ) -> None:
+        self.handler = handler
+        self.exchange = exchange
+        self.stages = stages
+        self.synchronous = synchronous
+        self.clip_norm = clip_norm
+        self.loss_scale = loss_scale
+        self.begun = 0
+        self.skipped: list[int] = []
+        self.norm: float | None = None  # of the latest update, before clipping; None if nothing asks for it
+        self._joint: _Joint | None = None
+        self._overflows: dict[int, bool] = {}  # own, until everybody's are known
+        handler.register_tensor("gradient norm")
+        handler.register_tensor("overflow")
+
+    def step(self, stage: int, update: int) -> None:
+        """Make an update of one stage."""
+        self.begun = max(self.begun, update + 1)
+        if self.synchronous:
+            self._step_together(stage, update)
+        else:
+            self._step_alone(stage, update)
+
+    def catch_up(self) -> None:
+        """The pipeline is drained: apply the tied updates and learn the overflows that are still to come."""
+        for index, stage in self.stages.items():
+            for gradients in self.exchange.overdue(index, self.begun):
+                if math.isfinite(norm := self._norm_of(gradients.values())):
+                    stage.optimizer.step_tied(_scaled(gradients, self._clip_factor(norm)))
+        for update in sorted(self._overflows):
+            self._learn_overflow(update)
+
+    @property
+    def _watched(self) -> bool:
+        """Whether anything depends on the gradients' norm."""
+        return self.clip_norm is not None or self.loss_scale.enabled
+
+    def _step_together(self, stage: int, update: int) -> None:
+        if self._joint is None:
+            self._joint = self._prepare_together(update)
+        joint = self._joint
+        joint.left.discard(stage)
+        if not joint.left:
+            self._joint = None
+            self.loss_scale.update(not math.isfinite(joint.norm))
+        if not math.isfinite(joint.norm):
+            self.stages[stage].optimizer.skip()
+            return
+        factor = self._clip_factor(joint.norm)
+        self._apply(stage, factor, _scaled(joint.tied[stage], factor))
+
+    def _prepare_together(self, update: int) -> _Joint:
+        """Done by the first of this rank's stages for all of them: the norm is global."""
+        squares = 0.0
+        joint = _Joint(update, 0.0, left=set(self.stages))
+        for index in self.stages:
+            self.exchange.sum_replicas(index, update)
+            joint.tied[index] = self.exchange.tied_gradients(index, update)
+            if self._watched and self.handler.rank == self.exchange.placement[index][0]:
+                first_held = [g for n, g in joint.tied[index].items() if self.exchange.tied[n][0] == index]
+                squares += self._norm_of(self._own_gradients(index)) ** 2 / self.loss_scale.value**2
+                squares += self._norm_of(first_held) ** 2
+        if self._watched:
+            parts = self.handler.all_gather("gradient norm", update, [squares])
+            joint.norm = self.norm = math.sqrt(sum(part for (part,) in parts))
+            if not math.isfinite(joint.norm):
+                self.skipped.append(update)
+        return joint
+
+    def _step_alone(self, stage: int, update: int) -> None:
+        self.exchange.sum_replicas(stage, update)
+        tied = self.exchange.tied_gradients(stage, update)
+        factor, overflow = 1.0, False
+        if self._watched:
+            self.norm = self._norm_of(self._own_gradients(stage)) / self.loss_scale.value
+            factor = self._clip_factor(self.norm)
+            norms = {name: self._norm_of([gradient]) for name, gradient in tied.items()}
+            overflow = not all(map(math.isfinite, (self.norm, *norms.values())))
+            tied = {n: g * self._clip_factor(norms[n]) for n, g in tied.items() if math.isfinite(norms[n])}
+            if not math.isfinite(self.norm):
+                self.skipped.append(update)
+                self.stages[stage].optimizer.skip()
+        self._apply(stage, factor, tied)
+        if self.loss_scale.enabled:
+            self.handler.post("overflow", update, [float(overflow)], self.handler.everyone())
+            self._overflows[update] = overflow
+            self._learn_overflow(update - self.exchange.lag)
+
+    def _learn_overflow(self, update: int) -> None:
+        if update in self._overflows:
+            flags = self.handler.collect("overflow", update, 1, self.handler.everyone()).values()
+            self.loss_scale.update(self._overflows.pop(update) or any(flag for (flag,) in flags))
+
+    def _apply(self, stage: int, factor: float, tied: Mapping[str, Tensor]) -> None:
+        factor /= self.loss_scale.value
+        if factor != 1.0 and (gradients := self._own_gradients(stage)):
+            torch._foreach_mul_(gradients, factor)
+        self.stages[stage].optimizer.step(tied)
+
+    def _own_gradients(self, stage: int) -> list[Tensor]:
+        return [p.grad for p in self.exchange.own_parameters(stage) if p.grad is not None]
+
+    def _clip_factor(self, norm: float) -> float:
+        """As torch.nn.utils.clip_grad_norm_ has it."""
+        return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
+
+    @staticmethod
+    def _norm_of(gradients: Iterable[Tensor]) -> float:
+        # In the gradients' own dtype, float32 at least: float16 squares overflow.
+        norms = [torch.linalg.vector_norm(g, dtype=_accumulating(g.dtype)) for g in gradients]
+        return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+
+
+def _accumulating(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:
+    # Not in place: another stage of this rank may read the same sum.
+    return {name: gradient if factor == 1.0 else gradient * factor for name, gradient in gradients.items()}
