@@ -26,6 +26,7 @@ from torch.utils import _pytree as pytree
 
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, StageGraph, stable_seed
+from vpipe.graph.batch import Layout
 from vpipe.graph.loss import LossModule
 from vpipe.graph.ownership import is_random
 from vpipe.graph.trace import Kind
@@ -79,6 +80,21 @@ class EagerModel:
                 loss = functional_call(self.module, parameters, (tensors,), tie_weights=False)
             follow.check_end()
         return loss
+
+
+@torch.no_grad()
+def check_runs(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None, dtype: str) -> None:
+    """Run the plain model once: what fails there is no matter of pipelines."""
+    layout = Layout.of(model, batch, loss_fn)
+    entries = layout.entries(batch)
+    try:
+        LossModule(model, layout, loss_fn)([entries[name] for name in layout.tensors])
+    except RuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
+        raise VPipeError(
+            f"{type(model).__name__} does not run in {dtype}, even without a pipeline: {reason.strip()}; "
+            "try another dtype, or run it once on the batch to see what is wrong"
+        ) from error
 
 
 class _Follow(TorchFunctionMode):

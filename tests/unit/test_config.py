@@ -1,0 +1,254 @@
+"""The configuration: every key, every mistake in one line."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vpipe.config import RunConfig
+from vpipe.config_file import KEYS, check_values, read_config
+from vpipe.errors import ConfigError
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+GUIDES = {
+    "directory": "/srv/vpipe",
+    "module": "vgpus=4",
+    "partition": "vpipe.json",
+    "config_file": "mp_conf.json",
+    "machines": ["localhost:0", "localhost:1", "node-2:0", "10.0.0.7:1"],
+    "sync_mode": "asp",
+    "distributed_backend": "gloo",
+    "model_type": "bert",
+    "data_dir": "/data/wiki",
+    "log_directory": "logs",
+    "container": "image.sif",
+    "batch_size": 16,
+    "learning_rate": 5e-5,
+    "learning_rate_policy": "polynomial",
+    "weight_decay": 0.01,
+    "epochs": 3,
+    "print_frequency": 100,
+    "verbose_frequency": 0,
+    "recompute": True,
+    "macrobatch": False,
+    "synthetic_data": True,
+}
+
+
+def write(folder: Path, text: str | dict[str, Any], name: str = "run.yml") -> Path:
+    path = folder / name
+    path.write_text(text if isinstance(text, str) else yaml.safe_dump(text))
+    return path
+
+
+def mistake(path: Path) -> str:
+    with pytest.raises(ConfigError) as caught:
+        read_config(path)
+    message = str(caught.value)
+    assert message.startswith(str(path.parent))
+    assert "\n" not in message
+    return message
+
+
+def test_every_key_of_the_guides(tmp_path: Path) -> None:
+    plan = {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}
+    write(tmp_path, json.dumps(plan), "vpipe.json")
+    config = read_config(write(tmp_path, GUIDES))
+    for key, value in GUIDES.items():
+        if key != "partition":
+            assert getattr(config, key) == value
+    assert config.partition == [12, 13, 13, 11]
+    assert config.ratio == [0.3, 0, 0, 0]
+    assert (config.chosen_schedule, config.positions, config.ranks) == ("vpipe", 4, 4)
+    assert config.path("data") == tmp_path / "data"
+
+
+def test_every_field_is_described() -> None:
+    assert all(field.description for field in RunConfig.model_fields.values())
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yml")), ids=lambda path: path.name)
+def test_the_configs_that_come_along(path: Path) -> None:
+    config = read_config(path)
+    assert config.partition is None or len(config.partition) == config.positions
+
+
+@pytest.mark.parametrize(
+    ("values", "schedule"),
+    [
+        ({}, "1f1b"),
+        ({"sync_mode": "bsp"}, "1f1b"),
+        ({"sync_mode": "asp"}, "vpipe"),
+        ({"macrobatch": True}, "2bw"),
+        ({"macrobatch": True, "sync_mode": "asp"}, "2bw"),
+        ({"schedule": "zb-h1", "sync_mode": "asp"}, "zb-h1"),
+        ({"schedule": "tables/own.csv"}, "tables/own.csv"),
+    ],
+)
+def test_the_schedule_that_is_chosen(values: dict[str, Any], schedule: str) -> None:
+    assert RunConfig(**values).chosen_schedule == schedule
+
+
+@pytest.mark.parametrize(
+    ("values", "positions", "ranks"),
+    [
+        ({}, 1, 1),
+        ({"stages": 3}, 3, 3),
+        ({"replicas": [2, 1]}, 2, 3),
+        ({"stages": 2, "replicas": [2, 2], "machines": ["a:0", "a:1", "b:0", "b:1"]}, 2, 4),
+        ({"machines": ["a:0", "a:0"]}, 2, 2),
+        ({"module": "vgpus=8"}, 8, 8),
+        ({"partition": [2, 3, 4]}, 3, 3),
+    ],
+)
+def test_positions_and_ranks(values: dict[str, Any], positions: int, ranks: int) -> None:
+    config = RunConfig(**values)
+    assert (config.positions, config.ranks) == (positions, ranks)
+
+
+@pytest.mark.parametrize(
+    ("values", "ratio"),
+    [
+        ({}, 0.0),
+        ({"recompute": True}, 1.0),
+        ({"recompute": True, "recompute_ratio": 0.5}, 0.5),
+        ({"recompute_ratio": [0.5, 0]}, [0.5, 0]),
+        ({"recompute": False, "recompute_ratio": 0.5}, 0.0),
+    ],
+)
+def test_the_share_that_is_recomputed(values: dict[str, Any], ratio: object) -> None:
+    assert RunConfig(**values).ratio == ratio
+
+
+def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) -> None:
+    path = write(tmp_path, {"schedule": "interleaved", "chunks": 3, "minibatches": 8, "stages": 2})
+    changed = read_config(path).with_schedule("pipedream")
+    assert (changed.schedule, changed.chunks, changed.minibatches, changed.stages) == (
+        "pipedream",
+        None,
+        None,
+        2,
+    )
+    assert changed.source == path
+    assert RunConfig(update_interval=4).with_schedule("gpipe").update_interval is None
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("batchsize: 16", "unknown key 'batchsize' (its value is 16): did you mean 'batch_size'?"),
+        ("learning_rat: 1", "did you mean 'learning_rate'?"),
+        ("xyzzy: [1]", "unknown key 'xyzzy' (its value is [1]): known keys are model_type,"),
+        ("1: 2", "unknown key 1"),
+        ("batch_size: many", "batch_size is 'many': expected a whole number"),
+        ("batch_size: true", "batch_size is True: expected a whole number"),
+        ("batch_size: 1.5", "batch_size is 1.5: expected a whole number"),
+        ("batch_size: 0", "batch_size is 0: expected 1 or more"),
+        ("learning_rate: -1", "learning_rate is -1: expected more than 0"),
+        ("learning_rate: .inf", "learning_rate is inf: expected a number that is not infinite"),
+        ("dropout: 1", "dropout is 1: expected less than 1"),
+        ("recompute: 3", "recompute is 3: expected true or false"),
+        ("sync_mode: async", "sync_mode is 'async': expected 'asp' or 'bsp'"),
+        ("machines: localhost:0", "machines is 'localhost:0': expected a list"),
+        ("machines: [gpu0]", "machines is ['gpu0'], entry 0: expected host:GPU, such as 'localhost:0'"),
+        ("machines: []", "machines is []: expected a list with something in it"),
+        ("module: 4gpus", "module is '4gpus': expected text such as 'vgpus=4'"),
+        ("data_dir: 5", "data_dir is 5: expected text"),
+        ("schedule: gpip", "(did you mean 'gpipe'?)"),
+        ("partition: [3, x]", "partition is [3, 'x'], entry 1: expected a whole number"),
+        ("recompute_ratio: [0.5, 2]", "recompute_ratio is [0.5, 2], entry 1: expected 1 or less"),
+        ("model: a\nhidden_size: 4", "hidden_size is 4: the file that `model` names says it"),
+        ("hidden_size: 10", "hidden_size is 10: it must be a multiple of num_heads, which is 4"),
+        ("num_heads: 3", "hidden_size is 128: it must be a multiple of num_heads, which is 3"),
+        ("macrobatch: true\nsync_mode: bsp", "macrobatch is True: it is an asynchronous mode"),
+        ("stages: 3\nreplicas: [1, 2]", "replicas is [1, 2]: give one number for each of the 3 stages"),
+        ("stages: 3\nmachines: ['a:0']", "stages is 3: `machines` names 1 ranks"),
+        ("module: vgpus=2\nmachines: ['a:0']", "module is 'vgpus=2': `machines` names 1 ranks"),
+        ("replicas: [2, 1]\nmachines: ['a:0']", "replicas is [2, 1]: they add up to 3"),
+        ("", "the file is empty"),
+        ("# nothing", "the file is empty"),
+        ("- a\n- b", "holds a list, not a mapping"),
+        ("just text", "holds text, not a mapping"),
+        ("a: 1\nb: [1, 2\nc: 3", "line 3: "),
+        (
+            "a: 1\nb: !!python/object/apply:os.system [ls]",
+            "line 2: could not determine a constructor for the tag",
+        ),
+        ("stages: 2\n\tbatch_size: 3", "line 2: "),
+        ("batch_size: \x00", "cannot be read as YAML"),
+        ("[" * 5000, "cannot be read as YAML"),
+        ("partition: nowhere.json", "nowhere.json: cannot be read: No such file"),
+    ],
+)
+def test_mistakes_are_one_line(tmp_path: Path, text: str, message: str) -> None:
+    assert message in mistake(write(tmp_path, text))
+
+
+def test_files_that_are_no_text(tmp_path: Path) -> None:
+    binary = tmp_path / "run.yml"
+    binary.write_bytes(bytes(range(256)))
+    assert "is not a text file in UTF-8" in mistake(binary)
+    assert "cannot be read: No such file or directory" in mistake(tmp_path / "nowhere.yml")
+    assert "cannot be read: Is a directory" in mistake(tmp_path / "..")
+
+
+@pytest.mark.parametrize(
+    ("plan", "message"),
+    [
+        ("{", "cannot be read as JSON"),
+        ("[1]", 'has no list "partition"'),
+        ('{"recompute_ratio": [1]}', 'has no list "partition"'),
+        ('{"partition": [1, 0]}', "partition is [1, 0], entry 1: expected 1 or more"),
+        ('{"partition": [1], "recompute_ratio": [7]}', "recompute_ratio is [7], entry 0"),
+    ],
+)
+def test_mistakes_in_the_plan(tmp_path: Path, plan: str, message: str) -> None:
+    path = write(tmp_path, plan, "vpipe.json")
+    text = mistake(write(tmp_path, {"partition": "vpipe.json"}))
+    assert text.startswith(f"{path}: ")
+    assert message in text
+
+
+def test_the_file_goes_before_the_plan(tmp_path: Path) -> None:
+    write(tmp_path, '{"partition": [1, 2], "recompute_ratio": [1, 1], "note": "kept"}', "vpipe.json")
+    config = read_config(write(tmp_path, {"partition": "vpipe.json", "recompute_ratio": 0.5}))
+    assert (config.partition, config.ratio) == ([1, 2], 0.5)
+
+
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.dictionaries(
+        st.sampled_from(KEYS),
+        st.recursive(
+            st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+            lambda inner: (
+                st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=4), inner, max_size=2)
+            ),
+            max_leaves=4,
+        ),
+        max_size=4,
+    )
+)
+def test_any_values_are_accepted_or_refused_in_one_line(values: dict[str, Any]) -> None:
+    message = refusal(values)
+    assert message is None or message.startswith("run.yml: ")
+    assert message is None or "\n" not in message
+
+
+def refusal(values: dict[str, Any]) -> str | None:
+    try:
+        check_values(values, Path("run.yml"))
+    except ConfigError as error:
+        return str(error)
+    return None
+
+
+def test_torch_is_not_needed() -> None:
+    code = "import sys, vpipe.config_file, vpipe.cli; sys.exit('torch' in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)

@@ -1,0 +1,155 @@
+"""Models by name: built from configurations alone, each with a batch that it can be trained on."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from tests.models import bert_config
+from vpipe.config import RunConfig
+from vpipe.config_file import read_config
+from vpipe.errors import ConfigError
+from vpipe.graph import capture
+from vpipe.models import build_model, synthetic_batch
+
+TINY: dict[str, Any] = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 32,
+    "sequence_length": 8,
+    "batch_size": 3,
+}
+
+
+def local(folder: Path, settings: Any, architecture: str | None = None) -> RunConfig:
+    """A run whose model is a directory with this configuration."""
+    settings.architectures = architecture and [architecture]
+    settings.save_pretrained(folder / "own")
+    path = folder / "run.yml"
+    path.write_text("model: own\nsequence_length: 8\nbatch_size: 3\n")
+    return read_config(path)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "architecture"),
+    [("bert", "BertForMaskedLM"), ("cpm", "GPT2LMHeadModel"), ("translation", "T5ForConditionalGeneration")],
+)
+def test_names(model_type: str, architecture: str) -> None:
+    config = RunConfig(**TINY, model_type=model_type)
+    model, batch, loss_fn = build_model(config)
+    assert (type(model).__name__, loss_fn) == (architecture, None)
+    assert batch["input_ids"].shape == (3, 8)
+    output = model(**batch)
+    assert torch.isfinite(output.loss)
+    assert output.logits.shape[-1] == 32
+    again = build_model(config).model
+    other = build_model(config.model_copy(update={"seed": 1})).model
+    key = next(name for name, p in model.named_parameters() if p.ndim == 2)
+    assert torch.equal(model.state_dict()[key], again.state_dict()[key])
+    assert not torch.equal(model.state_dict()[key], other.state_dict()[key])
+
+
+def test_bert_large_has_its_sizes_and_takes_no_memory() -> None:
+    config = RunConfig(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=30522, dropout=0.0)
+    model, _, _ = build_model(config, "meta")
+    assert {p.device.type for p in model.parameters()} == {"meta"}
+    assert sum(p.numel() for p in model.parameters()) == 335_174_458
+    assert model.config.intermediate_size == 4096
+
+
+def test_blocks_on_meta() -> None:
+    model, batch, loss_fn = build_model(RunConfig(**TINY), "meta")
+    assert len(capture(model, batch, loss_fn).blocks) == 5
+
+
+@pytest.mark.parametrize(
+    ("settings", "architecture", "built"),
+    [
+        (bert_config(1), "BertForPreTraining", "BertForPreTraining"),
+        (bert_config(1), "BertForSequenceClassification", "BertForSequenceClassification"),
+        (bert_config(1), "BertForTokenClassification", "BertForTokenClassification"),
+        (bert_config(1), "BertModel", "BertForMaskedLM"),
+        (bert_config(1), None, "BertForMaskedLM"),
+        (
+            hf.LlamaConfig(
+                vocab_size=32,
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+            ),
+            None,
+            "LlamaForCausalLM",
+        ),
+        (
+            hf.ViTConfig(
+                hidden_size=16,
+                intermediate_size=16,
+                num_hidden_layers=1,
+                num_attention_heads=2,
+                image_size=32,
+            ),
+            None,
+            "ViTForImageClassification",
+        ),
+    ],
+)
+def test_local_configurations(tmp_path: Path, settings: Any, architecture: str | None, built: str) -> None:
+    model, batch, _ = build_model(local(tmp_path, settings, architecture))
+    assert type(model).__name__ == built
+    assert torch.isfinite(model(**batch).loss)
+
+
+def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
+    bert_config(1).save_pretrained(tmp_path)
+    config = RunConfig(model=str(tmp_path / "config.json"), sequence_length=8, batch_size=2)
+    assert type(build_model(config, "meta").model).__name__ == "BertForMaskedLM"
+
+
+def test_batches_differ_by_their_seed_alone() -> None:
+    model = build_model(RunConfig(**TINY), "meta").model
+    one, same, other = (synthetic_batch(model, 2, 8, seed) for seed in (1, 1, 2))
+    assert all(torch.equal(one[name], same[name]) for name in one)
+    assert not torch.equal(one["input_ids"], other["input_ids"])
+    assert (one["labels"] != -100).any(1).all()
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (None, "there is no config.json at"),
+        ("{", "transformers cannot read it"),
+        (json.dumps({"model_type": "no such model"}), "transformers cannot read it"),
+        (json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}), "transformers cannot read it"),
+        (json.dumps({"model_type": "encodec"}), "no architecture for 'encodec' computes a loss from labels"),
+    ],
+)
+def test_configurations_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
+    if content is not None:
+        (tmp_path / "own").mkdir()
+        (tmp_path / "own" / "config.json").write_text(content)
+        (tmp_path / "own" / "evil.py").write_text("raise SystemExit('code beside a configuration was run')")
+    run = tmp_path / "run.yml"
+    run.write_text("model: own")
+    with pytest.raises(ConfigError, match=message) as caught:
+        build_model(read_config(run), "meta")
+    assert str(run) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_models_of_several_parts_have_no_synthetic_batch() -> None:
+    model = torch.nn.Module()
+    model.config = hf.CLIPConfig()
+    model.forward = lambda pixel_values, labels: None
+    with pytest.raises(ConfigError, match="the configuration of 'clip' has no image_size of its own"):
+        synthetic_batch(model, 2, 8)
+
+
+def test_a_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
+    config = local(tmp_path, bert_config(1)).model_copy(update={"sequence_length": 65})
+    with pytest.raises(ConfigError, match="sequence_length is 65, but the model has positions for 64"):
+        build_model(config, "meta")

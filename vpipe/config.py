@@ -1,0 +1,261 @@
+"""The configuration of a run: every key of the YAML file, checked."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    StrictBool,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from vpipe.schedule.builders import ASYNCHRONOUS, NAMES
+
+MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
+
+
+def _number(value: Any) -> Any:
+    """YAML reads 5e-5, which has no dot, as text."""
+    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
+        return float(value)
+    return value
+
+
+def _machine(value: str) -> str:
+    if not re.fullmatch(r"[^\s:/]+:\d+", value):
+        raise ValueError("host:GPU, such as 'localhost:0'")
+    return value
+
+
+def _schedule(value: str) -> str:
+    if value not in NAMES and not value.endswith(".csv"):
+        close = get_close_matches(value, NAMES, n=1, cutoff=0.4)
+        hint = f" (did you mean {close[0]!r}?)" if close else ""
+        raise ValueError(f"one of {', '.join(NAMES)}, or the path of a .csv file{hint}")
+    return value
+
+
+Count = Annotated[int, Field(strict=True, ge=1)]
+Natural = Annotated[int, Field(strict=True, ge=0)]
+Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
+Positive = Annotated[Real, Field(gt=0)]
+Share = Annotated[Real, Field(ge=0, le=1)]
+Machine = Annotated[str, AfterValidator(_machine)]
+Path_ = Annotated[str, Field(min_length=1)]
+
+
+def _conflict(key: str, problem: str) -> PydanticCustomError:
+    """Keys that contradict each other: which one, and what is wrong with it."""
+    return PydanticCustomError("conflict", "{key}: {problem}", {"key": key, "problem": problem})
+
+
+class RunConfig(BaseModel):
+    """One run: model, pipeline, training. Paths in it are relative to the file it was read from."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    # The model
+
+    model_type: Literal["bert", "cpm", "translation"] = "bert"
+    """What is trained: BERT with masked words, CPM (a GPT-2), or translation (a T5)."""
+    model: Path_ | None = None
+    """Instead of `model_type`: a Hugging Face `config.json`, or a directory that holds one."""
+    hidden_size: Count = 128
+    """Width of the model (BERT-large: 1024)."""
+    num_layers: Count = 4
+    """Layers of the model (BERT-large: 24); for translation, of its encoder and of its decoder."""
+    num_heads: Count = 4
+    """Attention heads of each layer (BERT-large: 16)."""
+    intermediate_size: Count | None = None
+    """Width inside the feed-forward layers; four times `hidden_size` if not given."""
+    vocab_size: Annotated[int, Field(strict=True, ge=8)] = 1024
+    """Number of different tokens (BERT: 30522)."""
+    dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.1
+    """Share of the activations that is dropped in training."""
+
+    # The data
+
+    data_dir: Path_ | None = None
+    """Directory of the data set."""
+    synthetic_data: StrictBool = False
+    """Train on random tokens; no data set is needed."""
+    batch_size: Count = 8
+    """Samples of a minibatch."""
+    sequence_length: Annotated[int, Field(strict=True, ge=4)] = 128
+    """Tokens of a sample."""
+
+    # The pipeline
+
+    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe, or the path of a table
+    that `vpipe schedule --csv` wrote. If not given, `macrobatch` and `sync_mode` choose."""
+    sync_mode: Literal["asp", "bsp"] | None = None
+    """bsp: all minibatches of a batch make one update together (schedule 1f1b); asp: each makes its own, on
+    weights that may be stale (schedule vpipe)."""
+    macrobatch: StrictBool = False
+    """One update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
+    stages: Count | None = None
+    """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
+    minibatches: Count | None = None
+    """Minibatches of an update in a synchronous schedule; twice the number of stages if not given."""
+    update_interval: Count | None = None
+    """Minibatches of an update in an asynchronous schedule."""
+    chunks: Count | None = None
+    """Stages on each rank, for the schedule interleaved."""
+    replicas: Annotated[list[Count], Field(min_length=1)] | None = None
+    """Number of ranks of each position of the pipeline, such as [2, 1]."""
+    partition: Annotated[list[Count], Field(min_length=1)] | Path_ | None = None
+    """Blocks of each stage (`vpipe blocks` lists them), or the path of a `vpipe.json` that holds them; if not
+    given, stages of about equal work."""
+    recompute_ratio: Share | list[Share] | None = None
+    """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one
+    number for all stages, or one for each. Goes before what `vpipe.json` says."""
+    recompute: StrictBool | None = None
+    """false: nothing is recomputed; true: everything is, unless a ratio is given."""
+
+    # The training
+
+    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = "adamw"
+    """Rule of the updates."""
+    learning_rate: Positive = 1e-4
+    """Size of the updates."""
+    learning_rate_policy: Literal["polynomial", "step"] | None = None
+    """How the learning rate falls; constant if not given."""
+    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    """How much weights shrink with each update."""
+    clip_norm: Positive | None = None
+    """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
+    precision: Literal["fp32", "bf16", "fp16"] = "fp32"
+    """What the model computes in; weights are kept and updated in fp32."""
+    epochs: Count = 1
+    """Passes over the data set."""
+    seed: Natural = 0
+    """Seed of the initial weights, of the data's order and of dropout."""
+
+    # The place
+
+    machines: Annotated[list[Machine], Field(min_length=1)] | None = None
+    """host:GPU of each rank; ranks may share a GPU."""
+    module: Annotated[str, Field(pattern=r"^vgpus=[1-9]\d*$")] | None = None
+    """'vgpus=4': the number of ranks, where `machines` does not name them."""
+    distributed_backend: Literal["gloo", "nccl"] | None = None
+    """What carries tensors between hosts; chosen by the devices if not given."""
+    directory: Path_ | None = None
+    """Directory that the ranks start in."""
+    config_file: Path_ | None = None
+    """Path of an `mp_conf.json` with the maps of modules, stages and ranks."""
+    container: Path_ | None = None
+    """Singularity or Apptainer image that the ranks run in."""
+
+    # What is told
+
+    log_directory: Path_ = "runs"
+    """Directory of the logs: `<log_directory>/<timestamp>/output.log.<rank>`."""
+    print_frequency: Count = 10
+    """Updates between two lines of the log."""
+    verbose_frequency: Natural = 0
+    """Updates between two lines of detailed statistics; 0: none."""
+
+    _source: Path = PrivateAttr(default=Path("config"))
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> RunConfig:
+        given = self.model_fields_set
+        if self.model is not None:
+            for key in ("model_type", *MODEL_SIZES):
+                if key in given:
+                    raise _conflict(key, "the file that `model` names says it: leave one of the two out")
+        elif self.hidden_size % self.num_heads:
+            raise _conflict("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
+        if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
+            raise _conflict(
+                "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
+            )
+        if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
+            raise _conflict("replicas", f"give one number for each of the {self.stages} stages")
+        if self.machines is not None:
+            self._check_machines(len(self.machines))
+        return self
+
+    def _check_machines(self, count: int) -> None:
+        if self.module is not None and self._vgpus != count:
+            raise _conflict("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
+        if self.replicas is not None and sum(self.replicas) != count:
+            raise _conflict(
+                "replicas", f"they add up to {sum(self.replicas)}, but `machines` names {count} ranks"
+            )
+        if self.replicas is None and self.stages not in (None, count):
+            raise _conflict("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
+
+    @property
+    def source(self) -> Path:
+        """The file that it was read from."""
+        return self._source
+
+    def path(self, written: str) -> Path:
+        """A path of the file, from where we stand."""
+        return self._source.parent / written
+
+    @property
+    def chosen_schedule(self) -> str:
+        """The schedule's name, or the path of its table as written."""
+        if self.schedule is not None:
+            return self.schedule
+        if self.macrobatch:
+            return "2bw"
+        return "vpipe" if self.sync_mode == "asp" else "1f1b"
+
+    @property
+    def positions(self) -> int:
+        """Stages of the pipeline; an interleaved schedule has several times as many."""
+        if self.stages is not None:
+            return self.stages
+        if self.replicas is not None:
+            return len(self.replicas)
+        if self.machines is not None:
+            return len(self.machines)
+        if self.module is not None:
+            return self._vgpus
+        return len(self.partition) if isinstance(self.partition, list) else 1
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.replicas) if self.replicas is not None else self.positions
+
+    @property
+    def ratio(self) -> float | Sequence[float]:
+        """The share of recomputed blocks, for all stages or for each."""
+        if self.recompute is False:
+            return 0.0
+        if self.recompute_ratio is not None:
+            return self.recompute_ratio
+        return 1.0 if self.recompute else 0.0
+
+    @property
+    def _vgpus(self) -> int:
+        assert self.module is not None
+        return int(self.module.removeprefix("vgpus="))
+
+    def with_schedule(self, schedule: str) -> RunConfig:
+        """The same run under another schedule, without what only the file's own schedule understands."""
+        kept: dict[str, Any] = {"schedule": schedule}
+        if schedule in ASYNCHRONOUS:
+            kept["minibatches"] = None
+        elif schedule in NAMES:
+            kept["update_interval"] = None
+        if schedule != "interleaved":
+            kept["chunks"] = None
+        return self.model_copy(update=kept)

@@ -1,0 +1,191 @@
+"""Models by name: all from `transformers`, built from a configuration, with a synthetic batch for each."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+from vpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+Batch = dict[str, Tensor]
+SPECIAL_TOKENS = 3
+"""Ids below this are padding, start and end: synthetic text has none of them."""
+MASKED_SHARE = 0.15
+
+
+class Example(NamedTuple):
+    """What a pipeline is built from; `loss_fn` is None where the model computes its loss itself."""
+
+    model: nn.Module
+    batch: Batch
+    loss_fn: Callable[..., Tensor] | None
+
+
+def build_model(config: RunConfig, device: str = "cpu") -> Example:
+    """The configured model, seeded, on `cpu` or on `meta` (no memory, no values), and an example batch."""
+    settings = _settings(config)
+    architecture = _architecture(settings, config)
+    with torch.random.fork_rng(devices=[]), torch.device(device):
+        torch.manual_seed(config.seed)
+        model = architecture(settings)
+    batch = synthetic_batch(model, config.batch_size, config.sequence_length)
+    return Example(model, batch, None)
+
+
+def synthetic_batch(model: nn.Module, samples: int, length: int, seed: int = 0) -> Batch:
+    """A batch of random tokens or pixels for a Hugging Face model, labels included."""
+    generator = torch.Generator().manual_seed(seed)
+    settings: Any = model.config
+    taken = inspect.signature(model.forward).parameters
+    if "pixel_values" in taken:
+        batch = {"pixel_values": _pixels(settings, samples, generator)}
+    elif "input_ids" in taken:
+        batch = _tokens(settings, samples, length, generator)
+    else:
+        raise ConfigError(
+            f"{type(model).__name__} reads {', '.join(taken)}: synthetic batches exist only for models "
+            "that read input_ids or pixel_values"
+        )
+    batch["labels"] = _labels(model, batch, samples, generator)
+    if "next_sentence_label" in taken:
+        batch["next_sentence_label"] = torch.randint(2, (samples,), generator=generator)
+    return {name: tensor for name, tensor in batch.items() if name in taken}
+
+
+def _tokens(settings: Any, samples: int, length: int, generator: torch.Generator) -> Batch:
+    """Ids and their mask; the last sample is shorter than the others."""
+    longest = getattr(settings, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < length:
+        raise ConfigError(f"sequence_length is {length}, but the model has positions for {longest}")
+    ids = torch.randint(
+        SPECIAL_TOKENS, _setting(settings, "vocab_size"), (samples, length), generator=generator
+    )
+    mask = torch.ones_like(ids)
+    mask[-1, length - length // 4 :] = 0
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def _pixels(settings: Any, samples: int, generator: torch.Generator) -> Tensor:
+    size = _setting(settings, "image_size")
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.randn(samples, _setting(settings, "num_channels"), height, width, generator=generator)
+
+
+def _setting(settings: Any, name: str) -> Any:
+    """A size that a synthetic batch needs; models of several parts keep it with one of them."""
+    if not hasattr(settings, name):
+        raise ConfigError(
+            f"the configuration of {settings.model_type!r} has no {name} of its own: there is no synthetic batch for it"
+        )
+    return getattr(settings, name)
+
+
+def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Generator) -> Tensor:
+    name = type(model).__name__
+    settings: Any = model.config
+    if name.endswith(("ForSequenceClassification", "ForImageClassification")):
+        return torch.randint(settings.num_labels, (samples,), generator=generator)
+    if "input_ids" not in batch:
+        raise ConfigError(
+            f"{name} is trained on labels that no synthetic batch has: use ...ForImageClassification"
+        )
+    ids, mask = batch["input_ids"], batch["attention_mask"]
+    if name.endswith("ForTokenClassification"):
+        ids = torch.randint(settings.num_labels, ids.shape, generator=generator)
+    elif settings.is_encoder_decoder:
+        return torch.randint(SPECIAL_TOKENS, _setting(settings, "vocab_size"), ids.shape, generator=generator)
+    labels = ids.masked_fill(mask == 0, -100)
+    if name.endswith(("ForMaskedLM", "ForPreTraining")):
+        chosen = torch.rand(ids.shape, generator=generator) < MASKED_SHARE
+        chosen[:, 0] = True  # at least one in each sample, or the loss of a batch would be nan
+        labels = labels.masked_fill(~chosen, -100)
+    return labels
+
+
+def _settings(config: RunConfig) -> Any:
+    """The Hugging Face configuration that the run's configuration stands for."""
+    if config.model is not None:
+        return _read_settings(config.path(config.model), config)
+    inner = config.intermediate_size or 4 * config.hidden_size
+    if config.model_type == "bert":
+        return hf.BertConfig(
+            vocab_size=config.vocab_size,
+            hidden_size=config.hidden_size,
+            num_hidden_layers=config.num_layers,
+            num_attention_heads=config.num_heads,
+            intermediate_size=inner,
+            max_position_embeddings=max(512, config.sequence_length),
+            hidden_dropout_prob=config.dropout,
+            attention_probs_dropout_prob=config.dropout,
+        )
+    if config.model_type == "cpm":
+        return hf.GPT2Config(
+            vocab_size=config.vocab_size,
+            n_embd=config.hidden_size,
+            n_layer=config.num_layers,
+            n_head=config.num_heads,
+            n_inner=inner,
+            n_positions=max(1024, config.sequence_length),
+            resid_pdrop=config.dropout,
+            embd_pdrop=config.dropout,
+            attn_pdrop=config.dropout,
+            bos_token_id=1,
+            eos_token_id=2,
+            use_cache=False,
+        )
+    settings = hf.T5Config(
+        vocab_size=config.vocab_size,
+        d_model=config.hidden_size,
+        d_kv=config.hidden_size // config.num_heads,
+        d_ff=inner,
+        num_layers=config.num_layers,
+        num_heads=config.num_heads,
+        dropout_rate=config.dropout,
+        use_cache=False,
+    )
+    settings.decoder_start_token_id = 0
+    return settings
+
+
+def _read_settings(path: Path, config: RunConfig) -> Any:
+    """A local `config.json`; nothing is fetched, and no code beside it is run."""
+    place = f"{config.source}: model is {config.model!r}"
+    if not (path.is_file() or (path / "config.json").is_file()):
+        raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
+    try:
+        settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{place}: transformers cannot read it: {reason}") from None
+    settings.use_cache = False
+    return settings
+
+
+def _architecture(settings: Any, config: RunConfig) -> Callable[[Any], nn.Module]:
+    """The class that the file names, or the usual one for training where it names none with a loss."""
+    for name in settings.architectures or ():
+        named = getattr(hf, name, None)
+        if named is not None and "labels" in inspect.signature(named.forward).parameters:
+            return named
+    usual = (
+        hf.AutoModelForSeq2SeqLM,
+        hf.AutoModelForMaskedLM,
+        hf.AutoModelForCausalLM,
+        hf.AutoModelForImageClassification,
+    )
+    for auto in usual:
+        if type(settings) in auto._model_mapping:
+            return auto.from_config
+    raise ConfigError(
+        f"{config.source}: model is {config.model!r}: no architecture for {settings.model_type!r} computes "
+        'a loss from labels: name one in its config.json, such as "architectures": ["BertForMaskedLM"]'
+    )

@@ -1,0 +1,285 @@
+"""The proof, for a user's own model, that the pipeline trains it as the plain model would be trained.
+
+Both ways run in this process: the pipeline with a thread for each rank, the reference without any pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from math import inf, isnan
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from vpipe.config_file import read_text
+from vpipe.eager import check_runs
+from vpipe.errors import VPipeError
+from vpipe.layout import Layout
+from vpipe.models import build_model, synthetic_batch
+from vpipe.pipeline import Pipeline
+from vpipe.reference import (
+    Trained,
+    largest_difference,
+    rounding_alone,
+    train_asynchronously,
+    train_synchronously,
+    versions_read,
+)
+from vpipe.runtime import Fields, Stage, count_samples
+from vpipe.schedule import read_table
+from vpipe.threads import run_ranks
+from vpipe.weights import OptimizerFactory, optimizer_factory
+
+if TYPE_CHECKING:
+    from vpipe.communication import InProcessWorld
+    from vpipe.config import RunConfig
+
+Place = tuple[int, str]  # stage, name
+BOUNDS = {"float64": 1e-9, "float32": 1e-5}
+"""The largest relative difference that rounding explains."""
+UPDATES = 5
+TIMEOUT = 3600.0
+"""Seconds that a rank waits for another: a stage of a large model takes long on a CPU."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far the two ways are apart, relative to the size of what is compared, and where."""
+
+    largest: float
+    where: str
+
+
+@dataclass(frozen=True)
+class Verification:
+    schedule: str
+    partition: tuple[int, ...]
+    ranks: int
+    updates: int
+    minibatches: int
+    dtype: str
+    bound: float
+    loss: Difference
+    gradients: Difference
+    weights: Difference
+
+    @property
+    def differences(self) -> dict[str, Difference]:
+        return {"loss": self.loss, "gradients": self.gradients, "weights": self.weights}
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.largest <= self.bound for difference in self.differences.values())
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """What one rank's part of the pipeline leaves behind; tensors by stage and name."""
+
+    layout: Layout
+    batches: list[Any]
+    losses: list[float]
+    gradients: dict[Place, Tensor]
+    weights: dict[Place, Tensor]
+
+
+def verify_config(config: RunConfig, *, updates: int | None = None, dtype: str = "float64") -> Verification:
+    """Verify the run that a configuration describes, on synthetic data.
+
+    Its precision and its learning-rate policy have no part in this: both ways compute in `dtype`, and the
+    learning rate stays as it is.
+    """
+    model, _, loss_fn = build_model(config)
+    schedule: Any = config.chosen_schedule
+    ranks = config.ranks
+    if schedule.endswith(".csv"):
+        schedule = read_table(read_text(config.path(schedule)), schedule)
+        ranks = schedule.num_ranks
+    named = isinstance(schedule, str)
+    return verify(
+        model,
+        lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
+        ranks=ranks,
+        optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        loss_fn=loss_fn,
+        updates=updates,
+        dtype=dtype,
+        clip_norm=config.clip_norm,
+        seed=config.seed,
+        schedule=schedule,
+        stages=config.positions if named else None,
+        minibatches=config.minibatches if named else None,
+        update_interval=config.update_interval if named else None,
+        chunks=config.chunks if named else None,
+        replicas=config.replicas if named else None,
+        partition=config.partition,
+        recompute_ratio=config.ratio,
+    )
+
+
+def verify(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    ranks: int,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[..., Tensor] | None = None,
+    updates: int | None = None,
+    dtype: str = "float64",
+    clip_norm: float | None = None,
+    seed: int = 0,
+    loss_weight: Callable[[Fields], float] = count_samples,
+    **options: Any,
+) -> Verification:
+    """Train a copy of the model both ways and compare; `make_batch(number)` gives each minibatch.
+
+    `options` are those of Pipeline. Dropout stays on. Without a number of `updates` there are five, and in
+    an asynchronous schedule as many more as it takes until every stage works on stale weights.
+    """
+    if dtype not in BOUNDS:
+        raise VPipeError(f"dtype is {dtype!r}: choose from {', '.join(BOUNDS)}")
+    if updates is not None and updates < 1:
+        raise VPipeError(f"updates is {updates}: it must be 1 or more")
+    kind = getattr(torch, dtype)
+    model = copy.deepcopy(model).to(kind)
+
+    def batch(number: int) -> Any:
+        return _converted(make_batch(number), kind)
+
+    def run(world: InProcessWorld) -> _RankRun:
+        with Pipeline(
+            model,
+            batch(0),
+            optimizer=optimizer,
+            loss_fn=loss_fn,
+            clip_norm=clip_norm,
+            seed=seed,
+            loss_weight=loss_weight,
+            world=world,
+            **options,
+        ) as pipe:
+            batches = [batch(number) for number in range(_count(pipe.layout, updates))]
+            return _run_rank(pipe, batches)
+
+    with torch.random.fork_rng(devices=[]):
+        check_runs(model, batch(0), loss_fn, dtype)
+        runs = run_ranks(ranks, run, TIMEOUT)
+        layout, batches = runs[0].layout, runs[0].batches
+        common = {"seed": seed, "clip_norm": clip_norm, "weigh": loss_weight}
+        expected = _train_plainly(model, batches, layout, optimizer, loss_fn, common)
+    return Verification(
+        schedule=layout.schedule.name,
+        partition=layout.partition,
+        ranks=ranks,
+        updates=len(expected.losses),
+        minibatches=len(batches),
+        dtype=dtype,
+        bound=BOUNDS[dtype],
+        loss=_compare_losses(runs, expected.losses),
+        gradients=_compare_gradients(runs, expected.gradients),
+        weights=_compare_weights(runs, expected),
+    )
+
+
+def _converted(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _count(layout: Layout, updates: int | None) -> int:
+    """Minibatches of all updates; a table that is run again and again is run to its end."""
+    schedule = layout.schedule
+    wanted = (updates or UPDATES + layout.lag) * schedule.update_interval
+    length = schedule.minibatches or 1
+    return -(-wanted // length) * length
+
+
+def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
+    gradients: dict[Place, Tensor] = {}
+    for stage in pipe.runtime.stages.values():
+        _record_first_gradients(stage, gradients)
+    losses = [loss for _, loss in pipe.train(batches)]
+    weights = {
+        (stage.index, name): tensor
+        for stage in pipe.runtime.stages.values()
+        for name, tensor in stage.optimizer.values().items()
+    }
+    return _RankRun(pipe.layout, batches, losses, gradients, weights)
+
+
+def _record_first_gradients(stage: Stage, gradients: dict[Place, Tensor]) -> None:
+    """Keep what each base optimizer of the stage is given for its first update."""
+    weights = stage.optimizer
+    places = {id(m): (stage.index, n) for n, m in zip(weights.names, weights.master_parameters, strict=True)}
+    updated: set[Optimizer] = set()
+
+    def keep(optimizer: Optimizer, *_: object) -> None:
+        if optimizer not in updated:
+            updated.add(optimizer)
+            given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients.update({places[id(p)]: p.grad.clone() for p in given})
+
+    for optimizer in (weights.base_optimizer, *weights.tied_optimizers.values()):
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(keep)
+
+
+def _train_plainly(
+    model: nn.Module,
+    batches: list[Any],
+    layout: Layout,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[..., Tensor] | None,
+    common: dict[str, Any],
+) -> Trained:
+    schedule = layout.schedule
+    plain = (model, batches, schedule.update_interval, optimizer, loss_fn, layout.graph)
+    if schedule.synchronous:
+        return train_synchronously(*plain, **common)
+    versions = versions_read(schedule, len(batches))
+    return train_asynchronously(
+        *plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag, **common
+    )
+
+
+def _compare_losses(runs: Sequence[_RankRun], expected: list[float]) -> Difference:
+    worst = Difference(0.0, "")
+    for rank, run in enumerate(runs):
+        for update, (ours, theirs) in enumerate(zip(run.losses, expected, strict=True)):
+            relative = abs(ours - theirs) / (abs(theirs) or 1.0)
+            relative = inf if isnan(relative) else relative
+            if relative > worst.largest or not worst.where:
+                worst = Difference(relative, f"update {update}, as rank {rank} was told it")
+    return worst
+
+
+def _compare_gradients(runs: Sequence[_RankRun], expected: dict[str, Tensor]) -> Difference:
+    """Relative to the tensor, or to a thousandth of the largest gradient: less than that is rounding."""
+    found = {name for run in runs for _, name in run.gradients}
+    for name in expected.keys() - found:
+        if expected[name].count_nonzero():
+            return Difference(inf, f"{name}, which has no gradient in the pipeline")
+    largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
+    return _compare([run.gradients for run in runs], expected, 1e-3 * largest)
+
+
+def _compare_weights(runs: Sequence[_RankRun], expected: Trained) -> Difference:
+    unsteady = rounding_alone(expected.gradients)
+    steady = [{p: t for p, t in run.weights.items() if p[1] not in unsteady} for run in runs]
+    return _compare(steady, expected.weights, 0.01)
+
+
+def _compare(by_rank: Sequence[dict[Place, Tensor]], expected: dict[str, Tensor], scale: float) -> Difference:
+    """Every copy that any rank holds; what the reference has no gradient for should be zero."""
+    ours: dict[str, Tensor] = {}
+    theirs: dict[str, Tensor] = {}
+    for rank, tensors in enumerate(by_rank):
+        for (stage, name), tensor in tensors.items():
+            where = f"{name} (stage {stage}, rank {rank})"
+            ours[where] = tensor
+            theirs[where] = expected[name] if name in expected else torch.zeros_like(tensor)
+    return Difference(*largest_difference(ours, theirs, scale))
