@@ -27,21 +27,24 @@ from vpipe.graph.trace import Trace
 _PROMINENCE = 1.25
 # How much cheaper the cuts on both sides have to be for one between them to be left out.
 _DOMINANCE = 1.5
-# A value that is read again after this many matrix products is there for all layers, not for one.
-_GLOBAL_GAP = 6
+# A value that twice goes unread for this many matrix products and is then read again serves all layers, not
+# one: a residual waits once, for the end of its half layer.
+_LONG_WAIT = 6
 
 
 @dataclass(frozen=True)
 class Order:
     """The owned operations as positions 0, 1, ...; cut i lies behind position i.
 
-    `uses[i]` are the positions that read what i makes, `sizes[i]` its bytes, `local[i]` whether a single
-    stretch reads it, `allowed[i]` whether cut i may be made at all, `crossing[i]` the bytes that live across it.
+    `uses[i]` are the positions that read what i makes, `sizes[i]` its bytes, `products[i]` the matrix
+    products up to i, `local[i]` whether a single stretch reads what i makes, `allowed[i]` whether cut i may be
+    made at all, `crossing[i]` the bytes that live across it.
     """
 
     nodes: tuple[fx.Node, ...]
     uses: tuple[tuple[int, ...], ...]
     sizes: tuple[int, ...]
+    products: tuple[int, ...]
     local: tuple[bool, ...]
     allowed: tuple[bool, ...]
     crossing: tuple[int, ...]
@@ -53,9 +56,10 @@ class Order:
         uses = tuple(tuple(sorted(position[u] for u in node.users if u in position)) for node in nodes)
         sizes = tuple(trace.num_bytes(node) if node in trace.specs else 0 for node in nodes)
         allowed = _allowed(trace, ownership, position, uses)
-        order = Order(nodes, uses, sizes, (True,) * len(nodes), allowed, ())
+        products = tuple(accumulate(int(count > 0) for count in flops))
+        order = Order(nodes, uses, sizes, products, (True,) * len(nodes), allowed, ())
         crossing, _ = order.live(0, len(nodes) - 1)
-        return replace(order, local=_local(uses, flops), crossing=(*crossing[1:], 0))
+        return replace(order, local=_local(uses, products), crossing=(*crossing[1:], 0))
 
     def live(self, start: int, end: int) -> tuple[list[int], list[int]]:
         """Bytes and number of local values across cuts start-1..end-1, seen from positions start..end.
@@ -78,13 +82,12 @@ class Order:
         return list(accumulate(change))[: end - start + 1], list(accumulate(count))[: end - start + 1]
 
 
-def _local(uses: Sequence[Sequence[int]], flops: Sequence[int]) -> tuple[bool, ...]:
-    products = list(accumulate(count > 0 for count in flops))
-    gaps = [
+def _local(uses: Sequence[Sequence[int]], products: Sequence[int]) -> tuple[bool, ...]:
+    waits = [
         [products[use] - products[last] for last, use in zip((made, *own), own, strict=False)]
         for made, own in enumerate(uses)
     ]
-    return tuple(max(own, default=0) < _GLOBAL_GAP for own in gaps)
+    return tuple(sum(wait >= _LONG_WAIT for wait in own) < 2 for own in waits)
 
 
 def _allowed(
@@ -118,7 +121,7 @@ def candidate_cuts(trace: Trace, order: Order) -> list[int]:
     if trace.boundaries is not None:
         return [cut for cut, allowed in enumerate(order.allowed) if allowed]
     found: list[int] = []
-    # Stretches with the cost of the cut behind them; the end of the graph is no cut.
+    # Stretches with the cost of the cut behind them; the graph's end is no cut.
     stretches: list[tuple[int, int, float]] = [(0, len(order.nodes) - 1, math.inf)]
     while stretches:
         start, end, behind = stretches.pop()
@@ -143,11 +146,16 @@ def _cuts_within(order: Order, start: int, end: int, behind: float) -> dict[int,
     ]
     lowest_before = list(accumulate((costs[offset] for offset in cheap), min, initial=before))
     lowest_behind = list(accumulate((costs[offset] for offset in reversed(cheap)), min, initial=behind))[::-1]
-    return {
+    cuts = {
         start + offset: costs[offset]
         for i, offset in enumerate(cheap)
         if _DOMINANCE * max(lowest_before[i], lowest_behind[i + 1]) >= costs[offset]
     }
+    # Of cuts with no matrix product between them only the cheapest: the others would part a norm from its layer.
+    best: dict[int, float] = {order.products[start - 1] if start else 0: before, order.products[end]: behind}
+    for cut, cost in cuts.items():
+        best[order.products[cut]] = min(cost, best.get(order.products[cut], math.inf))
+    return {cut: cost for cut, cost in cuts.items() if cost == best[order.products[cut]]}
 
 
 def _is_prominent(costs: Sequence[int], offset: int) -> bool:
