@@ -74,13 +74,17 @@ class Layout:
             return fields
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
 
-    def must_agree(self, model: nn.Module, seed: int) -> list[tuple[str, Any, str]]:
+    def must_agree(self, model: nn.Module, seed: int, clip_norm: float | None) -> list[tuple[str, Any, str]]:
         """(what, value, fix) for all that must be equal on every rank."""
-        order = "/".join(map(str, (self.schedule.name, self.schedule.minibatches, self.schedule.placement)))
+        schedule = self.schedule
+        order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
         return [
             ("version of torch", torch.__version__, "install the same on every host"),
             ("model", self.graph.fingerprint[:16], "build the same model on every rank"),
             ("schedule", order, "give every rank the same arguments"),
+            ("update_interval", schedule.update_interval, "give every rank the same arguments"),
+            ("order of actions", programs_digest(schedule), "give every rank the same schedule"),
+            ("clip_norm", clip_norm, "give every rank the same arguments"),
             ("partition", list(self.partition), "give every rank the same arguments"),
             ("seed", seed, "give every rank the same seed"),
             (
@@ -162,6 +166,14 @@ def make_layout(
     )
     check(layout.schedule, buffer=layout.buffer)
     return layout
+
+
+def programs_digest(schedule: Schedule) -> str:
+    """A short digest of the beginning of every rank's program."""
+    digest = hashlib.sha256()
+    for rank in range(schedule.num_ranks):
+        digest.update(" ".join(map(str, islice(schedule.program(rank), 1000))).encode() + b"\n")
+    return digest.hexdigest()[:16]
 
 
 def weights_digest(model: nn.Module) -> str:

@@ -70,7 +70,7 @@ class Pipeline:
                 )
 
         self.layout = agree(self.world, "layout", lay_out)
-        for what, value, fix in self.layout.must_agree(model, seed):
+        for what, value, fix in self.layout.must_agree(model, seed, clip_norm):
             agree_on(self.world, what, value, fix)
         self.handler = CommunicationHandler(self.world, self.layout.buffer)
         for name in ("admitted", "evaluation", "state"):
@@ -82,7 +82,11 @@ class Pipeline:
                     self.layout, model, self.handler, optimizer, lr_scheduler, clip_norm=clip_norm, seed=seed
                 )
 
-        self.runtime = agree(self.world, "stages", build_stages)
+        try:
+            self.runtime = agree(self.world, "stages", build_stages)
+        except BaseException:
+            self.close()
+            raise
         self.rank = self.world.rank
         self.updates = 0
         self._feed: Feed | None = None
@@ -116,6 +120,7 @@ class Pipeline:
         finally:
             self._running = None
             self._feed = None
+        agree_on(self.world, "number of batches", feed.end, "give every rank a loader of the same length")
         self._settle()
 
     def flush(self) -> None:
@@ -177,6 +182,7 @@ class Pipeline:
                 received = self.handler.recv("state", key, owner, shape, dtype, owner=name)
                 gathered[name] = received.clone()
                 self.handler.release(name)
+        self._wait_for_all()  # whoever closes now would take with it what is still under way
         return gathered if self.rank == 0 else None
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
@@ -251,11 +257,14 @@ class Pipeline:
         leftovers = self.runtime.leftovers()
         assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
         # Whoever goes on may send at once, and that would look like a leftover to the others.
+        self._wait_for_all()
+
+    def _wait_for_all(self) -> None:
         self.world.all_gather("settled", None)
 
     def _check_data(self, feed: Feed) -> None:
         """Every rank reads the data itself, so all must read the same."""
-        feed.exists(feed.offset)
+        agree(self.world, "first batch", lambda: feed.exists(feed.offset))
         digest = hashlib.sha256()
         for name, tensor in (feed.first_batch or {}).items():
             digest.update(name.encode() + str(tuple(tensor.shape)).encode())

@@ -6,7 +6,7 @@ waited for: sent tensors are kept until the peer is known to have them (`confirm
 """
 
 from collections import defaultdict, deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -41,12 +41,12 @@ class DistributedChannel(Channel):
         while len(under_way) >= self.buffer:
             self._wait(under_way.popleft()[1], f"room to send {key}")
         tensor = tensor.detach().contiguous()
-        under_way.append((key, dist.isend(tensor, self.peer, tag=_tag(key)), tensor))
+        under_way.append((key, self._begin(dist.isend, tensor, key), tensor))
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> None:
         if key not in self._posted:
             tensor = torch.empty(tuple(shape), dtype=dtype)
-            self._posted[key] = (dist.irecv(tensor, self.peer, tag=_tag(key)), tensor)
+            self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
 
     def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         self.expect(key, shape, dtype)
@@ -70,10 +70,18 @@ class DistributedChannel(Channel):
         self._sent.clear()
         self._posted.clear()
 
+    def _begin(self, transfer: Callable[..., Any], tensor: Tensor, key: Key) -> Any:
+        tag = _tag(key)
+        try:
+            return transfer(tensor, self.peer, tag=tag)
+        except RuntimeError as error:
+            raise self._no_answer(f"message {key}", error) from error
+
     def _wait(self, work: Any, what: str) -> None:
         try:
             work.wait(timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            raise PeerError(
-                f"rank {self.peer} did not answer: {what} ({str(error).splitlines()[0]})"
-            ) from error
+            raise self._no_answer(what, error) from error
+
+    def _no_answer(self, what: str, error: RuntimeError) -> PeerError:
+        return PeerError(f"rank {self.peer} did not answer: {what} ({str(error).splitlines()[0]})")

@@ -165,6 +165,8 @@ class SharedMemoryChannel(Channel):
                 message, descriptors, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1)
             except BlockingIOError:
                 return
+            except ConnectionResetError:
+                continue  # said once, by a peer that closed without reading all: what it sent is still there
             except OSError:
                 message, descriptors = b"", []
             if not message:

@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -77,17 +78,13 @@ class ProcessWorld:
     def _open_store(self) -> dist.Store:
         if self.size == 1:
             return dist.HashStore()
-        served = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-        store = dist.TCPStore(
-            os.environ["MASTER_ADDR"],
-            int(os.environ["MASTER_PORT"]),
-            self.size,
-            is_master=self.rank == 0 and not served,
-            timeout=timedelta(seconds=self._timeout),
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        store = _job_store(
+            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.size, attempt
         )
+        store.set_timeout(timedelta(seconds=self._timeout))
         # Each world of a job meets under names of its own: a script may build several pipelines.
         nth = store.add(f"vpipe/worlds/{self.rank}", 1)
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         return dist.PrefixStore(f"vpipe/{attempt}/{nth}", store)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
@@ -129,6 +126,15 @@ class ProcessWorld:
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
+
+
+@lru_cache(maxsize=1)
+def _job_store(address: str, port: int, rank: int, size: int, attempt: str) -> dist.TCPStore:
+    """The store of the job. It lives as long as the process: a world that ends may be followed by another,
+    and a rank that is early must not meet the others at a store that is about to close.
+    """
+    served = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    return dist.TCPStore(address, port, size, is_master=rank == 0 and not served, multi_tenant=True)
 
 
 def _host() -> str:

@@ -51,7 +51,8 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        (x,) = ctx.saved_tensors
+        # Detached: with its history it would hold every earlier product's context, and through it `deferred`.
+        x = ctx.saved_tensors[0].detach()
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
 
@@ -86,7 +87,7 @@ class _Convolution(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        (x,) = ctx.saved_tensors
+        x = ctx.saved_tensors[0].detach()  # without its history, as above
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         weight, bias, geometry = ctx.weight, ctx.bias, ctx.geometry
         sizes = None if bias is None else list(bias.shape)

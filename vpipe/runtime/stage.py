@@ -104,8 +104,10 @@ class Stage:
 
     def weight_gradients(self, minibatch: int) -> None:
         """The part of backward that was put off."""
-        for accumulate in self.in_flight[minibatch].deferred:
+        deferred = self.in_flight[minibatch].deferred
+        for accumulate in deferred:
             accumulate()
+        deferred.clear()  # the graph's own contexts hold the list
 
     def finish(self, minibatch: int) -> None:
         del self.in_flight[minibatch]
