@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
@@ -150,6 +150,7 @@ class FieldCheck:
     symbols: Mapping[sympy.Symbol, tuple[str, int]]
     bounds: Mapping[sympy.Symbol, tuple[int, int | None]]
     one_batch_size: bool
+    _passed: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The batch's tensors by name; raises BatchError where they differ from the captured model's."""
@@ -163,6 +164,13 @@ class FieldCheck:
         fields = {name: entries[name] for name in self.layout.tensors}
         for name, value in fields.items():
             self._check_type(name, value)
+        shapes = tuple(value.shape for value in fields.values())
+        if shapes not in self._passed:  # symbolic arithmetic is slow, and batches are alike
+            self._check_shapes(fields)
+            self._passed.add(shapes)
+        return {name: value.to(self.specs[name].dtype) for name, value in fields.items()}
+
+    def _check_shapes(self, fields: Mapping[str, Tensor]) -> None:
         sizes = self.sizes(fields)
         for name, value in fields.items():
             for dimension, size in enumerate(self.specs[name].shape):
@@ -170,7 +178,6 @@ class FieldCheck:
         if self.one_batch_size and len({value.shape[0] for value in fields.values() if value.ndim}) > 1:
             counts = {name: value.shape[0] for name, value in fields.items() if value.ndim}
             raise BatchError(f"batch fields disagree about the number of samples (dimension 0): {counts}")
-        return {name: value.to(self.specs[name].dtype) for name, value in fields.items()}
 
     def sizes(self, fields: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
         """The sizes of this batch, by symbol."""
