@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from math import lcm
 
 import torch
 from torch import Tensor
@@ -58,6 +59,8 @@ class StageRuntime:
         self.backward_stats = RuntimeStats()
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
+        self._period = lcm(*(len(ranks) for ranks in schedule.placement))
+        self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._clock = Clock()
         self._feed: Feed | None = None
         self._methods: dict[Op, Callable[[Stage, int], None]] = {
@@ -229,18 +232,30 @@ class StageRuntime:
         return self.graph.shape(value, self.feed.fields(minibatch)), self.stage_graphs[0].value_dtype(value)
 
     def _reads_from_afar(self, stage: int, minibatch: int) -> list[Link]:
-        reads = self.stage_graphs[stage].reads.items()
-        ends = [(v, _wire_name(v, stage), p, self._rank_of(p, minibatch)) for v, p in reads]
-        return [link for link in ends if link[3] != self.rank]
+        return self._links(stage, minibatch)[0]
 
     def _writes_to_afar(self, stage: int, minibatch: int) -> list[Link]:
-        writes = self.stage_graphs[stage].writes.items()
-        ends = [
-            (v, _wire_name(v, reader), reader, self._rank_of(reader, minibatch))
-            for v, readers in writes
-            for reader in readers
-        ]
-        return [link for link in ends if link[3] != self.rank]
+        return self._links(stage, minibatch)[1]
+
+    def _links(self, stage: int, minibatch: int) -> tuple[list[Link], list[Link]]:
+        """What a stage reads from and writes to other ranks; replicas take turns, so it repeats itself."""
+        key = (stage, (minibatch - self.feed.offset) % self._period)
+        if key not in self._known_links:
+            graph = self.stage_graphs[stage]
+            reads = [(value, producer, stage) for value, producer in graph.reads.items()]
+            writes = [(value, r, r) for value, readers in graph.writes.items() for r in readers]
+            here, there = (
+                [
+                    (v, _wire_name(v, reader), other, self._rank_of(other, minibatch))
+                    for v, other, reader in ends
+                ]
+                for ends in (reads, writes)
+            )
+            self._known_links[key] = (
+                [link for link in here if link[3] != self.rank],
+                [link for link in there if link[3] != self.rank],
+            )
+        return self._known_links[key]
 
     def _stages_running(self, minibatch: int) -> list[int]:
         """The stages of this rank that this minibatch passes through."""
