@@ -10,6 +10,8 @@ goes over a Unix socket the first time the slot is used. The receiver maps it an
 
 Nothing has a name in the file system, so nothing can be left behind, however a process dies; and the
 end of the socket tells the peer that it died. Small messages travel inside the socket message itself.
+A system call costs as much as the rest of a message, so notices (TAKEN, FREE) ride in front of the next
+message or wait until there are a few, and the socket is read only when something is missing.
 """
 
 import mmap
@@ -45,7 +47,8 @@ _DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
 _HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number, slot, slot's size
 _DATA, _INLINE, _TAKEN, _FREE = range(4)
 _INLINE_BYTES = 1024
-_MESSAGE_BYTES = _HEADER.size + 8 * 64 + _INLINE_BYTES
+_NOTICES = 4  # that may wait together
+_MESSAGE_BYTES = _HEADER.size * (_NOTICES + 1) + 8 * 64 + _INLINE_BYTES
 
 
 class SharedMemoryChannel(Channel):
@@ -60,12 +63,14 @@ class SharedMemoryChannel(Channel):
         self._peer_slots: dict[int, mmap.mmap] = {}  # theirs, read here
         self._arrived: dict[Key, tuple[Tensor, int | None]] = {}
         self._held: dict[Key, int] = {}  # received and not yet released: their slots
+        self._notices: list[bytes] = []  # what the peer has still to be told
+        self._patience = max(1, min(_NOTICES, buffer // 2))
         self._lost = False
 
     def send(self, key: Key, tensor: Tensor) -> None:
-        self._pump()
-        if self._untaken[key.stream] >= self.buffer:
-            self._wait(lambda: self._untaken[key.stream] < self.buffer, f"room to send {key}")
+        most = self.buffer + self._patience - 1  # that many may have been taken without our knowing
+        if self._untaken[key.stream] >= most:
+            self._wait(lambda: self._untaken[key.stream] < most, f"room to send {key}")
         self._untaken[key.stream] += 1
         tensor = tensor.detach()
         size = tensor.numel() * tensor.element_size()
@@ -82,7 +87,6 @@ class SharedMemoryChannel(Channel):
         self._transmit(header + shape, descriptor)
 
     def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self._pump()
         if key not in self._arrived:
             self._wait(lambda: key in self._arrived, f"message {key}")
         tensor, slot = self._arrived.pop(key)
@@ -97,6 +101,7 @@ class SharedMemoryChannel(Channel):
             self._notify(_HEADER.pack(_FREE, 0, 0, 0, 0, slot, len(self._peer_slots[slot])))
 
     def leftovers(self) -> list[str]:
+        self._tell()
         self._pump()
         return [
             *(f"{key} from rank {self.peer} was not taken" for key in self._arrived),
@@ -112,6 +117,8 @@ class SharedMemoryChannel(Channel):
     def _slot_of(self, size: int) -> tuple[int, int | None]:
         """A free slot of this size, or a new one with its descriptor."""
         size = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
+        if not self._free[size]:
+            self._pump()
         if self._free[size]:
             return self._free[size].pop(), None
         descriptor = os.memfd_create("vpipe", os.MFD_CLOEXEC)
@@ -119,15 +126,23 @@ class SharedMemoryChannel(Channel):
         self._slots.append(mmap.mmap(descriptor, size))
         return len(self._slots) - 1, descriptor
 
-    def _notify(self, message: bytes) -> None:
-        """Tell the peer something that only helps itself: a peer that has gone needs no help."""
+    def _notify(self, notice: bytes) -> None:
+        self._notices.append(notice)
+        if len(self._notices) >= self._patience:
+            self._tell()
+
+    def _tell(self) -> None:
+        """Send the notices. They only help the peer: one that has gone needs no help."""
         try:
-            if not self._lost:
-                self._transmit(message)
+            if self._notices and not self._lost:
+                self._transmit(b"")
         except PeerError:
             self._lost = True
 
     def _transmit(self, message: bytes, descriptor: int | None = None) -> None:
+        """Send a message, the notices in front of it."""
+        message = b"".join((*self._notices, message))
+        self._notices.clear()
         descriptors = [] if descriptor is None else [descriptor]
         deadline = time.monotonic() + self.timeout
         try:
@@ -147,6 +162,9 @@ class SharedMemoryChannel(Channel):
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout
+        self._pump()
+        if not ready():
+            self._tell()  # or both would wait for ever
         while not ready():
             if self._lost:
                 raise self._peer_is_gone()
@@ -175,27 +193,32 @@ class SharedMemoryChannel(Channel):
             self._take_in(message, descriptors)
 
     def _take_in(self, message: bytes, descriptors: list[int]) -> None:
-        kind, code, dimensions, stream, number, slot, size = _HEADER.unpack_from(message)
-        key = Key(stream, number)
-        if kind == _TAKEN:
-            self._untaken[stream] -= 1
-        elif kind == _FREE:
-            self._free[size].append(slot)
-        else:
-            shape = struct.unpack_from(f"<{dimensions}q", message, _HEADER.size)
-            dtype = _DTYPES[code]
-            if kind == _INLINE:
-                payload = bytearray(message[_HEADER.size + 8 * dimensions :])
-                tensor = torch.frombuffer(payload, dtype=dtype) if payload else torch.empty(0, dtype=dtype)
-                self._arrived[key] = (tensor.view(shape), None)
+        start = 0
+        while start < len(message):
+            kind, code, dimensions, stream, number, slot, size = _HEADER.unpack_from(message, start)
+            start += _HEADER.size
+            if kind == _TAKEN:
+                self._untaken[stream] -= 1
+            elif kind == _FREE:
+                self._free[size].append(slot)
+            else:
+                shape = struct.unpack_from(f"<{dimensions}q", message, start)
+                payload = message[start + 8 * dimensions :] if kind == _INLINE else None
+                tensor = self._tensor(payload, slot, size, _DTYPES[code], descriptors).view(shape)
+                self._arrived[Key(stream, number)] = (tensor, slot if payload is None else None)
                 return
-            if descriptors:
-                pages = os.fstat(descriptors[0]).st_size
-                self._peer_slots[slot] = mmap.mmap(descriptors[0], pages)
-                os.close(descriptors[0])
-            count = size // dtype.itemsize
-            tensor = torch.frombuffer(self._peer_slots[slot], dtype=dtype, count=count)
-            self._arrived[key] = (tensor.view(shape), slot)
+
+    def _tensor(
+        self, payload: bytes | None, slot: int, size: int, dtype: torch.dtype, descriptors: list[int]
+    ) -> Tensor:
+        """The message's tensor: over its payload, or over the slot, whose descriptor comes the first time."""
+        if payload is not None:
+            return torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
+        if descriptors:
+            pages = os.fstat(descriptors[0]).st_size
+            self._peer_slots[slot] = mmap.mmap(descriptors[0], pages)
+            os.close(descriptors[0])
+        return torch.frombuffer(self._peer_slots[slot], dtype=dtype, count=size // dtype.itemsize)
 
     def _peer_is_gone(self) -> PeerError:
         return PeerError(

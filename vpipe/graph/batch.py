@@ -168,7 +168,8 @@ class FieldCheck:
         if shapes not in self._passed:  # symbolic arithmetic is slow, and batches are alike
             self._check_shapes(fields)
             self._passed.add(shapes)
-        return {name: value.to(self.specs[name].dtype) for name, value in fields.items()}
+        traced = {name: self.specs[name].dtype for name in fields}
+        return {n: t if t.dtype is traced[n] else t.to(traced[n]) for n, t in fields.items()}
 
     def _check_shapes(self, fields: Mapping[str, Tensor]) -> None:
         sizes = self.sizes(fields)

@@ -57,6 +57,8 @@ class Rules:
             self.producers[reader].append(producer)
             self.readers[producer].append(reader)
         self.period = self._period()
+        self._remote_producers = self._remote(self.producers)
+        self._remote_readers = self._remote(self.readers)
 
     def _period(self) -> int:
         """After how many minibatches the question 'is that stage on my rank?' is answered alike."""
@@ -70,11 +72,18 @@ class Rules:
     def local(self, stage: int, other: int, minibatch: int) -> bool:
         return self.schedule.rank_of(stage, minibatch) == self.schedule.rank_of(other, minibatch)
 
+    def _remote(self, others: list[list[int]]) -> list[list[list[int]]]:
+        """Those that sit on another rank, by phase (minibatch % period) and stage."""
+        return [
+            [[o for o in found if not self.local(stage, o, phase)] for stage, found in enumerate(others)]
+            for phase in range(self.period)
+        ]
+
     def remote_producers(self, stage: int, minibatch: int) -> list[int]:
-        return [p for p in self.producers[stage] if not self.local(stage, p, minibatch)]
+        return self._remote_producers[minibatch % self.period][stage]
 
     def remote_readers(self, stage: int, minibatch: int) -> list[int]:
-        return [r for r in self.readers[stage] if not self.local(stage, r, minibatch)]
+        return self._remote_readers[minibatch % self.period][stage]
 
     def table(self, phase: int = 0) -> list[dict[Op, tuple[Need, ...]]]:
         """All of `needs`, by stage and operation, for the minibatches m with m % period = `phase`."""
