@@ -40,7 +40,7 @@ def run(
         for name, producer in stage.reads.items():
             assert producer < stage.index
             value = made[name].detach()
-            assert value.shape == graph.shape(name, fields)
+            assert value.shape == graph.shape(name, {field: tensor.shape for field, tensor in fields.items()})
             assert value.dtype == stage.value_dtype(name)
             own[name] = value.requires_grad_(stage.needs_gradient(name))
         context = RandomContext(seed=7, minibatch=minibatch)

@@ -104,7 +104,8 @@ def test_the_encoders_output_reaches_every_decoder_stage_from_its_maker() -> Non
     (value,) = [value for value, readers in stages[0].writes.items() if readers == (1, 2)]
     assert stages[2].reads[value] == 0
     fields = graph.batch_fields(by_hand.captured("t5")[1])
-    assert graph.shape(value, fields) == (models.BATCH, models.LENGTH, 32)
+    shapes = {name: field.shape for name, field in fields.items()}
+    assert graph.shape(value, shapes) == (models.BATCH, models.LENGTH, 32)
 
 
 def test_tied_parameters_have_one_name_and_all_their_holders() -> None:

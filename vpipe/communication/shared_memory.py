@@ -213,7 +213,9 @@ class SharedMemoryChannel(Channel):
     ) -> Tensor:
         """The message's tensor: over its payload, or over the slot, whose descriptor comes the first time."""
         if payload is not None:
-            return torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
+            return (
+                torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
+            )
         if descriptors:
             pages = os.fstat(descriptors[0]).st_size
             self._peer_slots[slot] = mmap.mmap(descriptors[0], pages)

@@ -172,7 +172,7 @@ class FieldCheck:
         return {n: t if t.dtype is traced[n] else t.to(traced[n]) for n, t in fields.items()}
 
     def _check_shapes(self, fields: Mapping[str, Tensor]) -> None:
-        sizes = self.sizes(fields)
+        sizes = self.sizes({name: value.shape for name, value in fields.items()})
         for name, value in fields.items():
             for dimension, size in enumerate(self.specs[name].shape):
                 self._check_size(name, value, dimension, size, sizes)
@@ -180,9 +180,9 @@ class FieldCheck:
             counts = {name: value.shape[0] for name, value in fields.items() if value.ndim}
             raise BatchError(f"batch fields disagree about the number of samples (dimension 0): {counts}")
 
-    def sizes(self, fields: Mapping[str, Tensor]) -> dict[sympy.Symbol, int]:
-        """The sizes of this batch, by symbol."""
-        return {symbol: fields[name].shape[dim] for symbol, (name, dim) in self.symbols.items()}
+    def sizes(self, fields: Mapping[str, torch.Size]) -> dict[sympy.Symbol, int]:
+        """The sizes of a batch with fields of these shapes, by symbol."""
+        return {symbol: fields[name][dim] for symbol, (name, dim) in self.symbols.items()}
 
     def _check_type(self, name: str, value: Any) -> None:
         spec = self.specs[name]

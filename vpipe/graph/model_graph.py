@@ -81,9 +81,9 @@ class ModelGraph:
         check_partition(partition, len(self.blocks))
         return cut_into_stages(self.trace, self.ownership, self.blocks, partition, list(self.parameters))
 
-    def shape(self, value: str, fields: Mapping[str, Tensor]) -> torch.Size:
-        """Shape of a value between stages for this batch: no header has to travel with it."""
-        key = (value, *(tuple(fields[name].shape) for name in self.check.layout.tensors))
+    def shape(self, value: str, fields: Mapping[str, torch.Size]) -> torch.Size:
+        """Shape of a value between stages for a batch with fields of these shapes: no header travels with it."""
+        key = (value, *(fields[name] for name in self.check.layout.tensors))
         if key not in self._shapes:
             sizes = self.check.sizes(fields)
             self._shapes[key] = torch.Size(evaluate(size, sizes) for size in self._values[value].shape)

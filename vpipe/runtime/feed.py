@@ -8,6 +8,7 @@ on the sizes of the others.
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 Fields = dict[str, Tensor]
@@ -36,6 +37,7 @@ class Feed:
         self._weigh = weigh
         self._wanted = wanted  # a replica does not keep the other replicas' minibatches
         self._fields: dict[int, Fields] = {}
+        self._shapes: dict[int, dict[str, torch.Size]] = {}
         self._weights: dict[int, float] = {}
         self._totals: dict[int, float] = {}  # update ▶ weight of all its minibatches
         self._exhausted = False
@@ -57,6 +59,10 @@ class Feed:
     def fields(self, minibatch: int) -> Fields:
         return self._fields[minibatch]
 
+    def shapes(self, minibatch: int) -> dict[str, torch.Size]:
+        """The shapes of the fields, which outlive the values: backward asks for them."""
+        return self._shapes[minibatch]
+
     def weight(self, minibatch: int) -> float:
         return self._weights[minibatch]
 
@@ -67,15 +73,16 @@ class Feed:
         return self._weights[minibatch] / total if total else 0.0
 
     def forget_values(self, minibatch: int) -> None:
-        """Nobody on this rank reads the values any more; the sizes are still asked for."""
-        self._fields[minibatch] = {n: t.to("meta") for n, t in self._fields[minibatch].items()}
+        """Nobody on this rank reads the values any more; the shapes are still asked for."""
+        del self._fields[minibatch]
 
     def drop(self, minibatch: int) -> None:
         """Nobody on this rank reads this minibatch any more."""
-        del self._fields[minibatch], self._weights[minibatch]
+        self._fields.pop(minibatch, None)
+        del self._shapes[minibatch], self._weights[minibatch]
 
     def leftovers(self) -> list[str]:
-        return [f"minibatch {m} was read and not used" for m in self._fields if m < self.admitted]
+        return [f"minibatch {m} was read and not used" for m in self._shapes if m < self.admitted]
 
     def _read_update(self) -> None:
         update = self.end // self.interval
@@ -93,6 +100,7 @@ class Feed:
             self._totals[update] += weight
             if self._wanted(self.end - self.offset):
                 self._fields[self.end] = fields
+                self._shapes[self.end] = {name: tensor.shape for name, tensor in fields.items()}
                 self._weights[self.end] = weight
             self.end += 1
 

@@ -61,6 +61,7 @@ class StageRuntime:
         self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
+        self._known_running: dict[int, list[int]] = {}
         self._clock = Clock()
         self._feed: Feed | None = None
         self._methods: dict[Op, Callable[[Stage, int], None]] = {
@@ -123,7 +124,7 @@ class StageRuntime:
             self._unsent[stage.index, minibatch] = outputs
         elif self.forward_only:
             self._end_evaluation(stage, minibatch)
-        if not self.forward_only and stage.index == max(self._stages_running(minibatch)):
+        if not self.forward_only and stage.index == self._stages_running(minibatch)[-1]:
             self.feed.forget_values(minibatch)
         self.forward_stats.actions += 1
         self.forward_stats.compute += self._clock.lap()
@@ -165,7 +166,7 @@ class StageRuntime:
                 self.stages[producer].gradient_arrived(minibatch, value, stage.index, gradient)
         if self._reads_from_afar(stage.index, minibatch):
             self._unsent[stage.index, minibatch] = gradients
-        if stage.index == min(self._stages_running(minibatch)):
+        if stage.index == self._stages_running(minibatch)[0]:
             self.feed.drop(minibatch)
         self.backward_stats.actions += 1
         self.backward_stats.compute += self._clock.lap()
@@ -229,7 +230,7 @@ class StageRuntime:
 
     def _kind(self, value: str, minibatch: int) -> tuple[torch.Size, torch.dtype]:
         """Shape and dtype of a value, from the sizes of the raw batch: no header travels."""
-        return self.graph.shape(value, self.feed.fields(minibatch)), self.stage_graphs[0].value_dtype(value)
+        return self.graph.shape(value, self.feed.shapes(minibatch)), self.stage_graphs[0].value_dtype(value)
 
     def _reads_from_afar(self, stage: int, minibatch: int) -> list[Link]:
         return self._links(stage, minibatch)[0]
@@ -258,8 +259,12 @@ class StageRuntime:
         return self._known_links[key]
 
     def _stages_running(self, minibatch: int) -> list[int]:
-        """The stages of this rank that this minibatch passes through."""
-        return [s for s in self.stages if self._rank_of(s, minibatch) == self.rank]
+        """The stages of this rank that this minibatch passes through, the first one first."""
+        key = (minibatch - self.feed.offset) % self._period
+        if key not in self._known_running:
+            running = sorted(s for s in self.stages if self._rank_of(s, minibatch) == self.rank)
+            self._known_running[key] = running
+        return self._known_running[key]
 
     def _record_loss(self, minibatch: int, loss: Tensor) -> None:
         if self.forward_only:
@@ -273,7 +278,7 @@ class StageRuntime:
     def _end_evaluation(self, stage: Stage, minibatch: int) -> None:
         """Once the last of this rank's stages has used a minibatch, nothing received for it is read."""
         running = self._stages_running(minibatch)
-        if stage.index == max(running):
+        if stage.index == running[-1]:
             self.feed.drop(minibatch)
             for index in running:
                 self.handler.release((index, minibatch))
