@@ -1,0 +1,35 @@
+"""Data: text and its tokenizer, samples of fixed length, and the order in which they are trained on."""
+
+from vpipe.data.dataset import Batch, Dataset, Subset, split
+from vpipe.data.masking import MaskedText, masked_text
+from vpipe.data.pairs import read_pairs
+from vpipe.data.sampler import Batches, Minibatch, Sampler
+from vpipe.data.samples import CausalText, Pairs, Synthetic, causal_text, synthetic, translation_pairs
+from vpipe.data.shards import Shards, has_shards, read_shards
+from vpipe.data.text import read_documents
+from vpipe.data.tokenizer import build_tokenizer, special_id
+
+__all__ = [
+    "Batch",
+    "Batches",
+    "CausalText",
+    "Dataset",
+    "MaskedText",
+    "Minibatch",
+    "Pairs",
+    "Sampler",
+    "Shards",
+    "Subset",
+    "Synthetic",
+    "build_tokenizer",
+    "causal_text",
+    "has_shards",
+    "masked_text",
+    "read_documents",
+    "read_pairs",
+    "read_shards",
+    "special_id",
+    "split",
+    "synthetic",
+    "translation_pairs",
+]

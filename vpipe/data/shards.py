@@ -1,0 +1,144 @@
+"""NVIDIA's BERT shards: HDF5 files of samples whose masks were chosen when they were written."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from vpipe.data.dataset import IGNORED, Batch
+from vpipe.data.text import describe, list_files
+from vpipe.errors import ConfigError
+
+SUFFIXES = (".h5", ".hdf5")
+COLUMNS = (
+    "input_ids",
+    "input_mask",
+    "segment_ids",
+    "masked_lm_positions",
+    "masked_lm_ids",
+    "next_sentence_labels",
+)
+Numbers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Shards:
+    """Samples of several files, one after the other.
+
+    The files stay on disk, as they may be larger than memory: a batch opens those that it reads from.
+    """
+
+    path: Path
+    files: Sequence[Path]
+    ends: Numbers
+    """The number of samples up to the end of each file."""
+    vocab_size: int
+    next_sentence: bool
+
+    def __len__(self) -> int:
+        return int(self.ends[-1])
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        rows = self._rows(np.asarray(indices))
+        largest = max(rows["input_ids"].max(), rows["masked_lm_ids"].max())
+        if largest >= self.vocab_size:
+            raise ConfigError(
+                f"{describe(self.path)}: there is a token {largest}, but vocab_size is {self.vocab_size}: set it "
+                "to that of the shards' tokenizer"
+            )
+        labels = place_labels(rows["input_ids"].shape, rows["masked_lm_positions"], rows["masked_lm_ids"])
+        batch = {
+            "input_ids": torch.from_numpy(rows["input_ids"]),
+            "attention_mask": torch.from_numpy(rows["input_mask"]),
+            "token_type_ids": torch.from_numpy(rows["segment_ids"]),
+            "labels": torch.from_numpy(labels),
+        }
+        if self.next_sentence:
+            batch["next_sentence_label"] = torch.from_numpy(rows["next_sentence_labels"])
+        return batch
+
+    def _rows(self, indices: Numbers) -> dict[str, Numbers]:
+        """The samples' rows of every column, in the order of the indices."""
+        rows: dict[str, Numbers] = {}
+        holders = np.searchsorted(self.ends, indices, side="right")
+        for holder in np.unique(holders):
+            here = np.flatnonzero(holders == holder)
+            first = self.ends[holder - 1] if holder else 0
+            # HDF5 reads rows in rising order only, and each once.
+            wanted, back = np.unique(indices[here] - first, return_inverse=True)
+            with _opened(self.files[holder], self.path) as shard:
+                for name in COLUMNS:
+                    found = np.asarray(shard[name][wanted], np.int64)[back]
+                    rows.setdefault(name, np.empty((len(indices), *found.shape[1:]), np.int64))[here] = found
+        return rows
+
+
+def place_labels(shape: tuple[int, ...], positions: Numbers, tokens: Numbers) -> Numbers:
+    """Labels beside the ids; a position of zero, where [CLS] stands, ends the list of masked ones."""
+    labels = np.full(shape, IGNORED, np.int64)
+    used = np.logical_and.accumulate(positions != 0, axis=1)
+    rows, _ = np.nonzero(used)
+    labels[rows, positions[used]] = tokens[used]
+    return labels
+
+
+def has_shards(path: Path | None) -> bool:
+    """Whether the data are such files, and not text."""
+    return path is not None and any(file.suffix in SUFFIXES for file in list_files(path))
+
+
+def read_shards(path: Path, length: int, vocab_size: int, next_sentence: bool = False) -> Shards:
+    """The shards of a file or folder; with labels for the next sentence where the model reads them."""
+    files = [file for file in list_files(path) if file.suffix in SUFFIXES]
+    if not files:
+        raise ConfigError(f"{describe(path)}: it has no {' or '.join(SUFFIXES)} file: put shards there")
+    ends = np.cumsum([_count(file, path, length) for file in files])
+    if not ends[-1]:
+        raise ConfigError(f"{describe(path)}: its shards hold no samples: put others there")
+    return Shards(path, files, ends, vocab_size, next_sentence)
+
+
+def _count(file: Path, path: Path, length: int) -> int:
+    """The samples of a file that is as it must be."""
+    with _opened(file, path) as shard:
+        missing = [name for name in COLUMNS if name not in shard]
+        if missing:
+            raise ConfigError(f"{describe(path)}: {file} has no {', '.join(missing)}: it is no BERT shard")
+        shapes = {name: shard[name].shape for name in COLUMNS}
+    samples, width = shapes["input_ids"]
+    for name, shape in shapes.items():
+        if shape[0] != samples:
+            raise ConfigError(
+                f"{describe(path)}: {file} has {samples} rows of input_ids, but {shape[0]} of {name}: "
+                "write it anew"
+            )
+    if width != length:
+        raise ConfigError(
+            f"{describe(path)}: the samples of {file} have {width} tokens, but sequence_length is {length}: "
+            f"set it to {width}"
+        )
+    return samples
+
+
+@contextmanager
+def _opened(file: Path, path: Path) -> Iterator[Any]:
+    try:
+        h5py = importlib.import_module("h5py")
+    except ImportError:
+        raise ConfigError(
+            f"{describe(path)}: {file} is an HDF5 file, and h5py is not installed: pip install h5py"
+        ) from None
+    try:
+        with h5py.File(file, "r") as shard:
+            yield shard
+    except OSError as error:
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(f"{describe(path)}: {file} cannot be read as HDF5: {reason}") from None

@@ -1,0 +1,91 @@
+"""Plain text as documents: a file, a folder, or the source of Python's standard library."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+from vpipe.data.library import library_sources
+from vpipe.errors import ConfigError
+
+LONGEST_DOCUMENT = 1 << 20
+"""Characters; a longer file becomes several documents."""
+
+
+def read_documents(path: Path | None) -> list[str]:
+    """The texts of a file or folder, one document a file, in the order of their relative paths.
+
+    Hidden files and folders are left out, and links to folders are not followed. Without a path: the source
+    text of Python's standard library, which every machine has.
+    """
+    texts = library_sources() if path is None else [read_text(file, path) for file in list_files(path)]
+    documents = [piece for text in texts for piece in split_text(text) if piece.strip()]
+    if not documents:
+        raise ConfigError(f"{describe(path)}: it holds no text: put UTF-8 text there")
+    return documents
+
+
+def describe(path: Path | None) -> str:
+    """How every message about the data begins."""
+    return "data_dir is not given" if path is None else f"data_dir is {str(path)!r}"
+
+
+def list_files(path: Path) -> list[Path]:
+    """The file itself, or the regular files of the folder."""
+    if os.path.isfile(path):
+        return [path]
+    if not os.path.exists(path):
+        raise ConfigError(f"{describe(path)}: there is nothing at that place: give a file or folder of text")
+    if not os.path.isdir(path):
+        raise ConfigError(f"{describe(path)}: it is neither a file nor a folder: give one of the two")
+
+    def refuse(error: OSError) -> None:
+        raise ConfigError(f"{describe(path)}: {error.filename} cannot be listed: {error.strerror}")
+
+    found: list[Path] = []
+    for folder, folders, names in os.walk(path, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        files = (Path(folder, name) for name in names if not name.startswith("."))
+        found += [file for file in files if os.path.isfile(file)]
+    if not found:
+        raise ConfigError(f"{describe(path)}: the folder has no files: put UTF-8 text there")
+    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+
+
+def read_text(file: Path, path: Path) -> str:
+    """One file of the data at `path`, without byte order mark, its lines ended as on Unix."""
+    try:
+        raw = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{describe(path)}: {file} cannot be read: {error.strerror}") from None
+    zero = raw.find(b"\0")
+    if zero >= 0:
+        raise ConfigError(
+            f"{describe(path)}: {file} is binary (byte {zero} is zero): leave only UTF-8 text there"
+        )
+    try:
+        return raw.decode("utf-8-sig").replace("\r\n", "\n")
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{describe(path)}: {file} is not UTF-8 (byte {error.start} is {raw[error.start]:#04x}): "
+            "convert it, or leave only UTF-8 text there"
+        ) from None
+
+
+def split_text(text: str, longest: int = LONGEST_DOCUMENT) -> Iterator[str]:
+    """Pieces that make up the text again, cut at blank lines, or at lines or spaces where there are none."""
+    start = 0
+    while len(text) - start > longest:
+        end = _last_break(text, start, start + longest)
+        yield text[start:end]
+        start = end
+    yield text[start:]
+
+
+def _last_break(text: str, start: int, stop: int) -> int:
+    for mark in ("\n\n", "\n", " "):
+        found = text.rfind(mark, start, stop)
+        if found >= 0:
+            return found + len(mark)
+    return stop
