@@ -1,7 +1,7 @@
 """The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout, make_layout
 from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
+from vpipe.runtime.stage import StageState
 from vpipe.schedule import Action, Op, Schedule
 from vpipe.weights import OptimizerFactory, SchedulerFactory
 
@@ -98,6 +99,12 @@ class Pipeline:
     @property
     def schedule(self) -> Schedule:
         return self.layout.schedule
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of this rank's next update; nan where it trains nothing."""
+        rates = [stage.optimizer.learning_rate for stage in self.runtime.stages.values()]
+        return next((rate for rate in rates if rate is not None), float("nan"))
 
     def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
         """Train on the batches, yielding (update, loss) in order, the same on every rank.
@@ -190,6 +197,30 @@ class Pipeline:
         self.flush()
         for stage in self.runtime.stages.values():
             stage.load_state(state)
+
+    def training_state(self) -> tuple[dict[int, StageState], dict[str, Any]]:
+        """What resuming needs: of each stage that this rank answers for, and plain values equal on all ranks.
+
+        Names do not depend on the partition. What several stages hold is told by the first of them, and a
+        stage by the first of its replicas. An asynchronous pipeline is drained: call it on every rank.
+        """
+        self.flush()
+        told: set[str] = set()
+        stages: dict[int, StageState] = {}
+        for graph in self.layout.stage_graphs:
+            if self.schedule.placement[graph.index][0] == self.rank:
+                stages[graph.index] = self.runtime.stages[graph.index].training_state(told)
+            told.update(graph.parameters, graph.buffers)
+        return stages, {"updates": self.updates, **self.runtime.updates.state()}
+
+    def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> None:
+        """Go on from the training state of all stages, of which the tensors of this rank's will do."""
+        if self._feed is not None:
+            raise VPipeError("a training state cannot be loaded inside a `train` loop: leave the loop first")
+        for stage in self.runtime.stages.values():
+            stage.load_training_state(state)
+        self.runtime.updates.load_state(plain, plain["updates"])
+        self.updates = plain["updates"]
 
     def close(self) -> None:
         """Free channels and connections. The pipeline cannot be used afterwards."""

@@ -1,6 +1,7 @@
 """The rank's communication: named tensors, tagged by minibatch, over one channel to each peer."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
@@ -27,6 +28,7 @@ class CommunicationHandler:
         self.tensor_tags: dict[str, int] = {}
         self.bytes_sent = 0
         self.bytes_received = 0
+        self.waited = 0.0  # seconds spent in waiting for messages
         self.buffer = buffer
         self._channels: dict[int, Channel] = world.channels(buffer)
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
@@ -66,7 +68,9 @@ class CommunicationHandler:
     ) -> Tensor:
         """Wait for a tensor; it may be read until `release(owner)`."""
         channel, key = self._channels[source], self._key(tensor_name, minibatch, backward)
+        started = perf_counter()
         tensor = channel.receive(key, shape, dtype)
+        self.waited += perf_counter() - started
         self.bytes_received += tensor.numel() * tensor.element_size()
         self._unreleased.setdefault(owner, []).append((channel, key))
         return tensor
@@ -89,7 +93,10 @@ class CommunicationHandler:
     def collect(self, name: str, number: int, count: int, peers: Iterable[int]) -> dict[int, list[float]]:
         """The numbers that each of the peers posted."""
         key = self._key(name, number, False)
-        return {peer: self._channels[peer].receive(key, (count,), torch.float64).tolist() for peer in peers}
+        started = perf_counter()
+        found = {peer: self._channels[peer].receive(key, (count,), torch.float64).tolist() for peer in peers}
+        self.waited += perf_counter() - started
+        return found
 
     def everyone(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]

@@ -1,6 +1,6 @@
 """What one rank runs: the interpreter of its program, its stages, its updates."""
 
-from vpipe.runtime.feed import Feed, Fields, count_samples
+from vpipe.runtime.feed import Feed, Fields, count_labels, count_samples
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
 from vpipe.runtime.precision import LossScale
@@ -19,5 +19,6 @@ __all__ = [
     "Stage",
     "StageRuntime",
     "Updates",
+    "count_labels",
     "count_samples",
 ]

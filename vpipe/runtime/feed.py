@@ -105,6 +105,12 @@ class Feed:
             self.end += 1
 
 
+def count_labels(fields: Fields) -> float:
+    """The weight of a minibatch whose loss is a mean over its labels, of which -100 does not count."""
+    labels = fields.get("labels")
+    return count_samples(fields) if labels is None else float((labels != -100).sum())
+
+
 def count_samples(fields: Fields) -> float:
     """The default weight of a minibatch: its size along the first dimension."""
     for tensor in fields.values():

@@ -116,6 +116,10 @@ class GradientExchange:
             while self._applied[name, stage] < updates:
                 yield {name: self._total(name, stage, self._applied[name, stage])}
 
+    def start_at(self, updates: int) -> None:
+        """Go on as if every holder of a tied parameter had applied this many updates."""
+        self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
+
     def leftovers(self) -> list[str]:
         return [f"gradient part {key} was not used" for key in (*self._parts, *self._totals)]
 

@@ -1,7 +1,9 @@
 """Mixed precision: what the model computes in, and the scale that keeps float16 gradients from vanishing."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,6 +41,8 @@ class LossScale:
     good_updates: int = 0
 
     def update(self, overflow: bool) -> None:
+        if not self.enabled:
+            return
         if overflow:
             self.value = max(self.value / 2, 1.0)
             self.good_updates = 0
@@ -47,6 +51,14 @@ class LossScale:
         if self.good_updates == self.growth_interval:
             self.value *= 2
             self.good_updates = 0
+
+    def state(self) -> dict[str, Any]:
+        return {"enabled": self.enabled, "value": self.value, "good_updates": self.good_updates}
+
+    def load_state(self, state: Mapping[str, Any]) -> None:
+        """Go on with a saved scale; a run that needs none, or follows one without, keeps its own."""
+        if self.enabled and state["enabled"]:
+            self.value, self.good_updates = state["value"], state["good_updates"]
 
     @classmethod
     def for_precision(cls, precision: str) -> "LossScale":

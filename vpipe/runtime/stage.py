@@ -1,7 +1,8 @@
 """One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -9,6 +10,10 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.weights import OptimizerWithWeightStashing
+from vpipe.weights.optimizer_state import Record
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Beginnings of the names in a stage's state."""
 
 
 @dataclass
@@ -20,6 +25,13 @@ class InFlight:
     roots: dict[str, GradientEdge] = field(default_factory=dict)  # where backward starts
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # value ▶ reader ▶ gradient
     deferred: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to come
+
+
+class StageState(NamedTuple):
+    """What resuming needs of a stage, or of several: tensors as `model.<name>` and `optimizer.<name>.<key>`."""
+
+    tensors: dict[str, Tensor]
+    optimizers: list[Record]
 
 
 class Stage:
@@ -126,6 +138,17 @@ class Stage:
                 tensor.copy_(state[name])
         self.optimizer.load_values(state)
 
+    def training_state(self, besides: Collection[str] = ()) -> StageState:
+        """What resuming needs, without the parameters and buffers in `besides`: another stage tells them."""
+        weights = {f"{MODEL}{name}": t for name, t in self.state().items() if name not in besides}
+        momenta, records = self.optimizer.optimizer_state(besides)
+        return StageState(weights | {f"{OPTIMIZER}{name}": t for name, t in momenta.items()}, records)
+
+    def load_training_state(self, state: StageState) -> None:
+        """Set everything from the state of any partition's stages; what is not held here is passed over."""
+        self.load_state(_below(MODEL, state.tensors))
+        self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
+
     def leftovers(self) -> list[str]:
         place = f"stage {self.index}"
         found = [f"{place} still holds minibatch {m}" for m in self.in_flight]
@@ -133,3 +156,7 @@ class Stage:
         if self.optimizer.num_versions > 1:
             found.append(f"{place} still holds {self.optimizer.num_versions} weight versions")
         return found
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

@@ -57,6 +57,7 @@ class StageRuntime:
         self.forward_only = False
         self.forward_stats = RuntimeStats()
         self.backward_stats = RuntimeStats()
+        self.update_stats = RuntimeStats()
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
@@ -189,13 +190,19 @@ class StageRuntime:
 
     def send_gradients(self, stage: Stage, minibatch: int) -> None:
         self.exchange.send_parts(stage.index, minibatch // self.feed.interval)
+        self.update_stats.send += self._clock.lap()
 
     def step(self, stage: Stage, minibatch: int) -> None:
         update = minibatch // self.feed.interval
         if stage.graph.is_criterion:
             self.losses.post(update)
+        before = self.handler.waited
         self.updates.step(stage.index, update)
+        waited = self.handler.waited - before
         self.steps += 1
+        self.update_stats.actions += 1
+        self.update_stats.wait += waited
+        self.update_stats.compute += self._clock.lap() - waited
 
     # Within
 

@@ -10,6 +10,7 @@ u + 1 depends on the overflows of updates up to u - lag, which every rank knows 
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -71,6 +72,16 @@ class Updates:
                     stage.optimizer.step_tied(_scaled(gradients, self._clip_factor(norm)))
         for update in sorted(self._overflows):
             self._learn_overflow(update)
+
+    def state(self) -> dict[str, Any]:
+        """What the next updates depend on besides weights and optimizers; the pipeline is drained."""
+        return {"loss_scale": self.loss_scale.state()}
+
+    def load_state(self, state: Mapping[str, Any], updates: int) -> None:
+        """Go on as if this many updates had been made here, by every holder of a tied parameter too."""
+        self.loss_scale.load_state(state["loss_scale"])
+        self.begun = updates
+        self.exchange.start_at(updates)
 
     @property
     def _watched(self) -> bool:

@@ -12,7 +12,7 @@ more (the last stage, every synchronous schedule), the step happens in place and
 """
 
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import VPipeError
+from vpipe.weights.optimizer_state import Record, read_state, write_state
 from vpipe.weights.versions import Version, VersionStore
 
 OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
@@ -56,11 +57,11 @@ class OptimizerWithWeightStashing:
         self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
         self.master_parameters = self._make_masters(first, master_values)
         self._master = dict(zip(self.names, self.master_parameters, strict=True))
+        self._name_of = dict(zip(self.master_parameters, self.names, strict=True))
         own = [self._master[name] for name in self.names if name not in set(tied)]
         self.base_optimizer = _make_optimizer(optimizer, own) if own else None
         self.tied_optimizers = {name: _make_optimizer(optimizer, [self._master[name]]) for name in tied}
-        everything = [o for o in (self.base_optimizer, *self.tied_optimizers.values()) if o is not None]
-        self.lr_schedulers = {id(o): lr_scheduler(o) for o in everything} if lr_scheduler else {}
+        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self._optimizers()} if lr_scheduler else {}
         self.load_new_params()
 
     @property
@@ -73,6 +74,11 @@ class OptimizerWithWeightStashing:
         """The version that the parameters point at."""
         assert self._pointed_at is not None
         return self._pointed_at.number
+
+    @property
+    def learning_rate(self) -> float | None:
+        optimizers = self._optimizers()
+        return optimizers[0].param_groups[0]["lr"] if optimizers else None
 
     @property
     def num_versions(self) -> int:
@@ -110,6 +116,21 @@ class OptimizerWithWeightStashing:
             self._master[name].copy_(values[name])
         self._publish()
 
+    def optimizer_state(self, besides: Collection[str] = ()) -> tuple[dict[str, Tensor], list[Record]]:
+        """The base optimizers' state by parameter, without that of the tied parameters in `besides`."""
+        tensors: dict[str, Tensor] = {}
+        records = []
+        for optimizer in self._optimizers(besides):
+            own, record = read_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of)
+            tensors |= own
+            records.append(record)
+        return tensors, records
+
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> None:
+        """Set the base optimizers' state, tied ones included, from records of any partition."""
+        for optimizer in self._optimizers():
+            write_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of, tensors, records)
+
     def step(self, tied_gradients: Mapping[str, Tensor] | None = None) -> None:
         """Make the next version: own parameters from their `.grad`, tied ones from the gradients given."""
         self._make_room()
@@ -133,6 +154,11 @@ class OptimizerWithWeightStashing:
         """Forget the gradients: this update is not made."""
         for parameter in self.model_parameters:
             parameter.grad = None
+
+    def _optimizers(self, besides: Collection[str] = ()) -> list[Optimizer]:
+        """The stage's own, if it has parameters of its own, and those of the tied parameters."""
+        tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
+        return tied if self.base_optimizer is None else [self.base_optimizer, *tied]
 
     def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
         masters = []

@@ -1,0 +1,93 @@
+"""Loading: each rank reads of a checkpoint what its own stages hold, whatever partition it was saved under."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from vpipe.checkpoint.files import read_tensors
+from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
+from vpipe.communication import agree, agree_on
+from vpipe.errors import VPipeError
+from vpipe.layout import Layout
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.stage import MODEL, OPTIMIZER, StageState
+
+
+def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
+    """Set the pipeline to the saved state, on every rank together; returns what `save` was given as `extra`.
+
+    Stages, partition, replicas, schedule and precision may be others than when it was saved; the optimizer
+    must be the same, and its numbers (learning rate, betas) are the saved ones. Training goes on with the
+    minibatch after `pipe.updates` updates. The files that a rank reads are verified first; nothing is set
+    on any rank unless every rank could read.
+    """
+
+    def read_own() -> tuple[Manifest, dict[str, Tensor]]:
+        manifest = read_manifest(path)
+        _check_names(pipe.layout, manifest, path)
+        by_file = _wanted(pipe, manifest)
+        verify(path, by_file)
+        tensors: dict[str, Tensor] = {}
+        for file, names in by_file.items():
+            read = read_tensors(path / file, names)
+            weights = {n.removeprefix(MODEL): t for n, t in read.items() if n.startswith(MODEL)}
+            check_shapes(pipe.layout, weights, path / file)
+            tensors |= read
+        return manifest, tensors
+
+    manifest, tensors = agree(pipe.world, "checkpoint", read_own)
+    agree_on(
+        pipe.world,
+        "checkpoint",
+        [manifest.updates, [entry.sha256 for entry in manifest.files.values()]],
+        "give every rank the same path, in a directory that all of them see",
+    )
+    state = StageState(tensors, manifest.state["optimizers"])
+    agree(pipe.world, "state of the checkpoint", lambda: pipe.load_training_state(state, manifest.state))
+    return manifest.extra
+
+
+def check_shapes(layout: Layout, tensors: Mapping[str, Tensor], path: Path) -> None:
+    """Tensors that were read, by the model's names, must have the shapes that the model has."""
+    for name, tensor in tensors.items():
+        shape = (layout.graph.parameters.get(name) or layout.graph.buffers[name]).shape
+        if tensor.shape != shape:
+            raise VPipeError(
+                f"{path}: tensor {name!r} has the shape {list(tensor.shape)} and the model's has {list(shape)}: "
+                "build the model with the sizes that it was saved with"
+            )
+
+
+def _check_names(layout: Layout, manifest: Manifest, path: Path) -> None:
+    """The same on every rank: names of the whole model, not of a rank's stages."""
+    places = {n.removeprefix(MODEL): file for n, file in manifest.places().items() if n.startswith(MODEL)}
+    expected = {name for name, *_ in layout.state_entries()}
+    if missing := sorted(expected - places.keys()):
+        raise VPipeError(
+            f"{path}: tensor {missing[0]!r} of the model is in no file of the checkpoint"
+            f"{_more(missing)}: build the model that was saved"
+        )
+    if unknown := sorted(places.keys() - expected):
+        raise VPipeError(
+            f"{path / places[unknown[0]]}: tensor {unknown[0]!r} is not one of the model's"
+            f"{_more(unknown)}: build the model that was saved"
+        )
+
+
+def _more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
+
+
+def _wanted(pipe: Pipeline, manifest: Manifest) -> dict[str, list[str]]:
+    """What this rank's stages hold, by file."""
+    own = {name for stage in pipe.runtime.stages.values() for name in stage.state()}
+    by_file: dict[str, list[str]] = {}
+    for name, file in manifest.places().items():
+        key = name.removeprefix(OPTIMIZER).rpartition(".")[0]
+        if (name.startswith(MODEL) and name.removeprefix(MODEL) in own) or (
+            name.startswith(OPTIMIZER) and key in own
+        ):
+            by_file.setdefault(file, []).append(name)
+    return by_file

@@ -1,0 +1,136 @@
+"""The manifest of a checkpoint: what belongs to it, with sizes and hashes, and everything that is no tensor.
+
+It is written last. It carries a hash of itself, so that a changed learning rate is found like a changed weight.
+"""
+
+import hashlib
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from vpipe.checkpoint.files import sha256, sync, telling
+from vpipe.errors import VPipeError
+
+MANIFEST = "manifest.json"
+VERSION = 1
+
+# A name and nothing else: no folder, no way up, no absolute path.
+FileName = Annotated[str, Field(pattern=r"^stage-[0-9]{3,}\.safetensors$")]
+
+
+class FileEntry(BaseModel):
+    """One file: what it must be, and the names of the tensors in it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    size: Annotated[int, Field(strict=True, ge=0)]
+    sha256: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")]
+    tensors: list[str]
+
+
+class Manifest(BaseModel):
+    """`state` is what resuming needs besides tensors, `layout` tells how the run was laid out, `extra` is the
+    caller's."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    format: Literal["vpipe checkpoint"] = "vpipe checkpoint"
+    version: int = VERSION
+    updates: Annotated[int, Field(strict=True, ge=0)]
+    layout: dict[str, Any]
+    files: Annotated[dict[FileName, FileEntry], Field(min_length=1)]
+    state: dict[str, Any]
+    extra: dict[str, Any]
+
+    def places(self) -> dict[str, str]:
+        """The file of each tensor."""
+        return {tensor: name for name, entry in self.files.items() for tensor in entry.tensors}
+
+
+def as_json(extra: dict[str, Any]) -> dict[str, Any]:
+    """What a reader will see: lists for tuples, text for keys."""
+    try:
+        return json.loads(json.dumps(extra))
+    except (TypeError, ValueError) as error:
+        raise VPipeError(
+            f"`extra` of a checkpoint must be what JSON can hold (numbers, text, lists, dictionaries): {error}"
+        ) from None
+
+
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    content = manifest.model_dump()
+    path = folder / MANIFEST
+    with telling("write", path):
+        path.write_text(json.dumps({**content, "sha256": _hash(content)}, indent=1), encoding="utf-8")
+        sync(path)
+
+
+def read_manifest(folder: Path) -> Manifest:
+    """The manifest of a checkpoint, checked; the files that it names are not looked at."""
+    content = _read_json(folder)
+    path = folder / MANIFEST
+    version = content.get("version")
+    if content.get("format") != "vpipe checkpoint" or not isinstance(version, int):
+        raise VPipeError(f"{path} is not the manifest of a checkpoint of vpipe")
+    if version != VERSION:
+        raise VPipeError(
+            f"{path} has format version {version} and this vpipe reads {VERSION}: install another"
+        )
+    if content.pop("sha256", None) != _hash(content):
+        raise VPipeError(f"{path} was changed or damaged after it was written: its hash does not match")
+    try:
+        return Manifest.model_validate(content)
+    except ValidationError as error:
+        first = error.errors()[0]
+        place = ".".join(map(str, first["loc"]))
+        raise VPipeError(f"{path}: {place}: {first['msg']}, but it is {first['input']!r}") from None
+
+
+def verify(folder: Path, only: Collection[str] | None = None) -> Manifest:
+    """Compare the files (or only those named) with the manifest; the error names the first that differs."""
+    manifest = read_manifest(folder)
+    for name, entry in manifest.files.items():
+        if only is None or name in only:
+            check_size(folder / name, entry)
+            if sha256(folder / name) != entry.sha256:
+                raise VPipeError(f"{folder / name} is damaged: its hash is not the one in {MANIFEST}")
+    return manifest
+
+
+def check_size(path: Path, entry: FileEntry) -> None:
+    """What can be told of a file without reading it."""
+    if path.is_symlink():
+        raise VPipeError(f"{path} is a symbolic link: a checkpoint holds its files itself")
+    if not path.is_file():
+        raise VPipeError(f"{path} is missing, but {MANIFEST} names it")
+    size = path.stat().st_size
+    if size != entry.size:
+        raise VPipeError(f"{path} is damaged: it has {size} bytes and should have {entry.size}")
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / MANIFEST
+    if folder.is_file():
+        raise VPipeError(
+            f"{folder} is a file: a checkpoint is a folder with a {MANIFEST}, such as step-00000100"
+        )
+    if not folder.is_dir():
+        raise VPipeError(f"there is no checkpoint at {folder}")
+    if path.is_symlink() or not path.is_file():
+        raise VPipeError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one")
+    with telling("read", path):
+        raw = path.read_bytes()
+    try:
+        content = json.loads(raw.decode("utf-8"))
+    except (ValueError, RecursionError):
+        raise VPipeError(f"{path} is damaged: it is not JSON") from None
+    if not isinstance(content, dict):
+        raise VPipeError(f"{path} is not the manifest of a checkpoint of vpipe")
+    return content
+
+
+def _hash(content: dict[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()

@@ -1,0 +1,171 @@
+"""Hugging Face directories: weights read into any partition, and written for `from_pretrained`.
+
+Files may know a tensor by another name than the model does: a tied one by any of its names, a bare BertModel
+without the `bert.` of BertForMaskedLM (or the other way round), an old layer norm's by `gamma` and `beta`.
+"""
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from vpipe.checkpoint.files import read_header, read_tensors, telling
+from vpipe.checkpoint.loading import check_shapes
+from vpipe.checkpoint.manifest import verify
+from vpipe.communication import agree
+from vpipe.errors import VPipeError
+from vpipe.graph.exported import canonical_names
+from vpipe.pipeline import Pipeline
+from vpipe.runtime.stage import MODEL
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
+
+
+def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[str]:
+    """Set the weights from a local Hugging Face directory; call it on every rank.
+
+    Each rank reads what its stages hold. Returns the names that no file has (a head that is new): they keep
+    their values. `model` is the one that the pipeline was built from.
+    """
+
+    def read() -> tuple[dict[str, Tensor], list[str]]:
+        places = _places(directory)
+        found = _match(pipe, getattr(model, "base_model_prefix", ""), places)
+        if not found:
+            raise VPipeError(
+                f"{directory}: none of its {len(places)} tensors is one of the model's: it has "
+                f"{next(iter(places), 'nothing')!r}, the model {pipe.layout.state_entries()[0][0]!r}; "
+                "give the directory of a model of the same kind"
+            )
+        state: dict[str, Tensor] = {}
+        for file, names in _by_file(pipe, found, places).items():
+            tensors = read_tensors(directory / file, names)
+            read = {name: tensors[known_as] for known_as, name in names.items()}
+            check_shapes(pipe.layout, read, directory / file)
+            state |= read
+        return state, [name for name in _needed(pipe) if name not in found]
+
+    state, missing = agree(pipe.world, "pretrained weights", read)
+    pipe.load_state_dict(state)
+    return missing
+
+
+def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> list[str]:
+    """Write the weights of a checkpoint to a directory that `from_pretrained` reads; needs no pipeline.
+
+    `model` tells names and configuration and may be on `meta`. Parameters that training never used are in no
+    checkpoint: the model's own values are written. Returns the names of those that it has no values for
+    either, which `from_pretrained` will initialise.
+    """
+    if not hasattr(model, "save_pretrained"):
+        raise VPipeError(f"{type(model).__name__} is not a model of transformers: it cannot be exported")
+    if directory.is_file():
+        raise VPipeError(f"cannot write {directory}: it is a file; give a directory")
+    saved = _weights(checkpoint)
+    first = canonical_names(model)
+    own = model.state_dict()
+    _check_fits(checkpoint, saved, dict([*model.named_parameters(), *model.named_buffers()]))
+    # One tensor under all names of a tied parameter: transformers then knows which of them to write.
+    values = {
+        name: saved.get(name, own[name]).to(own[name].dtype, copy=True)
+        for name in dict.fromkeys(first[name] for name in own)
+    }
+    state = {name: values[first[name]] for name in own if not values[first[name]].is_meta}
+    exporting: Any = model
+    with telling("write", directory):
+        exporting.save_pretrained(directory, state_dict=dict(state))
+    return [name for name in own if name not in state]
+
+
+def _weights(checkpoint: Path) -> dict[str, Tensor]:
+    weights: dict[str, Tensor] = {}
+    for file, entry in verify(checkpoint).files.items():
+        names = [name for name in entry.tensors if name.startswith(MODEL)]
+        weights |= {n.removeprefix(MODEL): t for n, t in read_tensors(checkpoint / file, names).items()}
+    return weights
+
+
+def _check_fits(checkpoint: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
+    for name, tensor in saved.items():
+        if name not in own:
+            raise VPipeError(
+                f"{checkpoint}: tensor {name!r} is not one of the model's: give the model that was saved"
+            )
+        if tensor.shape != own[name].shape:
+            raise VPipeError(
+                f"{checkpoint}: tensor {name!r} has the shape {list(tensor.shape)} and the model's has "
+                f"{list(own[name].shape)}: give the model that was saved"
+            )
+
+
+def _places(directory: Path) -> dict[str, str]:
+    """The file of each tensor."""
+    index, single = directory / INDEX, directory / SINGLE
+    if single.is_file():
+        return dict.fromkeys(read_header(single)[0], SINGLE)
+    if not index.is_file():
+        raise VPipeError(
+            f"{directory} has neither {SINGLE} nor {INDEX}: give a directory that save_pretrained wrote "
+            "(pickled weights, such as pytorch_model.bin, are not read)"
+        )
+    with telling("read", index):
+        raw = index.read_bytes()
+    try:
+        places = dict(json.loads(raw)["weight_map"])
+    except (ValueError, TypeError, KeyError):
+        raise VPipeError(f"{index} is not an index of weights: it has no weight_map") from None
+    for file in places.values():
+        if not isinstance(file, str) or Path(file).name != file:
+            raise VPipeError(f"{index} names the file {file!r}: only files beside it are read")
+    return places
+
+
+def _needed(pipe: Pipeline) -> list[str]:
+    """The names of the model, without the buffers that it computes itself."""
+    buffers = pipe.layout.graph.buffers
+    names = [name for name, *_ in pipe.layout.state_entries()]
+    return [name for name in names if name not in buffers or buffers[name].persistent]
+
+
+def _match(pipe: Pipeline, prefix: str, places: Mapping[str, str]) -> dict[str, str]:
+    """The model's names that the files know, and as what."""
+    graph = pipe.layout.graph
+    prefix = f"{prefix}." if prefix else ""
+    model_has, files_have = (any(n.startswith(prefix) for n in names) for names in (graph.parameters, places))
+    found = {}
+    for name in _needed(pipe):
+        info = graph.parameters.get(name) or graph.buffers[name]
+        for candidate in _other_names((name, *info.aliases)):
+            if model_has and not files_have:
+                candidate = candidate.removeprefix(prefix)
+            elif files_have and not model_has:
+                candidate = prefix + candidate
+            if candidate in places:
+                found[name] = candidate
+                break
+    return found
+
+
+def _by_file(
+    pipe: Pipeline, found: Mapping[str, str], places: Mapping[str, str]
+) -> dict[str, dict[str, str]]:
+    """What this rank's stages hold, as the files and as the model know it, by file."""
+    own = {name for stage in pipe.runtime.stages.values() for name in stage.state()}
+    by_file: dict[str, dict[str, str]] = {}
+    for name, known_as in found.items():
+        if name in own:
+            by_file.setdefault(places[known_as], {})[known_as] = name
+    return by_file
+
+
+def _other_names(names: Iterable[str]) -> list[str]:
+    """The names, and after each what it was called in old files."""
+    result = []
+    for name in names:
+        result.append(name)
+        result += [name.removesuffix(new) + old for new, old in _OLD_NAMES.items() if name.endswith(new)]
+    return result

@@ -1,0 +1,145 @@
+"""The state of a base optimizer by the names of its parameters, so that it fits any other partition.
+
+Tensors (momenta) go by `<parameter>.<key>`. What is plain goes into a record that JSON can hold:
+
+    {"optimizer": "AdamW",
+     "groups": [{"parameters": ["a.weight", ...], "numbers": {"lr": 0.001, "betas": [0.9, 0.999], ...}}],
+     "values": {"a.weight": {"trust_ratio": 1.0}},
+     "scheduler": {"last_epoch": 5, ...}}
+
+A stage of another partition has parameters of several records. What belongs to a group or to a scheduler
+it then takes from the record of the group's first parameter.
+"""
+
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from vpipe.errors import VPipeError
+
+Record = dict[str, Any]
+Names = Mapping[nn.Parameter, str]
+
+
+class _Saved(NamedTuple):
+    """What the records say of one parameter."""
+
+    optimizer: str
+    numbers: dict[str, Any]
+    values: dict[str, Any]
+    scheduler: dict[str, Any] | None
+
+
+def read_state(optimizer: Optimizer, scheduler: Any, names: Names) -> tuple[dict[str, Tensor], Record]:
+    """The state as tensors by `<parameter>.<key>`, and as a record."""
+    kind = type(optimizer).__name__
+    tensors: dict[str, Tensor] = {}
+    values: dict[str, dict[str, Any]] = {}
+    for parameter in (p for group in optimizer.param_groups for p in group["params"]):
+        name = names[parameter]
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                tensors[f"{name}.{key}"] = value.detach()
+            elif _is_plain(value):
+                values.setdefault(name, {})[key] = value
+            else:
+                raise VPipeError(
+                    f"optimizer {kind} keeps a {type(value).__name__} as {key!r} of parameter {name!r}: "
+                    "only tensors, numbers and text can be saved; choose another optimizer"
+                )
+    groups = [
+        {"parameters": [names[p] for p in group["params"]], "numbers": _numbers(group)}
+        for group in optimizer.param_groups
+    ]
+    state = None if scheduler is None else _plain_part(scheduler.state_dict())
+    return tensors, {"optimizer": kind, "groups": groups, "values": values, "scheduler": state}
+
+
+def write_state(
+    optimizer: Optimizer,
+    scheduler: Any,
+    names: Names,
+    tensors: Mapping[str, Tensor],
+    records: Iterable[Record],
+) -> None:
+    """Set the state from what `read_state` returned, here or for any other set of parameters."""
+    saved = _by_parameter(records)
+    by_parameter: dict[str, dict[str, Tensor]] = {}
+    for full_name, tensor in tensors.items():
+        name, _, key = full_name.rpartition(".")
+        by_parameter.setdefault(name, {})[key] = tensor
+    packed = optimizer.state_dict()
+    packed["state"] = {}
+    scheduler_state = None
+    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+        known = [(n, names[p]) for n, p in zip(packed_group["params"], group["params"], strict=True)]
+        known = [(number, name) for number, name in known if name in saved]
+        for number, name in known:
+            _check_kind(optimizer, name, saved[name].optimizer)
+            # A copy: what was read may be a view of a file.
+            momenta = {key: tensor.clone() for key, tensor in by_parameter.get(name, {}).items()}
+            packed["state"][number] = momenta | saved[name].values
+        if known:
+            first = saved[known[0][1]]
+            packed_group.update({k: _like(group.get(k), value) for k, value in first.numbers.items()})
+            scheduler_state = scheduler_state or first.scheduler
+    optimizer.load_state_dict(packed)
+    if scheduler is not None and scheduler_state is not None:
+        scheduler.load_state_dict({**scheduler.state_dict(), **scheduler_state})
+
+
+def _by_parameter(records: Iterable[Record]) -> dict[str, _Saved]:
+    return {
+        name: _Saved(
+            record["optimizer"], group["numbers"], record["values"].get(name, {}), record["scheduler"]
+        )
+        for record in records
+        for group in record["groups"]
+        for name in group["parameters"]
+    }
+
+
+def _check_kind(optimizer: Optimizer, name: str, saved: str) -> None:
+    if type(optimizer).__name__ != saved:
+        raise VPipeError(
+            f"the state of parameter {name!r} was saved by optimizer {saved} and this run has "
+            f"{type(optimizer).__name__}: go on with {saved}"
+        )
+
+
+def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The group's numbers: rates, counters, coefficients. Its flags are the run's own business."""
+    found = {}
+    for key, value in group.items():
+        if isinstance(value, Tensor) and value.numel() == 1:
+            found[key] = value.item()
+        elif _is_number(value) or (isinstance(value, list | tuple) and value and all(map(_is_number, value))):
+            found[key] = value
+    return found
+
+
+def _like(current: Any, value: Any) -> Any:
+    """The value in the form that the group has it in: JSON knows neither tuples nor tensors."""
+    if isinstance(current, Tensor):
+        return torch.full_like(current, value)
+    return tuple(value) if isinstance(current, tuple) else value
+
+
+def _plain_part(state: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in state.items() if _is_plain(value)}
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether JSON gives the value back as it is, but for tuples."""
+    if isinstance(value, list | tuple):
+        return all(map(_is_plain, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_plain(entry) for key, entry in value.items())
+    return value is None or isinstance(value, bool | int | float | str)
