@@ -85,13 +85,22 @@ class RunConfig(BaseModel):
     """Number of different tokens (BERT: 30522)."""
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.1
     """Share of the activations that is dropped in training."""
+    pretrained: Path_ | None = None
+    """Directory with `safetensors` weights that training starts from, as `save_pretrained` writes it."""
 
     # The data
 
     data_dir: Path_ | None = None
-    """Directory of the data set."""
+    """Text to train on: a file or a folder in UTF-8; for translation a folder with two files, line by line
+    aligned; a folder of HDF5 shards for BERT. If not given, the source text of Python's standard library."""
     synthetic_data: StrictBool = False
     """Train on random tokens; no data set is needed."""
+    tokenizer: Path_ | None = None
+    """A `tokenizer.json`, or a directory that holds one; if not given, one is trained on the text."""
+    max_samples: Count | None = None
+    """Samples of the data set at most; of synthetic data there are 1024 if not given."""
+    validation_share: Annotated[Real, Field(gt=0, lt=1)] = 0.05
+    """Share of the samples that is kept apart for evaluation."""
     batch_size: Count = 8
     """Samples of a minibatch."""
     sequence_length: Annotated[int, Field(strict=True, ge=4)] = 128
@@ -132,8 +141,11 @@ class RunConfig(BaseModel):
     """Rule of the updates."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
-    learning_rate_policy: Literal["polynomial", "step"] | None = None
-    """How the learning rate falls; constant if not given."""
+    learning_rate_policy: Literal["polynomial", "step", "cosine", "constant"] = "constant"
+    """How the learning rate falls after the warm-up: in a straight line to 0, to a tenth after each third of
+    the run, along half a cosine, or not at all."""
+    warmup_updates: Natural = 0
+    """Updates during which the learning rate rises from 0."""
     weight_decay: Annotated[Real, Field(ge=0)] = 0.0
     """How much weights shrink with each update."""
     clip_norm: Positive | None = None
@@ -142,6 +154,14 @@ class RunConfig(BaseModel):
     """What the model computes in; weights are kept and updated in fp32."""
     epochs: Count = 1
     """Passes over the data set."""
+    max_updates: Count | None = None
+    """Updates at most; if not given, `epochs` alone says when training ends."""
+    evaluation_interval: Natural = 0
+    """Updates between two evaluations; 0: only one, at the end."""
+    evaluation_samples: Count = 256
+    """Samples of an evaluation at most."""
+    prompt: str = ""
+    """What the sample sentence begins with that a GPT writes at the end of its training."""
     seed: Natural = 0
     """Seed of the initial weights, of the data's order and of dropout."""
 
@@ -154,20 +174,29 @@ class RunConfig(BaseModel):
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """What carries tensors between hosts; chosen by the devices if not given."""
     directory: Path_ | None = None
-    """Directory that the ranks start in."""
+    """Directory that the ranks start in; the current one if not given."""
     config_file: Path_ | None = None
     """Path of an `mp_conf.json` with the maps of modules, stages and ranks."""
     container: Path_ | None = None
     """Singularity or Apptainer image that the ranks run in."""
+    port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
+    """Port where the ranks meet; 0: any that is free."""
+    timeout: Positive = 600.0
+    """Seconds that a rank waits for another before it gives up."""
 
     # What is told
 
     log_directory: Path_ = "runs"
-    """Directory of the logs: `<log_directory>/<timestamp>/output.log.<rank>`."""
+    """Directory of the runs, from where the command is started: `<log_directory>/<timestamp>/` holds the logs
+    (`output.log.<rank>`), the figures, the checkpoints."""
     print_frequency: Count = 10
     """Updates between two lines of the log."""
     verbose_frequency: Natural = 0
     """Updates between two lines of detailed statistics; 0: none."""
+    checkpoint_interval: Natural = 0
+    """Updates between two checkpoints; 0: only one, at the end."""
+    keep_checkpoints: Count = 3
+    """How many of the newest checkpoints stay."""
 
     _source: Path = PrivateAttr(default=Path("config"))
 
@@ -184,6 +213,8 @@ class RunConfig(BaseModel):
             raise _conflict(
                 "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
             )
+        if self.max_updates is not None and self.warmup_updates > self.max_updates:
+            raise _conflict("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
         if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
             raise _conflict("replicas", f"give one number for each of the {self.stages} stages")
         if self.machines is not None:

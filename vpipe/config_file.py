@@ -1,8 +1,8 @@
-"""The reading of a configuration: YAML and `vpipe.json`, and one line for each mistake in them."""
+"""The reading of a configuration: YAML, `vpipe.json` and `mp_conf.json`, and one line for each mistake in them."""
 
 from __future__ import annotations
 
-import json
+from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -13,23 +13,55 @@ from pydantic_core import ErrorDetails
 
 from vpipe.config import RunConfig
 from vpipe.errors import ConfigError
+from vpipe.files import read_json, read_text
+from vpipe.maps import read_maps
 
 KEYS = tuple(RunConfig.model_fields)
 PLAN_KEYS = ("partition", "recompute_ratio")
 
 
-def read_config(path: Path) -> RunConfig:
-    """The configuration in a file, with the partition that its `vpipe.json` names."""
-    values = read_yaml(path)
+def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunConfig:
+    """The configuration in a file, with what its `vpipe.json` and its `mp_conf.json` say.
+
+    `settings` go before the file's own keys.
+    """
+    values = read_yaml(path) | dict(settings or {})
     config = check_values(values, path)
     config._source = path
-    if not isinstance(config.partition, str):
-        return config
-    plan_path = config.path(config.partition)
-    plan = read_plan(plan_path)
-    checked = check_values({key: plan[key] for key in PLAN_KEYS if key in plan}, plan_path)
+    if isinstance(config.partition, str):
+        config = _with_plan(config, config.path(config.partition))
+    if config.config_file is not None:
+        config = _with_maps(config, config.path(config.config_file))
+    return config
+
+
+def _with_plan(config: RunConfig, path: Path) -> RunConfig:
+    plan = read_plan(path)
+    checked = check_values({key: plan[key] for key in PLAN_KEYS if key in plan}, path)
     ratio = checked.recompute_ratio if config.recompute_ratio is None else config.recompute_ratio
     return config.model_copy(update={"partition": checked.partition, "recompute_ratio": ratio})
+
+
+def _with_maps(config: RunConfig, path: Path) -> RunConfig:
+    """The maps say again what other keys say, or say it instead of them."""
+    maps = read_maps(path)
+    told = {"partition": maps.partition, "replicas": maps.replicas}
+    for key, value in told.items():
+        own = getattr(config, key)
+        if value is not None and own is not None and own != value:
+            raise ConfigError(
+                f"{config.source}: {key} is {_shown(own)}, but {path} says {_shown(value)}: "
+                "make the two equal, or leave one out"
+            )
+    given = config.model_dump(exclude_unset=True)
+    checked = check_values(given | {key: value for key, value in told.items() if value is not None}, path)
+    checked._source = config.source
+    return checked
+
+
+def resolved_yaml(config: RunConfig) -> str:
+    """Every key with the value that it has in this run."""
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:
@@ -55,25 +87,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def read_plan(path: Path) -> dict[str, Any]:
     """A `vpipe.json`: at least its partition."""
-    text = read_text(path)
-    try:
-        plan = json.loads(text)
-    except (json.JSONDecodeError, RecursionError) as error:
-        raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
+    plan = read_json(path)
     if not isinstance(plan, dict) or not isinstance(plan.get("partition"), list):
         raise ConfigError(
             f'{path}: has no list "partition": write {{"partition": [12, 13], "recompute_ratio": [0.3, 0]}}'
         )
     return plan
-
-
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except UnicodeDecodeError:
-        raise ConfigError(f"{path}: is not a text file in UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def check_values(values: dict[str, Any], path: Path) -> RunConfig:

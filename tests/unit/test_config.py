@@ -59,6 +59,9 @@ def mistake(path: Path) -> str:
 def test_every_key_of_the_guides(tmp_path: Path) -> None:
     plan = {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}
     write(tmp_path, json.dumps(plan), "vpipe.json")
+    write(
+        tmp_path, json.dumps({"stage_to_rank_map": {str(rank): [rank] for rank in range(4)}}), "mp_conf.json"
+    )
     config = read_config(write(tmp_path, GUIDES))
     for key, value in GUIDES.items():
         if key != "partition":
