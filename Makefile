@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup check test bench clean
+.PHONY: setup train check test bench docs clean
 
 setup: .venv/.ready
 
@@ -10,6 +10,9 @@ setup: .venv/.ready
 	$(PYTHON) -m venv .venv
 	$(BIN)/pip install -q -c constraints.txt -e ".[dev]"
 	touch $@
+
+train: setup
+	$(BIN)/vpipe train configs/demo.yml
 
 check: setup
 	$(BIN)/ruff check vpipe tests benchmarks
@@ -22,6 +25,9 @@ test: setup
 
 bench: setup
 	$(BIN)/python benchmarks/peers.py
+
+docs: setup
+	$(BIN)/python -m vpipe.config_docs > docs/config.md
 
 clean:
 	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

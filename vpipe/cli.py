@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
+import signal
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from vpipe.errors import ScheduleError, VPipeError
+from vpipe.errors import PeerError, ScheduleError, VPipeError
 
-if TYPE_CHECKING:
-    from rich.table import Table
+Config = Annotated[Path, typer.Argument(help="A run's YAML file.")]
+Settings = Annotated[
+    list[str] | None,
+    typer.Option("--set", help="A key of the file with another value, such as batch_size=16."),
+]
+AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 app = typer.Typer(
     help="Pipeline-parallel training for any PyTorch module, with every schedule as data.",
@@ -51,6 +57,7 @@ def schedule(
     communication: Annotated[bool, typer.Option(help="Show sends, receives and reductions too.")] = False,
 ) -> None:
     """Draw a schedule, and tell its bubble, its minibatches in flight and its weight versions."""
+    from vpipe.files import read_text, write_text
     from vpipe.schedule import build, check, describe, draw, draw_svg, lower, read_table, write_table
 
     if source is not None:
@@ -83,14 +90,16 @@ def schedule(
 
 @app.command()
 def blocks(
-    config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
-    as_json: Annotated[bool, typer.Option("--json", help="Print the blocks as JSON.")] = False,
+    config: Config,
+    settings: Settings = None,
+    as_json: AsJson = False,
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
     from vpipe.config_file import read_config
-    from vpipe.tables import block_table, describe_blocks
+    from vpipe.settings import read_settings
+    from vpipe.tables import block_table, describe_blocks, show
 
-    described = describe_blocks(read_config(config))
+    described = describe_blocks(read_config(config, read_settings(settings or ())))
     if as_json:
         print(json.dumps(described))
     else:
@@ -99,7 +108,8 @@ def blocks(
 
 @app.command()
 def verify(
-    config: Annotated[Path, typer.Argument(help="A run's YAML file.")],
+    config: Config,
+    settings: Settings = None,
     schedule: Annotated[
         str | None, typer.Option(help="Another schedule than the file's: a name, or a CSV file.")
     ] = None,
@@ -107,17 +117,18 @@ def verify(
         int | None, typer.Option(help="Updates to train; 5, and some more where weights are stale.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
-    as_json: Annotated[bool, typer.Option("--json", help="Print the result as JSON.")] = False,
+    as_json: AsJson = False,
 ) -> None:
     """Train some updates with and without the pipeline and compare losses, gradients and weights.
 
     Exits with 1 if they differ by more than rounding explains.
     """
     from vpipe.config_file import read_config
-    from vpipe.tables import describe_verification, verdict, verification_table
+    from vpipe.settings import read_settings
+    from vpipe.tables import describe_verification, show, verdict, verification_table
     from vpipe.verify import verify_config
 
-    run = read_config(config)
+    run = read_config(config, read_settings(settings or ()))
     if schedule is not None:
         # A path on the command line is relative to where we stand, one in the file to the file.
         table = schedule.endswith(".csv")
@@ -132,12 +143,92 @@ def verify(
         raise typer.Exit(1)
 
 
-def show(table: Table) -> None:
-    from rich.console import Console
+@app.command()
+def train(
+    config: Config,
+    settings: Settings = None,
+    resume: Annotated[
+        str | None, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
+    ] = None,
+    print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
+) -> None:
+    """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
+    from vpipe.config_file import read_config, resolved_yaml
+    from vpipe.launch import run
+    from vpipe.settings import rank_arguments, read_settings
 
-    console = Console()
-    # Names are long; a file or a pipe has no width that they must fit into.
-    Console(width=None if console.is_terminal else 200).print(table)
+    chosen = read_config(config, read_settings(settings or ()))
+    if print_config:
+        print(resolved_yaml(chosen), end="")
+        return
+
+    def work() -> None:
+        from vpipe.commands import train_rank
+
+        train_rank(chosen, resume)
+
+    arguments = ["train", *rank_arguments(config, settings or ())]
+    run(chosen, arguments if resume is None else [*arguments, "--resume", _absolute(resume)], work)
+
+
+@app.command("eval")
+def evaluate(
+    config: Config,
+    settings: Settings = None,
+    resume: Annotated[
+        str, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
+    ] = "auto",
+    as_json: AsJson = False,
+) -> None:
+    """Tell the loss of a trained model over the validation samples."""
+    from vpipe.config_file import read_config
+    from vpipe.launch import run
+    from vpipe.settings import rank_arguments, read_settings
+
+    chosen = read_config(config, read_settings(settings or ()))
+
+    def work() -> None:
+        from vpipe.commands import evaluate_rank
+
+        evaluate_rank(chosen, resume, as_json)
+
+    arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
+    run(chosen, [*arguments, *(["--json"] if as_json else [])], work)
+
+
+@app.command()
+def compare(
+    configs: Annotated[list[Path], typer.Argument(help="The runs' YAML files.")],
+    settings: Settings = None,
+    sweep: Annotated[
+        list[str] | None, typer.Option(help="A key with several values, such as batch_size=8,16,32.")
+    ] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Write a picture (PNG) of speed and loss to this file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Run several configurations one after the other on the same data, and tell how they differ."""
+    from vpipe.commands import compare_runs
+
+    compare_runs(configs, settings or [], sweep or [], plot, as_json)
+
+
+@app.command()
+def doctor(as_json: AsJson = False) -> None:
+    """Tell what this machine has, what would not work on it, and why."""
+    from vpipe.doctor import describe, doctor_table, examine
+    from vpipe.tables import show
+
+    findings = examine()
+    if as_json:
+        print(json.dumps(describe(findings)))
+    else:
+        show(doctor_table(findings))
+
+
+def _absolute(resume: str) -> str:
+    return resume if resume == "auto" else str(Path(resume).absolute())
 
 
 def read_counts(text: str) -> list[int]:
@@ -149,24 +240,17 @@ def read_counts(text: str) -> list[int]:
         ) from None
 
 
-def read_text(path: Path) -> str:
-    try:
-        return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise VPipeError(f"{path} cannot be read: {error}") from None
-
-
-def write_text(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise VPipeError(f"{path} cannot be written: {error}") from None
-
-
 def main() -> None:
     """Runs the command line; a user's mistake is one message and exit code 2."""
     try:
         app()
+    except PeerError as error:
+        from vpipe.launch import LAUNCHED, PEER_FAILED
+
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(PEER_FAILED if LAUNCHED in os.environ else 2)
     except VPipeError as error:
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)

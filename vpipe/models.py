@@ -153,6 +153,7 @@ def _settings(config: RunConfig) -> Any:
         use_cache=False,
     )
     settings.decoder_start_token_id = 0
+    settings.eos_token_id = 2  # as for cpm, and as the trained tokenizer has it
     return settings
 
 

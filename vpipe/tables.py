@@ -1,15 +1,22 @@
-"""What `vpipe blocks` and `vpipe verify` print: plain data, and tables of it."""
+"""What `vpipe blocks` and `vpipe verify` print: plain data, and tables of it; and how any table is shown."""
 
 from __future__ import annotations
 
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
 from rich.table import Table
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
     from vpipe.verify import Verification
+
+
+def show(table: Table) -> None:
+    console = Console()
+    # Names are long; a file or a pipe has no width that they must fit into.
+    Console(width=None if console.is_terminal else 200).print(table)
 
 
 def describe_blocks(config: RunConfig) -> dict[str, Any]:

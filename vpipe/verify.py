@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
-from vpipe.config_file import read_text
+from vpipe.arguments import pipeline_arguments
 from vpipe.eager import check_runs
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout
@@ -31,7 +31,7 @@ from vpipe.reference import (
     versions_read,
 )
 from vpipe.runtime import Fields, Stage, count_samples
-from vpipe.schedule import read_table
+from vpipe.schedule import Schedule
 from vpipe.threads import run_ranks
 from vpipe.weights import OptimizerFactory, optimizer_factory
 
@@ -95,30 +95,19 @@ def verify_config(config: RunConfig, *, updates: int | None = None, dtype: str =
     learning rate stays as it is.
     """
     model, _, loss_fn = build_model(config)
-    schedule: Any = config.chosen_schedule
-    ranks = config.ranks
-    if schedule.endswith(".csv"):
-        schedule = read_table(read_text(config.path(schedule)), schedule)
-        ranks = schedule.num_ranks
-    named = isinstance(schedule, str)
+    arguments = pipeline_arguments(config)
+    schedule = arguments["schedule"]
     return verify(
         model,
         lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
-        ranks=ranks,
+        ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
         optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
         loss_fn=loss_fn,
         updates=updates,
         dtype=dtype,
         clip_norm=config.clip_norm,
         seed=config.seed,
-        schedule=schedule,
-        stages=config.positions if named else None,
-        minibatches=config.minibatches if named else None,
-        update_interval=config.update_interval if named else None,
-        chunks=config.chunks if named else None,
-        replicas=config.replicas if named else None,
-        partition=config.partition,
-        recompute_ratio=config.ratio,
+        **arguments,
     )
 
 

@@ -81,7 +81,7 @@ def test_a_wrong_table_is_refused_with_its_grid(
         (["gpipe", "--stages", 2], "give NAME, --stages and --minibatches, or --from FILE"),
         (["gpipe", "--stages", 2, "--minibatches", 2, "--replicas", "2;1"], "--replicas '2;1' is not a list"),
         (["gpipe", "--from", "a.csv"], "give either a schedule's name or --from, not both"),
-        (["--from", "nowhere.csv"], "nowhere.csv cannot be read"),
+        (["--from", "nowhere.csv"], "nowhere.csv: cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(

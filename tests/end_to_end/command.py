@@ -1,0 +1,69 @@
+"""The real command line, in a process of its own, with a timeout and nothing left behind."""
+
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+TIMEOUT = 110
+
+
+@dataclass(frozen=True)
+class Ended:
+    code: int
+    out: str
+    err: str
+
+    @property
+    def said(self) -> str:
+        return self.out + self.err
+
+
+def vpipe(*arguments: object, cwd: Path, timeout: float = TIMEOUT, launcher: tuple[str, ...] = ()) -> Ended:
+    """Run `vpipe` with these arguments to its end."""
+    process = start(*arguments, cwd=cwd, launcher=launcher)
+    try:
+        out, err = process.communicate(timeout=timeout)
+    finally:
+        end(process)
+    return Ended(process.returncode, out, err)
+
+
+def start(*arguments: object, cwd: Path, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-m", *(launcher or ("vpipe",)), *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    return subprocess.Popen(
+        command,
+        cwd=cwd,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def end(process: "subprocess.Popen[str]") -> None:
+    """Whatever is still there of the command and its children."""
+    try:
+        os.killpg(process.pid, signal.SIGKILL)
+    except ProcessLookupError:
+        return
+    process.wait(10)
+
+
+def alive(marker: str) -> list[str]:
+    """Processes that bear the marker (a test's own folder) in their arguments or environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            try:
+                text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
+            except OSError:
+                continue
+            if marker.encode() in text and state != "Z":
+                found.append(entry.name)
+    return found

@@ -1,0 +1,163 @@
+"""Mistakes through the real command line: one line, exit code 2, no traceback, no process left."""
+
+import os
+import signal
+import socket
+import time
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.end_to_end.command import alive, end, start, vpipe
+from tests.end_to_end.test_train import POEM, TINY
+
+
+@pytest.fixture
+def mistaken(tmp_path):
+    """Run `vpipe train` with these keys; check how it ends; return the one line that it says."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
+
+    def run(*arguments, **keys):
+        (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"max_updates": 2} | keys))
+        ended = vpipe("train", *(arguments or ["run.yml"]), cwd=tmp_path)
+        assert ended.code == 2, ended.said
+        assert "Traceback" not in ended.said
+        (line,) = [line for line in ended.err.splitlines() if line]
+        assert line.startswith("error: ")
+        assert not alive(str(tmp_path))
+        return line
+
+    return run
+
+
+# Found before any rank starts.
+
+
+def test_missing_file(mistaken):
+    assert "nowhere.yml: cannot be read: No such file" in mistaken("nowhere.yml")
+
+
+def test_unknown_key(mistaken):
+    assert "unknown key 'bach_size' (its value is 3): did you mean 'batch_size'?" in mistaken(bach_size=3)
+
+
+def test_wrong_type(mistaken):
+    assert "batch_size is 'many': expected a whole number" in mistaken(batch_size="many")
+
+
+def test_setting_without_a_value(mistaken):
+    assert "--set batch_size: write key=value" in mistaken("run.yml", "--set", "batch_size")
+
+
+def test_machines_and_partition_disagree(mistaken):
+    line = mistaken(partition=[2, 2, 1])
+    assert "partition" in line
+    assert "machines" in line
+
+
+def test_remote_machine(mistaken):
+    assert "machines names 'elsewhere:0', which is not this host" in mistaken(
+        machines=["localhost:0", "elsewhere:0"]
+    )
+
+
+def test_port_taken(mistaken):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert f"port is {port}: it cannot be used" in mistaken(port=port)
+
+
+def test_no_folder_can_be_made(mistaken):
+    assert "log_directory is 'run.yml/runs': no folder can be made there" in mistaken(
+        log_directory="run.yml/runs"
+    )
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_no_write_permission(mistaken, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    assert "log_directory is 'locked/runs'" in mistaken(log_directory="locked/runs")
+
+
+def test_missing_container(mistaken):
+    assert "container is 'image.sif'" in mistaken(container="image.sif")
+
+
+# Found by the ranks.
+
+
+def test_missing_text(mistaken):
+    assert "data_dir is" in mistaken(data_dir="nowhere")
+
+
+def test_empty_text(mistaken, tmp_path):
+    (tmp_path / "empty.txt").write_text(" \n")
+    assert "data_dir is" in mistaken(data_dir="empty.txt")
+
+
+def test_binary_text(mistaken, tmp_path):
+    (tmp_path / "binary.txt").write_bytes(os.urandom(1000) + b"\0")
+    assert "binary.txt" in mistaken(data_dir="binary.txt")
+
+
+def test_more_stages_than_blocks(mistaken):
+    machines = [f"localhost:{number}" for number in range(4)]
+    assert "blocks" in mistaken(num_layers=1, machines=machines)
+
+
+def test_nothing_to_resume_from(mistaken, tmp_path):
+    (tmp_path / "other").mkdir()
+    assert "there is no good checkpoint" in mistaken("run.yml", "--resume", "other")
+
+
+# Faults.
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_rank_ends_the_run(rank, mistaken, tmp_path):
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"epochs": 100_000}))
+    process = start("train", "run.yml", cwd=tmp_path)
+    try:
+        victim = _wait_for_rank(rank, tmp_path)
+        os.kill(victim, signal.SIGKILL)
+        _, err = process.communicate(timeout=30)
+    finally:
+        end(process)
+    assert process.returncode == 2
+    assert f"rank {rank} was killed by SIGKILL" in err
+    assert not alive(str(tmp_path))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(number, tmp_path):
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"epochs": 100_000}))
+    process = start("train", "run.yml", cwd=tmp_path)
+    try:
+        _wait_for_rank(0, tmp_path)
+        os.kill(process.pid, number)
+        process.communicate(timeout=30)
+        deadline = time.monotonic() + 10
+        while alive(str(tmp_path)) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not alive(str(tmp_path))
+    finally:
+        end(process)
+
+
+def _wait_for_rank(rank: int, folder: Path) -> int:
+    """The process of a rank, once it trains."""
+    deadline = time.monotonic() + 60
+    while time.monotonic() < deadline:
+        time.sleep(0.2)
+        if any("Iteration" in log.read_text() for log in folder.glob("runs/*/output.log.0")):
+            for process in alive(str(folder)):
+                environment = (Path("/proc") / process / "environ").read_bytes().split(b"\0")
+                if f"RANK={rank}".encode() in environment:
+                    return int(process)
+    raise AssertionError("the run does not train")

@@ -1,0 +1,191 @@
+"""Training through the real command line: what it prints, what it leaves, how it goes on."""
+
+import json
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tests.end_to_end.command import alive, vpipe
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+TINY = {
+    "model_type": "bert",
+    "hidden_size": 32,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 300,
+    "sequence_length": 16,
+    "batch_size": 4,
+    "data_dir": "text",
+    "machines": ["localhost:0", "localhost:1"],
+    "schedule": "vpipe",
+    "learning_rate": 0.003,
+    "print_frequency": 4,
+    "timeout": 60,
+}
+POEM = "the quick brown fox jumps over the lazy dog and runs along the river to the old mill\n"
+
+
+@pytest.fixture
+def tiny(tmp_path):
+    """A folder with a little text and a configuration; `write(**keys)` changes keys of it."""
+    (tmp_path / "text").mkdir()
+    for number in range(8):
+        lines = (f"{number + i} {POEM}" for i in range(40))
+        (tmp_path / "text" / f"{number}.txt").write_text("".join(lines))
+
+    def write(**keys):
+        (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | keys))
+        return tmp_path
+
+    return write
+
+
+def only_run(folder: Path, runs: str = "runs") -> Path:
+    (found,) = [run for run in (folder / runs).iterdir() if (run / "config.yml").exists()]
+    return found
+
+
+def losses(run: Path) -> dict[int, float]:
+    return dict(json.loads((run / "summary.json").read_text())["losses"])
+
+
+@pytest.mark.timeout(240)
+def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
+    folder = tiny(
+        max_updates=16,
+        checkpoint_interval=6,
+        evaluation_interval=5,
+        verbose_frequency=4,
+        dropout=0.1,
+        learning_rate_policy="polynomial",
+        warmup_updates=2,
+        clip_norm=1.0,
+    )
+    ended = vpipe("train", "run.yml", cwd=folder)
+    assert ended.code == 0, ended.said
+    assert "2 CPU ranks" in ended.out
+    assert "share of the limit" in ended.out
+    assert "peak memory, stage 1" in ended.out
+    run = only_run(folder)
+    log = (run / "output.log.0").read_text()
+    assert "Epoch 0, Iteration 4, Loss: " in log
+    assert "Evaluation loss" in log
+    for rank in (0, 1):
+        assert f"stage {rank}, for each update: forward" in (run / f"output.log.{rank}").read_text()
+    assert yaml.safe_load((run / "config.yml").read_text())["max_updates"] == 16
+    plan = json.loads((run / "plan.json").read_text())
+    assert sum(plan["partition"]) == sum(map(len, plan["blocks"]))
+    metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in metrics} == {"train", "evaluation", "ranks"}
+    assert [line["update"] for line in metrics if line["kind"] == "train"] == [4, 8, 12, 16]
+    summary = json.loads((run / "summary.json").read_text())
+    assert math.isclose(summary["perplexity"], math.exp(summary["evaluation_loss"]))
+    assert summary["updates"] == 16
+    assert 0 < summary["of_limit"] <= 1
+    assert list((run / "tensorboard").iterdir())
+    steps = sorted(path.name for path in (run / "checkpoints").iterdir())
+    assert steps[-1] == "step-00000016"
+    middle = run / "checkpoints" / steps[0]
+    first = int(steps[0].removeprefix("step-"))
+    assert 6 <= first < 16
+
+    again = vpipe("train", "run.yml", "--set", "log_directory=again", "--resume", middle, cwd=folder)
+    assert again.code == 0, again.said
+    assert f"resumed from {middle} after {first} updates" in again.out
+    resumed, whole = losses(only_run(folder, "again")), losses(run)
+    assert sorted(resumed) == list(range(first, 16))
+    assert resumed == {update: whole[update] for update in resumed}  # to the bit
+
+    told = vpipe("eval", "run.yml", "--resume", run, "--json", cwd=folder)
+    assert told.code == 0, told.said
+    assert json.loads(told.out)["loss"] == summary["evaluation_loss"]
+    assert not alive(str(folder))
+
+
+def test_torchrun_starts_the_same_command(tiny):
+    folder = tiny(schedule="1f1b", minibatches=2, max_updates=3, optimizer="sgd")
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vpipe")
+    ended = vpipe("train", "run.yml", cwd=folder, launcher=launcher)
+    assert ended.code == 0, ended.said
+    assert len(losses(only_run(folder))) == 3
+
+
+def test_the_number_of_ranks_under_torchrun_must_fit(tiny):
+    folder = tiny()
+    launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "vpipe")
+    ended = vpipe("train", "run.yml", cwd=folder, launcher=launcher)
+    assert ended.code != 0
+    assert "describes 2 ranks and 1 were started" in ended.said
+
+
+def test_a_chinese_gpt_writes_a_sentence(tiny):
+    folder = tiny(model_type="cpm", data_dir="chinese.txt", max_updates=4, prompt="山")
+    (folder / "chinese.txt").write_text("山高月小,水落石出。清风徐来,水波不兴。\n\n" * 200)
+    ended = vpipe("train", "run.yml", cwd=folder)
+    assert ended.code == 0, ended.said
+    assert "'山' goes on: " in ended.out
+
+
+def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny):
+    from transformers import AutoModelForMaskedLM, AutoTokenizer
+
+    folder = tiny(max_updates=2)
+    ended = vpipe("train", "run.yml", cwd=folder)
+    assert ended.code == 0, ended.said
+    exported = only_run(folder) / "model"
+    model = AutoModelForMaskedLM.from_pretrained(str(exported), local_files_only=True)
+    assert model.config.hidden_size == 32
+    tokenizer = AutoTokenizer.from_pretrained(str(exported), local_files_only=True)
+    assert "fox" in tokenizer.decode(tokenizer("the quick brown fox")["input_ids"])
+    keys = ("--set", f"pretrained={exported}", "--set", "log_directory=again")
+    again = vpipe("train", "run.yml", *keys, cwd=folder)
+    assert again.code == 0, again.said
+    assert "started from" in again.out
+
+
+@pytest.mark.parametrize("name", ["bert_tiny", "cpm_tiny", "translation_tiny", "demo"])
+def test_every_small_configuration_trains(name, tmp_path):
+    small = {
+        "max_updates": 3,
+        "max_samples": 64,
+        "evaluation_samples": 8,
+        "batch_size": 2,
+        "sequence_length": 16,
+    }
+    if name == "demo":
+        small |= {"hidden_size": 32, "vocab_size": 512, "data_dir": str(CONFIGS)}
+    keys = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    ended = vpipe("train", CONFIGS / f"{name}.yml", *keys, cwd=tmp_path)
+    assert ended.code == 0, ended.said
+    assert len(losses(only_run(tmp_path))) == 3
+
+
+@pytest.mark.timeout(300)
+def test_the_guides_three_systems_side_by_side(tmp_path):
+    """The real partitions of 24 layers, with layers that are as thin as can be."""
+    small = {
+        "hidden_size": 8,
+        "num_heads": 1,
+        "vocab_size": 64,
+        "sequence_length": 4,
+        "batch_size": 1,
+        "max_updates": 3,
+        "max_samples": 40,
+        "evaluation_samples": 2,
+    }
+    keys = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
+    files = [CONFIGS / f"bert_4{system}.yml" for system in ("gpipe", "pipedream", "vpipe")]
+    picture = tmp_path / "picture.png"
+    ended = vpipe("compare", *files, *keys, "--plot", picture, "--json", cwd=tmp_path, timeout=280)
+    assert ended.code == 0, ended.said
+    results = json.loads(ended.out)
+    assert [result["label"] for result in results] == ["bert_4gpipe", "bert_4pipedream", "bert_4vpipe"]
+    assert [result["partition"] for result in results] == [
+        [13, 13, 13, 10],
+        [13, 13, 13, 10],
+        [12, 13, 13, 11],
+    ]
+    assert picture.read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,143 @@
+"""The comparison of runs: variants, table, picture."""
+
+import io
+import math
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from vpipe.compare import Result, Variant, comparison_table, split_values, variants
+from vpipe.compare_plot import plot
+from vpipe.errors import ConfigError, VPipeError
+
+A, B = Path("configs/a.yml"), Path("configs/b.yml")
+
+
+def result(label: str, speed: float, **more: Any) -> Result:
+    known: Result = {
+        "label": label,
+        "loss": 2.5,
+        "samples_per_s": speed,
+        "seconds_per_update": 16 / speed if speed else 0.0,
+        "communication_share": 0.125,
+        "bubble_share": 0.25,
+        "of_limit": 0.9,
+        "peak_memory": [2**30, 2**29],
+        "updates": 3,
+        "losses": [[0, 4.0], [1, 3.0], [2, 2.5]],
+    }
+    return {**known, **more}  # type: ignore[typeddict-item]
+
+
+def rows(*results: Result) -> list[list[str]]:
+    console = Console(width=200, file=io.StringIO(), record=True)
+    console.print(comparison_table(results))
+    lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
+
+
+def test_files_alone() -> None:
+    assert variants([A, B]) == [Variant("a", A), Variant("b", B)]
+
+
+def test_every_combination() -> None:
+    made = variants([A, B], ["batch_size=8,16", "schedule=gpipe,1f1b"], ["epochs=2"])
+    assert len(made) == 8
+    assert made[0] == Variant(
+        "a batch_size=8 schedule=gpipe", A, ("epochs=2", "batch_size=8", "schedule=gpipe")
+    )
+    assert made[-1].label == "b batch_size=16 schedule=1f1b"
+    assert len({variant.label for variant in made}) == 8
+
+
+def test_files_of_the_same_name() -> None:
+    other = Path("elsewhere/a.yml")
+    assert [variant.label for variant in variants([A, other, B])] == ["configs/a.yml", "elsewhere/a.yml", "b"]
+
+
+@pytest.mark.parametrize(
+    ("text", "values"),
+    [
+        ("8, 16", ["8", "16"]),
+        ("[1,2],[2,1]", ["[1,2]", "[2,1]"]),
+        ("0.5,[1,[2,3]],x", ["0.5", "[1,[2,3]]", "x"]),
+        ("1,", ["1", ""]),
+        ("", [""]),
+    ],
+)
+def test_values(text: str, values: list[str]) -> None:
+    assert split_values(text) == values
+
+
+@pytest.mark.parametrize(
+    ("sweeps", "settings", "message"),
+    [
+        (["batch_size"], [], "--sweep 'batch_size': write a key and its values"),
+        (["=1"], [], "write a key and its values"),
+        (["batch_size="], [], "write a key and its values"),
+        (["batch_size=1,,2"], [], "write a key and its values"),
+        (["batchsize=1"], [], "unknown key 'batchsize': did you mean 'batch_size'?"),
+        (["xyzzy=1"], [], "unknown key 'xyzzy': `docs/config.md` lists the keys"),
+        (["seed=1", "seed=2"], [], "--sweep seed=2: seed is swept twice"),
+        (["seed=1,1"], [], "a seed=1 would run 2 times"),
+        (["seed=1"], ["seed=2"], "--sweep seed=1: --set gives seed one value"),
+    ],
+)
+def test_mistakes(sweeps: list[str], settings: list[str], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        variants([A], sweeps, settings)
+    assert message in str(caught.value)
+
+
+def test_nothing_or_the_same_twice() -> None:
+    with pytest.raises(ConfigError, match="nothing to compare"):
+        variants([])
+    with pytest.raises(ConfigError, match="would run 2 times"):
+        variants([A, A])
+
+
+def test_table() -> None:
+    slow, fast = rows(result("gpipe", 100.0), result("vpipe[x]", 134.0))
+    memory = "1.00 0.50"
+    assert slow == ["gpipe", "100.0", "1.00x", "160.0", "12.5%", "25.0%", "90.0%", memory, "2.5000"]
+    assert fast[:3] == ["vpipe[x]", "134.0 *", "1.34x"]
+
+
+def test_figures_that_are_missing() -> None:
+    missing = result("a", 0.0, loss=None, communication_share=None, bubble_share=math.nan, peak_memory=[])
+    (row,) = rows(missing)
+    assert row == ["a", "0.0", "–", "0.0", "–", "–", "90.0%", "–", "–"]
+    assert rows() == []
+    assert rows(result("a", 1.0, loss=math.nan))[0][-1] == "nan"
+
+
+def test_one_alone_is_not_the_fastest() -> None:
+    assert rows(result("a", 5.0))[0][1] == "5.0"
+    assert [row[1] for row in rows(result("a", 5.0), result("b", 5.0))] == ["5.0", "5.0"]
+
+
+@pytest.mark.parametrize("count", [0, 1, 3, 16])
+def test_plot(tmp_path: Path, count: int) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "comparison.png"
+    plot(
+        [result(f"run{n} batch_size={n}", 10.0 * n, losses=[[0, 1.0], [1, math.nan]]) for n in range(count)],
+        path,
+    )
+    assert path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plot_without_matplotlib(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    for name in ("matplotlib", "matplotlib.figure", "matplotlib.backends.backend_agg"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(VPipeError, match=r"pip install 'vpipe\[plot\]'"):
+        plot([result("a", 1.0)], tmp_path / "comparison.png")
+
+
+def test_a_plot_that_cannot_be_written(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    with pytest.raises(VPipeError, match="the plot cannot be written: No such file or directory"):
+        plot([result("a", 1.0)], tmp_path / "nowhere" / "comparison.png")

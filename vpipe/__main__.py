@@ -1,0 +1,5 @@
+"""`python -m vpipe`, which is how the launcher starts the ranks."""
+
+from vpipe.cli import main
+
+main()

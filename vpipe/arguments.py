@@ -1,0 +1,56 @@
+"""The pipeline that a configuration describes, as arguments of `Pipeline`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vpipe.errors import ConfigError
+from vpipe.files import read_text
+from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+
+def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
+    """Where the stages are cut, where they sit, and in which order they work."""
+    shape = {"partition": config.partition, "recompute_ratio": config.ratio}
+    if config.chosen_schedule.endswith(".csv"):
+        return {"schedule": build_schedule(config), **shape}
+    return {
+        "schedule": config.chosen_schedule,
+        "stages": config.positions,
+        "minibatches": config.minibatches,
+        "update_interval": config.update_interval,
+        "chunks": config.chunks,
+        "replicas": config.replicas,
+        **shape,
+    }
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    """The schedule itself; that it fits the ranks and the partition is checked before any rank starts."""
+    name = config.chosen_schedule
+    if name.endswith(".csv"):
+        schedule = read_table(read_text(config.path(name)), name)
+    else:
+        schedule = build(
+            name,
+            config.positions,
+            None if name in ASYNCHRONOUS else config.minibatches or 2 * config.positions,
+            chunks=config.chunks,
+            replicas=config.replicas,
+            update_interval=config.update_interval,
+        )
+    if config.machines is not None and len(config.machines) != schedule.num_ranks:
+        raise ConfigError(
+            f"{config.source}: machines names {len(config.machines)} ranks, but schedule {name!r} has "
+            f"{schedule.num_ranks}: make the two equal"
+        )
+    if isinstance(config.partition, list) and len(config.partition) != schedule.num_stages:
+        where = "" if config.machines is None else f" on the {len(config.machines)} ranks of `machines`"
+        raise ConfigError(
+            f"{config.source}: partition is {config.partition}, which has {len(config.partition)} stages, but "
+            f"schedule {name!r} has {schedule.num_stages}{where}: give one number of blocks for each"
+        )
+    return schedule

@@ -1,0 +1,71 @@
+"""The memory and the cores that this process may use: what the machine has, and what its cgroup allows."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+# The two versions of cgroups: where they hang, limit, use.
+_CGROUPS = (
+    ("sys/fs/cgroup", "memory.max", "memory.current"),
+    ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+)
+
+
+def free_memory(root: Path = Path("/")) -> int | None:
+    """Bytes that can still be had; None where there is no /proc."""
+    free = [_available(root), *(_left(*group) for group in _groups(root))]
+    known = [size for size in free if size is not None]
+    return min(known) if known else None
+
+
+def cores(root: Path = Path("/")) -> float:
+    """Cores that this process may run on; a cgroup may allow a part of one."""
+    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _text(root / "sys/fs/cgroup/cpu.max").split()
+    if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
+        return min(float(own), int(quota[0]) / int(quota[1]))
+    return float(own)
+
+
+def _available(root: Path) -> int | None:
+    for line in _text(root / "proc/meminfo").splitlines():
+        words = line.split()
+        if words[:1] == ["MemAvailable:"] and words[1:2] and words[1].isdigit():
+            return int(words[1]) * 1024
+    return None
+
+
+def _groups(root: Path) -> list[tuple[Path, str, str]]:
+    """The group of this process and those around it: each may have a limit."""
+    found = []
+    for line in _text(root / "proc/self/cgroup").splitlines():
+        number, controllers, own = [*line.split(":", 2), "", ""][:3]
+        if number != "0" and "memory" not in controllers.split(","):
+            continue
+        mount, limit, use = _CGROUPS[0 if number == "0" else 1]
+        folder = root / mount / own.strip("/")
+        while folder != root / mount and (root / mount) in folder.parents:
+            found.append((folder, limit, use))
+            folder = folder.parent
+        found.append((root / mount, limit, use))
+    return found
+
+
+def _left(folder: Path, limit: str, use: str) -> int | None:
+    """The group's limit less what it uses; files in its cache give way when memory is short."""
+    allowed, used = _text(folder / limit).strip(), _text(folder / use).strip()
+    if not allowed.isdigit() or not used.isdigit():  # "max": no limit
+        return None
+    statistics = dict(
+        line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line
+    )
+    cache = statistics.get("inactive_file", "0").strip()
+    return max(0, int(allowed) - int(used) + (int(cache) if cache.isdigit() else 0))
+
+
+def _text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return ""

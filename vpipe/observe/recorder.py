@@ -1,0 +1,145 @@
+"""Everything that a rank tells while it trains: its log, and on rank 0 the metrics and the progress."""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from pathlib import Path
+from statistics import mean
+from typing import TYPE_CHECKING, Any
+
+from vpipe.observe.figures import Meter, RankFigures, bytes_for_people, shares, stage_figures
+from vpipe.observe.log import RankLog
+from vpipe.observe.metrics import MetricsWriter
+from vpipe.observe.progress import ProgressReport
+
+if TYPE_CHECKING:
+    from vpipe.pipeline import Pipeline
+
+RECENT = 10
+"""Updates whose mean is the final loss: a single minibatch's says little."""
+
+
+class Recorder:
+    def __init__(
+        self,
+        pipe: Pipeline,
+        folder: Path,
+        *,
+        total: int,
+        samples: int,
+        tokens: int,
+        print_frequency: int,
+        verbose_frequency: int,
+    ) -> None:
+        """`samples` are those of an update, `tokens` those of a sample."""
+        self.log = RankLog(folder / f"output.log.{pipe.rank}")
+        self.losses: list[tuple[int, float]] = []
+        self.evaluations: list[tuple[int, float]] = []
+        self._pipe = pipe
+        self._total = total
+        self._samples, self._tokens = samples, tokens
+        self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
+        self._recent: deque[float] = deque(maxlen=print_frequency)
+        self._meter = Meter(pipe)
+        self._detailed = self._meter.total()
+        self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
+        self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
+        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+
+    def say(self, line: str) -> None:
+        self.log.line(line)
+        self._progress.say(line)
+
+    def update(self, update: int, loss: float, epoch: int) -> None:
+        """An update's loss has arrived."""
+        self.losses.append((update, loss))
+        self._recent.append(loss)
+        if update >= self._warm and not self._meter.running:
+            self._meter.start()
+        done, loss = update + 1, mean(self._recent)
+        figures = self._speed()
+        line = None
+        if done % self._print_frequency == 0 or done == self._total:
+            line = f"Epoch {epoch}, Iteration {done}, Loss: {loss:.4f}"
+            self.log.line(line)
+            self._write("train", done, epoch=epoch, loss=loss, **figures)
+        self._progress.update(done, loss, figures, line)
+        if self._verbose_frequency and done % self._verbose_frequency == 0:
+            self._tell_details(done)
+
+    def pause(self) -> None:
+        """Something else than training follows, until the next update."""
+        self._meter.stop()
+
+    def evaluation(self, loss: float) -> None:
+        done = self._pipe.updates
+        self.evaluations.append((done, loss))
+        self.say(f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
+        self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
+
+    def summary(self) -> dict[str, Any]:
+        """The whole run in figures, the same on every rank. All ranks call it when the pipeline is empty."""
+        self._meter.stop()
+        gathered = self._pipe.world.all_gather("figures", self._meter.total().numbers)
+        ranks = [RankFigures(*numbers) for numbers in gathered]
+        placement = self._pipe.schedule.placement
+        by_rank = stage_figures(ranks, placement)
+        first = ranks[0]
+        summary = {
+            "loss": mean(loss for _, loss in self.losses[-RECENT:]),
+            "evaluation_loss": self.evaluations[-1][1],
+            "perplexity": perplexity(self.evaluations[-1][1]),
+            "updates": self._pipe.updates,
+            "samples_per_s": self._samples * first.updates / first.seconds if first.seconds else 0.0,
+            "seconds_per_update": first.seconds / first.updates if first.updates else 0.0,
+            **shares(ranks),
+            "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
+            "ranks": by_rank,
+            "losses": self.losses,
+            "evaluations": self.evaluations,
+        }
+        self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
+        return summary
+
+    def close(self) -> None:
+        self._progress.close()
+        self.log.close()
+        if self._metrics is not None:
+            self._metrics.close()
+
+    def _speed(self) -> dict[str, float]:
+        so_far = self._meter.total()
+        rate = self._samples * so_far.updates / so_far.seconds if so_far.seconds else 0.0
+        return {
+            "learning_rate": self._pipe.learning_rate,
+            "samples_per_s": rate,
+            "tokens_per_s": rate * self._tokens,
+            "peak_memory": so_far.peak_memory,
+        }
+
+    def _tell_details(self, done: int) -> None:
+        """What this rank did for an update, on average since the last such line."""
+        total = self._meter.total()
+        recent, self._detailed = total.since(self._detailed), total
+        if not recent.updates:
+            return
+        each = {name: 1000 * getattr(recent, name) / recent.updates for name in TIMES}
+        times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in each.items())
+        sent, received = recent.bytes_sent / recent.updates, recent.bytes_received / recent.updates
+        stages = ", ".join(map(str, self._pipe.runtime.stages))
+        self.log.line(
+            f"Iteration {done}, stage {stages}, for each update: {times}, "
+            f"sent {bytes_for_people(sent)}, received {bytes_for_people(received)}"
+        )
+
+    def _write(self, kind: str, update: int, **figures: Any) -> None:
+        if self._metrics is not None:
+            self._metrics.write(kind, update, **figures)
+
+
+TIMES = ("forward", "backward", "update", "send", "wait")
+
+
+def perplexity(loss: float) -> float:
+    return math.exp(min(loss, 700.0))

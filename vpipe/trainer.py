@@ -1,0 +1,239 @@
+"""What every rank of a run does: build the pipeline, train, evaluate, keep checkpoints, tell the figures."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vpipe import checkpoint
+from vpipe.arguments import build_schedule, pipeline_arguments
+from vpipe.communication import ProcessWorld, agree
+from vpipe.config import RunConfig
+from vpipe.config_file import resolved_yaml
+from vpipe.data import Batches, Sampler
+from vpipe.datasets import Datasets, make_datasets
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.files import write_json, write_text
+from vpipe.launch import LAUNCHED
+from vpipe.models import build_model
+from vpipe.observe.folder import make_run_folder
+from vpipe.observe.recorder import Recorder
+from vpipe.pipeline import Pipeline
+from vpipe.resume import find_checkpoint
+from vpipe.runtime import count_labels
+from vpipe.weights import learning_rate_policy, optimizer_factory
+
+
+class Trainer:
+    """One rank's part of a run. Every rank makes one and calls the same methods."""
+
+    def __init__(self, config: RunConfig) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        self.config = config
+        # gloo only where it is asked for: on one host shared memory is faster.
+        channel = "gloo" if config.distributed_backend == "gloo" else "auto"
+        self.world = ProcessWorld(channel, config.timeout)
+        if self.world.size != config.ranks:
+            raise ConfigError(
+                f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
+                f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
+            )
+        self.rank = self.world.rank
+        self.folder = self._agree_on_folder()
+        self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
+        self.data = agree(self.world, "data", self._read_data)
+        self.sampler = Sampler(len(self.data.train), config.batch_size, config.seed)
+        self.interval = build_schedule(config).update_interval
+        self.minibatches = config.epochs * self.sampler.minibatches_per_epoch
+        if config.max_updates is not None:
+            self.minibatches = min(self.minibatches, config.max_updates * self.interval)
+        self.updates = -(-self.minibatches // self.interval)
+        self.offset = (
+            0  # minibatches of earlier runs beyond what this run's interval counts for their updates
+        )
+        self.pipe = self._build_pipeline()
+
+    def restore(self, resume: str | None) -> str | None:
+        """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything."""
+        path = agree(self.world, "checkpoint", lambda: self._find(resume))
+        path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
+        if path is not None:
+            self._check_position(checkpoint.load(self.pipe, Path(path)), path)
+            return f"resumed from {path} after {self.pipe.updates} updates"
+        if resume is not None:
+            return "there is no checkpoint to resume from: training starts anew"
+        if self.config.pretrained is not None:
+            written = self.config.pretrained
+            missing = checkpoint.load_pretrained(self.pipe, self.model, self.config.path(written))
+            return f"started from {written}" + (f", which lacks {', '.join(missing)}" if missing else "")
+        return None
+
+    def train(self, resume: str | None = None) -> dict[str, Any]:
+        """Train to the end and return the summary of the run."""
+        config, pipe = self.config, self.pipe
+        restored = self.restore(resume)
+        if pipe.updates >= self.updates:
+            raise VPipeError(
+                f"there is nothing to train: {pipe.updates} of {self.updates} updates are made: "
+                "raise epochs or max_updates"
+            )
+        self._describe_run()
+        recorder = Recorder(
+            pipe,
+            self.folder,
+            total=self.updates,
+            samples=self.interval * config.batch_size,
+            tokens=config.sequence_length,
+            print_frequency=config.print_frequency,
+            verbose_frequency=config.verbose_frequency,
+        )
+        for line in (self._describe_ranks(), restored):
+            if line is not None:
+                recorder.say(line)
+        evaluated = saved = pipe.updates
+        try:
+            batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
+            for update, loss in pipe.train(batches):
+                recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
+                if update + 1 == self.updates:
+                    continue
+                if config.evaluation_interval and update + 1 - evaluated >= config.evaluation_interval:
+                    recorder.pause()
+                    recorder.evaluation(self.evaluate())
+                    evaluated = pipe.updates
+                if config.checkpoint_interval and update + 1 - saved >= config.checkpoint_interval:
+                    recorder.pause()
+                    self.save()
+                    saved = pipe.updates
+            recorder.pause()
+            recorder.evaluation(self.evaluate())
+            summary = recorder.summary() | {
+                "schedule": pipe.schedule.name,
+                "partition": list(pipe.layout.partition),
+                "checkpoint": str(self.save()),
+                "report": str(self.folder / "summary.json"),
+            }
+        finally:
+            recorder.close()
+        return summary
+
+    def evaluate(self) -> float:
+        """The mean loss over the validation samples, always the same ones."""
+        config, samples = self.config, len(self.data.validation)
+        sampler = Sampler(samples, config.batch_size, config.seed)
+        count = -(-min(samples, config.evaluation_samples) // config.batch_size)
+        return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
+
+    def save(self) -> Path:
+        """Write a checkpoint; an asynchronous pipeline is drained for it."""
+        self.pipe.flush()
+        folder = self.folder / "checkpoints"
+        position = {"minibatch": self.position(self.pipe.updates), **self._order()}
+        path = checkpoint.save(self.pipe, folder, position)
+        if self.rank == 0:
+            checkpoint.prune(folder, self.config.keep_checkpoints)
+        return path
+
+    def position(self, updates: int) -> int:
+        """The minibatches that so many updates have used."""
+        return min(self.minibatches, self.offset + updates * self.interval)
+
+    def close(self) -> None:
+        self.pipe.close()
+
+    def _agree_on_folder(self) -> Path:
+        """The launcher has made the run's folder; otherwise rank 0 makes it for all."""
+
+        def make() -> str | None:
+            if LAUNCHED in os.environ:
+                return os.environ[LAUNCHED]
+            return str(make_run_folder(Path(self.config.log_directory))) if self.rank == 0 else None
+
+        return Path(self.world.all_gather("folder", agree(self.world, "run folder", make))[0])
+
+    def _read_data(self) -> Datasets:
+        """A tokenizer is trained once, by rank 0; the others wait and find it in the cache."""
+        cache = self.folder.parent / "cache"
+        if self.rank:
+            self.world.all_gather("tokenizer", None)
+            return make_datasets(self.config, self.model, cache)
+        try:
+            return make_datasets(self.config, self.model, cache)
+        finally:
+            self.world.all_gather("tokenizer", None)
+
+    def _build_pipeline(self) -> Pipeline:
+        config, train = self.config, self.data.train
+        policy = learning_rate_policy(
+            config.learning_rate_policy, warmup=config.warmup_updates, total=self.updates
+        )
+        return Pipeline(
+            self.model,
+            train.batch(range(min(config.batch_size, len(train))), 0),
+            optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+            lr_scheduler=policy,
+            precision=config.precision,
+            clip_norm=config.clip_norm,
+            loss_weight=count_labels,
+            seed=config.seed,
+            world=self.world,
+            **pipeline_arguments(config),
+        )
+
+    def _find(self, resume: str | None) -> str | None:
+        if resume is None or self.rank:
+            return None
+        found = find_checkpoint(resume, self.folder.parent)
+        return None if found is None else str(found)
+
+    def _order(self) -> dict[str, Any]:
+        """All that the order of the samples follows from, and what the first of them looks like."""
+        train = self.data.train
+        first = hashlib.sha256()
+        for field in train.batch([0], 0).values():
+            first.update(field.numpy().tobytes())
+        return {
+            "batch_size": self.config.batch_size,
+            "number of samples": len(train),
+            "seed": self.config.seed,
+            "first sample": first.hexdigest()[:16],
+        }
+
+    def _check_position(self, position: dict[str, Any], path: str) -> None:
+        """Go on at the sample where the checkpoint was made."""
+        for key, value in self._order().items():
+            if position[key] != value:
+                raise ConfigError(
+                    f"{path} was made with {key} {position[key]} and this run has {value}: the order of the samples "
+                    f"would be another; use the same {key} and data, or start from the weights alone with `pretrained`"
+                )
+        done = self.pipe.updates
+        self.offset = position["minibatch"] - done * self.interval
+        self.updates = done - (-(self.minibatches - position["minibatch"]) // self.interval)
+
+    def _describe_run(self) -> None:
+        """The resolved configuration and the plan, for whoever looks at the run later."""
+        if self.rank == 0:
+            layout = self.pipe.layout
+            plan = {
+                "partition": list(layout.partition),
+                "recompute_ratio": self.config.ratio,
+                "schedule": layout.schedule.name,
+                "placement": [list(ranks) for ranks in layout.schedule.placement],
+                "blocks": [[layout.graph.blocks[b].name for b in s.blocks] for s in layout.stage_graphs],
+            }
+            write_text(self.folder / "config.yml", resolved_yaml(self.config))
+            write_json(self.folder / "plan.json", plan)
+
+    def _describe_ranks(self) -> str:
+        layout = self.pipe.layout
+        why = "GPUs are not used yet" if torch.cuda.is_available() else "there is no GPU here"
+        return (
+            f"{type(self.model).__name__}: {len(layout.graph.blocks)} blocks as {list(layout.partition)} on "
+            f"{self.world.size} CPU ranks ({why}), schedule {layout.schedule.name}, {self.updates} updates of "
+            f"{self.interval} x {self.config.batch_size} samples"
+        )
