@@ -87,11 +87,11 @@ def test_missing_container(mistaken):
     assert "container is 'image.sif'" in mistaken(container="image.sif")
 
 
-# Found by the ranks.
-
-
 def test_missing_text(mistaken):
     assert "data_dir is" in mistaken(data_dir="nowhere")
+
+
+# Found by the ranks.
 
 
 def test_empty_text(mistaken, tmp_path):
@@ -117,26 +117,29 @@ def test_nothing_to_resume_from(mistaken, tmp_path):
 # Faults.
 
 
-@pytest.mark.parametrize("rank", [0, 1])
-def test_a_killed_rank_ends_the_run(rank, mistaken, tmp_path):
+@pytest.fixture
+def endless(tmp_path):
+    """A run that would go on for long."""
+    (tmp_path / "text").mkdir()
+    (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
     (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"epochs": 100_000}))
+
+
+def test_a_killed_rank_ends_the_run(endless, tmp_path):
     process = start("train", "run.yml", cwd=tmp_path)
     try:
-        victim = _wait_for_rank(rank, tmp_path)
+        victim = _wait_for_rank(1, tmp_path)
         os.kill(victim, signal.SIGKILL)
         _, err = process.communicate(timeout=30)
     finally:
         end(process)
     assert process.returncode == 2
-    assert f"rank {rank} was killed by SIGKILL" in err
+    assert "rank 1 was killed by SIGKILL" in err
     assert not alive(str(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number, tmp_path):
-    (tmp_path / "text").mkdir()
-    (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
-    (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"epochs": 100_000}))
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
+def test_no_rank_outlives_the_launcher(number, endless, tmp_path):
     process = start("train", "run.yml", cwd=tmp_path)
     try:
         _wait_for_rank(0, tmp_path)

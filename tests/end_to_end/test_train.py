@@ -156,7 +156,7 @@ def test_every_small_configuration_trains(name, tmp_path):
         "sequence_length": 16,
     }
     if name == "demo":
-        small |= {"hidden_size": 32, "vocab_size": 512, "data_dir": str(CONFIGS)}
+        small |= {"hidden_size": 32, "vocab_size": 512, "data_dir": str(CONFIGS), "warmup_updates": 0}
     keys = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
     ended = vpipe("train", CONFIGS / f"{name}.yml", *keys, cwd=tmp_path)
     assert ended.code == 0, ended.said

@@ -52,7 +52,7 @@ def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Channel
         torch.empty(0, 7),
         torch.randn(500, 700)[::2, ::3],
     ],
-    ids=str,
+    ids=lambda tensor: f"{tensor.dtype}{list(tensor.shape)}",
 )
 def test_a_tensor_arrives_as_it_was_sent(pair: Callable, tensor: torch.Tensor) -> None:
     a, b = pair()

@@ -38,6 +38,7 @@ def launch(config: RunConfig, arguments: Sequence[str], *, quiet: bool = False) 
     """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
     _check_hosts(config)
     build_schedule(config)
+    _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
@@ -64,6 +65,14 @@ def _check_hosts(config: RunConfig) -> None:
                 f"{config.source}: machines names {machine!r}, which is not this host ({socket.gethostname()}): "
                 f"start `torchrun ... -m vpipe train {config.source}` on each host, or name localhost"
             )
+
+
+def _check_paths(config: RunConfig) -> None:
+    """What is not there need not wait for the ranks to find out."""
+    for key in ("data_dir", "tokenizer", "pretrained"):
+        written = getattr(config, key)
+        if written is not None and not config.path(written).exists():
+            raise ConfigError(f"{config.source}: {key} is {written!r}: there is no {config.path(written)}")
 
 
 def _interpreter(config: RunConfig) -> list[str]:
