@@ -1,0 +1,26 @@
+"""The numbers that a profile holds, the plan that is made from them, and the files of both."""
+
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost.files import read_any_profile, read_profile, write_profile
+from vpipe.cost.pipedream import read_pipedream_graph
+from vpipe.cost.plan_file import KEEP, POLICIES, RECOMPUTE, SWAP, Plan, read_plan, write_plan
+from vpipe.cost.scaling import for_batch_size
+
+__all__ = [
+    "KEEP",
+    "POLICIES",
+    "RECOMPUTE",
+    "SWAP",
+    "BlockCost",
+    "DeviceCost",
+    "LinkCost",
+    "Plan",
+    "Profile",
+    "for_batch_size",
+    "read_any_profile",
+    "read_pipedream_graph",
+    "read_plan",
+    "read_profile",
+    "write_plan",
+    "write_profile",
+]

@@ -1,0 +1,68 @@
+"""What blocks, devices and links cost: times in seconds, sizes in bytes, bandwidths in bytes a second.
+
+All of a block's figures are those of one minibatch of `Profile.batch_size` samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class BlockCost:
+    name: str
+    forward: float
+    input_gradient: float
+    """The part of backward that another stage waits for."""
+    weight_gradient: float
+    update: float
+    """The optimizer's part for this block's parameters, once for each update."""
+    kept_bytes: int
+    """What autograd keeps for backward and no earlier block has kept already; parameters are not counted."""
+    boundary_bytes: int
+    """What crosses the cut behind the block; its gradient is as large."""
+    parameter_bytes: int
+    spread: float = 0.0
+    """How far the measured times lie apart, as a share of their median."""
+
+    @property
+    def backward(self) -> float:
+        return self.input_gradient + self.weight_gradient
+
+
+@dataclass(frozen=True)
+class DeviceCost:
+    memory: int
+    to_host: float
+    from_host: float
+
+
+@dataclass(frozen=True)
+class LinkCost:
+    bandwidth: float
+    latency: float
+    sender_busy: bool = False
+    """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
+
+    def seconds(self, count: float) -> float:
+        """How long so many bytes are under way."""
+        return self.latency + count / self.bandwidth
+
+
+@dataclass(frozen=True)
+class Profile:
+    blocks: tuple[BlockCost, ...]
+    device: DeviceCost
+    link: LinkCost
+    """Between any two ranks, unless `links` says otherwise."""
+    batch_size: int
+    optimizer_ratio: float = 2.0
+    """Bytes of optimizer state for each byte of parameters: 2 for Adam, 1 for SGD with momentum."""
+    links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
+    """By sending and receiving rank."""
+    fingerprint: str = ""
+    """That of the model; empty if it is unknown."""
+
+    def link_between(self, sender: int, receiver: int) -> LinkCost:
+        return self.links.get((sender, receiver), self.link)

@@ -1,0 +1,115 @@
+"""The profile as a JSON file, which a person can write by hand; docs/formats.md describes it."""
+
+from __future__ import annotations
+
+from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
+from pathlib import Path
+from typing import Any
+
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost.json_fields import Fields, write_json
+from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
+from vpipe.errors import ConfigError
+from vpipe.files import read_json, read_text
+
+FORMAT = "vpipe profile 1"
+KEYS = ("format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks")
+DEVICE_KEYS = ("memory", "to_host", "from_host")
+LINK_KEYS = ("bandwidth", "latency", "sender_busy")
+BLOCK_KEYS = tuple(entry.name for entry in dataclass_fields(BlockCost))
+
+DEVICE_EXAMPLE = '{"memory": 11811160064, "to_host": 1.2e10, "from_host": 1.2e10}'
+LINK_EXAMPLE = '{"bandwidth": 1e10, "latency": 2e-5}'
+BLOCK_EXAMPLE = (
+    '{"forward": 0.01, "input_gradient": 0.01, "weight_gradient": 0.01, '
+    '"kept_bytes": 1000, "boundary_bytes": 100, "parameter_bytes": 4000}'
+)
+PROFILE_EXAMPLE = '{"batch_size": 8, "device": {...}, "link": {...}, "blocks": [...]}'
+
+
+def read_any_profile(path: Path) -> Profile:
+    """A profile of ours, or PipeDream's graph.txt: whichever the file holds."""
+    text = read_text(path)
+    if text.lstrip().startswith("{"):
+        return read_profile(path)
+    if is_pipedream_graph(text):
+        return read_pipedream_graph(path)
+    raise ConfigError(
+        f"{path}: is neither a profile in JSON nor a graph.txt of PipeDream: "
+        "make one with `vpipe profile`, or see docs/formats.md"
+    )
+
+
+def read_profile(path: Path) -> Profile:
+    top = Fields(read_json(path), str(path), KEYS, PROFILE_EXAMPLE)
+    if top.text("format", FORMAT) != FORMAT:
+        raise top.fault("format", f"{FORMAT!r}, or left out")
+    device = Fields(top.required("device", DEVICE_EXAMPLE), f"{path}: device", DEVICE_KEYS, DEVICE_EXAMPLE)
+    blocks = top.items("blocks", "a list with an object for each block")
+    return Profile(
+        blocks=tuple(_block(index, values, path) for index, values in enumerate(blocks)),
+        device=DeviceCost(
+            memory=device.count("memory", "bytes", least=1),
+            to_host=device.number("to_host", "bytes a second", positive=True),
+            from_host=device.number("from_host", "bytes a second", positive=True),
+        ),
+        link=_link(Fields(top.required("link", LINK_EXAMPLE), f"{path}: link", LINK_KEYS, LINK_EXAMPLE)),
+        batch_size=top.count("batch_size", "samples of a minibatch", least=1),
+        optimizer_ratio=top.number("optimizer_ratio", "bytes for each byte of parameters", default=2.0),
+        links=_links(top, path),
+        fingerprint=top.text("fingerprint", ""),
+    )
+
+
+def write_profile(profile: Profile, path: Path) -> None:
+    links = [{"from": a, "to": b} | asdict(link) for (a, b), link in sorted(profile.links.items())]
+    values: dict[str, Any] = {
+        "format": FORMAT,
+        "fingerprint": profile.fingerprint,
+        "batch_size": profile.batch_size,
+        "optimizer_ratio": profile.optimizer_ratio,
+        "device": asdict(profile.device),
+        "link": asdict(profile.link),
+    }
+    blocks = [asdict(block) for block in profile.blocks]
+    write_json(values | ({"links": links} if links else {}) | {"blocks": blocks}, path)
+
+
+def _block(index: int, values: Any, path: Path) -> BlockCost:
+    fields = Fields(values, f"{path}: block {index}", BLOCK_KEYS, BLOCK_EXAMPLE)
+    name = fields.text("name", f"block {index}")
+    if "name" in fields:
+        fields.place += f" ({name})"
+    return BlockCost(
+        name=name,
+        forward=fields.number("forward", "seconds"),
+        input_gradient=fields.number("input_gradient", "seconds"),
+        weight_gradient=fields.number("weight_gradient", "seconds"),
+        update=fields.number("update", "seconds", default=0.0),
+        kept_bytes=fields.count("kept_bytes", "bytes"),
+        boundary_bytes=fields.count("boundary_bytes", "bytes"),
+        parameter_bytes=fields.count("parameter_bytes", "bytes"),
+        spread=fields.number("spread", "a share of the median", default=0.0),
+    )
+
+
+def _links(top: Fields, path: Path) -> dict[tuple[int, int], LinkCost]:
+    found: dict[tuple[int, int], LinkCost] = {}
+    example = '{"from": 0, "to": 1, "bandwidth": 1e10, "latency": 2e-5}'
+    entries = top.items("links", f"a list of {example}", empty=True) if "links" in top else []
+    for index, values in enumerate(entries):
+        fields = Fields(values, f"{path}: link {index} of links", ("from", "to", *LINK_KEYS), example)
+        ends = (fields.count("from", "the sending rank"), fields.count("to", "the receiving rank"))
+        if ends in found or ends[0] == ends[1]:
+            raise fields.fault("to", f"another rank than {ends[0]}, and each pair must stand once")
+        found[ends] = _link(fields)
+    return found
+
+
+def _link(fields: Fields) -> LinkCost:
+    return LinkCost(
+        bandwidth=fields.number("bandwidth", "bytes a second", positive=True),
+        latency=fields.number("latency", "seconds", default=0.0),
+        sender_busy=fields.flag("sender_busy", False),
+    )
