@@ -1,8 +1,11 @@
 """The walk: the one event loop that runs a schedule's programs against a clock.
 
 Each rank runs its program in order, one action at a time; an action starts when its rank is free and all that
-the rules ask for is done. Events come out in the order of their starts, and only what is still needed is
-remembered, so an endless schedule can be walked.
+the rules ask for is done. Only what is still needed is remembered, so an endless schedule can be walked.
+
+A *tie* binds an action to one that needs it: F of stage 0 to F of stage 1, F of stage 0 to its own I. Each has
+a number, and `done[number][minibatch]` is when its first end was done; until then, where a rank already waits
+for that, it is -1 - rank. A tie has exactly one reader, with whose start it is forgotten.
 """
 
 from __future__ import annotations
@@ -11,7 +14,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush
-from itertools import product
 from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
@@ -20,13 +22,13 @@ from vpipe.schedule.program import Exists, Schedule
 from vpipe.schedule.rules import Channel, Need, Rules
 
 Cost = Callable[[Action], float]
+Transit = Callable[[Action, int, float], float]
+"""When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end."""
+Hold = Callable[[int, Action, float], float]
+"""When an action that a rank could start at this time really starts."""
 
+F, B, W, STEP, REDUCE = Op.F, Op.B, Op.W, Op.STEP, Op.REDUCE  # members are slow to look up
 SENDS = frozenset({Op.SEND_F, Op.SEND_B})
-RECEIVES = frozenset({Op.RECV_F, Op.RECV_B})
-GATHERED = frozenset({Op.B, Op.W})
-# What each operation leaves for others to need: a whole backward leaves what I does.
-FACTS = (Op.F, Op.I, Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B)  # the last four only where messages are
-MADE = {op: op for op in FACTS} | {Op.B: Op.I}
 
 
 class Event(NamedTuple):
@@ -70,14 +72,42 @@ def walk(
     edges: Iterable[tuple[int, int]] | None = None,
     buffer: int | None = None,
     exists: Exists | None = None,
+    transit: Transit | None = None,
+    hold: Hold | None = None,
+    by_start: bool = True,
 ) -> Iterator[Event]:
     """Yields the events of a run in the order of their starts; raises `Deadlock` where it cannot end.
 
     `buffer`: how many messages of one channel may be under way before a send has to wait; None: any number.
+    `transit` and `hold` tell what a schedule that is not lowered leaves out: how long messages are under way,
+    and what else a rank waits for. They are asked once for each message and action, in the order of the rank
+    that sends or acts. Not `by_start`, events are in order on each rank only, which is faster.
     """
     if buffer is not None and buffer < 1:
         raise ScheduleError(f"a channel buffers at least one message, not {buffer}")
-    return _Walk(schedule, Rules(schedule, edges), cost, buffer, exists).events()
+    walked = _Walk(schedule, Rules(schedule, edges), cost, buffer, exists)
+    return walked.events(transit, hold, by_start)
+
+
+class _Ties(NamedTuple):
+    """The ties of one operation of one stage."""
+
+    needs: tuple[int, ...]
+    makes: tuple[int, ...]
+    sends: tuple[tuple[int, int], ...]
+    """Those that lead to another rank without a message in the programs, each with the stage there."""
+    computes: bool
+
+
+_Ready = tuple[float, int, float, Action, _Ties]
+
+TILE = 16
+"""Where the order of ranks is free, minibatches that neighbours run before the next ranks have their turn.
+
+A thousand ranks hold more than a cache does. In a pipeline in steady state, stage s runs B of minibatch m when
+the stages before it run those of m + 1, m + 2, ...: so tiles are cut along that diagonal (F is ahead of B by the
+stages that follow). In each the lowest rank that can goes first. It is a matter of speed only.
+"""
 
 
 class _Walk:
@@ -92,89 +122,95 @@ class _Walk:
         self.buffer = buffer
         self.programs = [schedule.program(rank, exists) for rank in range(schedule.num_ranks)]
         self.pending: list[Action | None] = [None] * schedule.num_ranks
-        self.free = [0.0] * schedule.num_ranks
-        self.heap: list[tuple[float, int]] = []
         self.interval = schedule.update_interval
-        # Whatever can be needed of a minibatch has a number; `columns` gives those that each action needs.
-        needs = product(FACTS if schedule.lowered else FACTS[:2], range(schedule.num_stages))
-        self.numbers: dict[Need, int] = {need: number for number, need in enumerate(needs)}
-        self.columns = [self.columns_of(rules.table(phase)) for phase in range(rules.period)]
+        self.numbers: dict[tuple[Need, Need], int] = {}
+        self.ties = [self.ties_of(phase) for phase in range(rules.period)]
+        self.done: list[dict[int, float]] = [{} for _ in self.numbers]
+        # Ranks that wait for room in a channel, or for the other ranks of a stage.
         self.waiting: dict[object, list[int]] = {}
-        # When each part of a minibatch was done, and how many stages still owe its W: dropped with the last.
-        self.done: dict[int, list[float | None]] = {}
-        self.owed: dict[int, int] = {}
-        # How many W of each (rank, stage, group) are done; when each rank of a (stage, group) did its REDUCE.
-        self.gathered: dict[tuple[int, int, int], int] = {}
+        # For each stage how many W of a group a replica has done, by group * replicas + replica;
+        # when each rank of a (stage, group) did its REDUCE.
+        self.gathered: list[dict[int, int]] = [{} for _ in schedule.placement]
         self.joined: dict[tuple[int, int], dict[int, float]] = {}
         self.stepped: dict[tuple[int, int], int] = {}
         # Since when each free place of a channel has been free.
         self.places: dict[Channel, deque[float]] = {}
 
-    def events(self) -> Iterator[Event]:
+    def events(self, transit: Transit | None, hold: Hold | None, by_start: bool) -> Iterator[Event]:
         # This loop is the price of every action of a simulation: names are local, and little is called.
-        heap, waiting = self.heap, self.waiting
-        programs, pending, free = self.programs, self.pending, self.free
-        columns, period, interval, stages = (
-            self.columns,
-            self.rules.period,
-            self.interval,
-            self.schedule.num_stages,
-        )
-        done_with, owed, gathered = self.done, self.owed, self.gathered
-        made = [{op: self.numbers.get((MADE[op], stage)) for op in MADE} for stage in range(stages)]
-        nothing: list[float | None] = [None] * len(self.numbers)
+        programs, pending, ties, period = self.programs, self.pending, self.ties, self.rules.period
+        done, gathered, interval = self.done, self.gathered, self.interval
         cost, make_event = self.cost, partial(tuple.__new__, Event)
-        turned: list[int] = list(range(len(programs)))
-        for rank in turned:
-            pending[rank] = next(programs[rank], None)
+        replicas = [len(ranks) for ranks in self.schedule.placement]
+        free = [0.0] * len(programs)
+        ready: list[_Ready] = []
+        rank, last = -1, self.schedule.num_stages - 1
+        turned = list(range(len(programs)))
+        waiters = [-1.0 - number for number in turned]
+        for number in turned:
+            pending[number] = next(programs[number], None)
         while True:
-            # Those who have a new action, or whose action's wait is over, start it or wait (again).
-            for rank in turned:
-                action = pending[rank]
+            # Those whose action's wait is over, and then the rank that has a new one, start it or wait (again).
+            goes_on = False
+            for number in turned:
+                action = pending[number]
                 if action is None:
                     continue
                 stage, op, minibatch = action
-                start = free[rank]
-                done = done_with.get(minibatch, nothing)
-                for column in columns[minibatch % period][stage][op]:
-                    time = done[column]
+                start = free[number]
+                tied = ties[minibatch % period][stage][op]
+                for tie in tied[0]:
+                    time = done[tie].get(minibatch)
                     if time is None:
-                        waiting.setdefault((minibatch, column), []).append(rank)
+                        done[tie][minibatch] = waiters[number]
                         break
                     if time > start:
                         start = time
                 else:
-                    if op not in COMPUTE:
-                        gate = self.gate(rank, action)
+                    if not tied[3]:
+                        gate = self.gate(number, action)
                         if gate is None:
                             continue
-                        start = max(start, gate)
-                    heappush(heap, (start, rank))
-            if not heap:
-                break
-            start, rank = heappop(heap)
-            action = pending[rank]
+                        if gate > start:
+                            start = gate
+                    if by_start:
+                        heappush(ready, (start, number, start, action, tied))
+                    elif number == rank:
+                        goes_on = True
+                    else:
+                        tile = (minibatch - (last if op is F else stage)) // TILE
+                        heappush(ready, (tile, number, start, action, tied))
+            if not goes_on:
+                if not ready:
+                    break
+                _, rank, start, action, tied = heappop(ready)
+                stage, op, minibatch = action
             assert action is not None
-            stage, op, minibatch = action
+            needs, makes, sends, computes = tied
+            for tie in needs:
+                del done[tie][minibatch]
+            if hold is not None:
+                start = hold(rank, action, start)
             end = start + cost(action)
             yield make_event((rank, action, start, end))
-            turned = [rank]
-            fact = made[stage].get(op)
-            if fact is not None:
-                if minibatch not in done_with:
-                    done_with[minibatch] = nothing.copy()
-                    owed[minibatch] = stages
-                done_with[minibatch][fact] = end
-                if (minibatch, fact) in waiting:
-                    turned += waiting.pop((minibatch, fact))
-            if op in GATHERED:
-                key = (rank, stage, minibatch // interval)
-                gathered[key] = gathered.get(key, 0) + 1
-                owed[minibatch] -= 1
-                if not owed[minibatch]:
-                    del done_with[minibatch], owed[minibatch]
-            elif op not in COMPUTE:
+            turned = []
+            for tie in makes:
+                waiter = done[tie].get(minibatch)
+                if waiter is not None:
+                    turned.append(-1 - int(waiter))
+                done[tie][minibatch] = end
+            for tie, reader in sends:
+                waiter = done[tie].get(minibatch)
+                if waiter is not None:
+                    turned.append(-1 - int(waiter))
+                done[tie][minibatch] = end if transit is None else transit(action, reader, end)
+            if op is B or op is W:
+                groups = gathered[stage]
+                turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]
+                groups[turn] = groups.get(turn, 0) + 1
+            elif not computes:
                 turned += self.freed(rank, action, end)
+            turned.append(rank)
             pending[rank] = next(programs[rank], None)
             free[rank] = end
         waits = [
@@ -183,21 +219,57 @@ class _Walk:
         if waits:
             raise Deadlock(waits)
 
-    def columns_of(self, table: list[dict[Op, tuple[Need, ...]]]) -> list[dict[Op, tuple[int, ...]]]:
-        """A table of the rules in numbers (a schedule that is not lowered has none for messages)."""
+    def ties_of(self, phase: int) -> list[dict[Op, _Ties]]:
+        """The ties of each stage's operations, for the minibatches m with m % period = `phase`."""
+        needs: dict[Need, list[int]] = {}
+        makes: dict[Need, list[int]] = {}
+        sends: dict[Need, list[tuple[int, int]]] = {}
+        for stage, row in enumerate(self.rules.table(phase)):
+            for op in self.tied(stage, phase):
+                for made, source in row[op]:
+                    tie = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
+                    needs.setdefault((op, stage), []).append(tie)
+                    # A whole backward makes what I makes, for all but the W that it is itself.
+                    for maker in (Op.I, Op.B) if made is Op.I and op is not Op.W else (made,):
+                        if self.schedule.lowered or self.rules.local(stage, source, phase):
+                            makes.setdefault((maker, source), []).append(tie)
+                        else:
+                            sends.setdefault((maker, source), []).append((tie, stage))
         return [
             {
-                op: tuple(self.numbers[need] for need in needs if need in self.numbers)
-                for op, needs in row.items()
+                op: _Ties(
+                    tuple(needs.get((Op.I if op is Op.B else op, stage), ())),
+                    tuple(makes.get((op, stage), ())),
+                    tuple(sends.get((op, stage), ())),
+                    op in COMPUTE,
+                )
+                for op in Op
             }
-            for row in table
+            for stage in range(self.schedule.num_stages)
         ]
+
+    def tied(self, stage: int, minibatch: int) -> Iterator[Op]:
+        """The operations that a stage has to do with a minibatch; B does those of I."""
+        yield from (Op.F, Op.I, Op.W)
+        if self.schedule.lowered and self.rules.remote_producers(stage, minibatch):
+            yield from (Op.RECV_F, Op.SEND_B)
+        if self.schedule.lowered and self.rules.remote_readers(stage, minibatch):
+            yield from (Op.SEND_F, Op.RECV_B)
 
     def gate(self, rank: int, action: Action) -> float | None:
         """Since when an update or message may start, as far as other minibatches go; None: it waits."""
-        if action.op in UPDATE:
-            return self.update_gate(rank, action)
-        return self.send_gate(action) if action.op in SENDS and self.buffer is not None else 0.0
+        stage, op, last = action
+        if op not in UPDATE:
+            return self.send_gate(action) if op in SENDS and self.buffer is not None else 0.0
+        if self.missing(rank, action):
+            return None  # for good: what is missing stands later in the same program
+        if stage not in self.schedule.reduced or op is REDUCE:
+            return 0.0
+        joined = self.joined.get((stage, last), {})
+        if len(joined) < len(self.schedule.placement[stage]):
+            self.waiting.setdefault((stage, last), []).append(rank)
+            return None
+        return max(joined.values())
 
     def send_gate(self, action: Action) -> float | None:
         """Since when all channels of a send have a free place, which it takes; None: wait for one."""
@@ -208,23 +280,13 @@ class _Walk:
                 return None
         return max((free.popleft() for free in places), default=0.0)
 
-    def update_gate(self, rank: int, action: Action) -> float | None:
-        """Since when a group's gradients are complete; None: wait for the other ranks of the stage."""
-        stage, op, last = action
-        if self.missing(rank, action):
-            return None  # for good: what is missing stands later in the same program
-        if op is Op.REDUCE or stage not in self.schedule.reduced:
-            return 0.0
-        joined = self.joined.get((stage, last), {})
-        if len(joined) < len(self.schedule.placement[stage]):
-            self.waiting.setdefault((stage, last), []).append(rank)
-            return None
-        return max(joined.values())
-
     def missing(self, rank: int, action: Action) -> int:
         """How many W of its group an update still lacks."""
         stage, _, last = action
-        done = self.gathered.get((rank, stage, last // self.interval), 0)
+        group, ranks = last // self.interval, self.schedule.placement[stage]
+        if len(ranks) == 1:
+            return last + 1 - group * self.interval - self.gathered[stage].get(group, 0)
+        done = self.gathered[stage].get(group * len(ranks) + ranks.index(rank), 0)
         return len(self.rules.own(stage, rank, last)) - done
 
     def places_of(self, channel: Channel) -> deque[float]:
@@ -235,14 +297,15 @@ class _Walk:
     def freed(self, rank: int, action: Action, end: float) -> list[int]:
         """Remembers what an update or message leaves behind; the ranks that waited for it."""
         stage, op, last = action
-        if op is Op.STEP:
-            self.gathered.pop((rank, stage, last // self.interval), None)
+        if op is STEP:
+            ranks = self.schedule.placement[stage]
+            self.gathered[stage].pop(last // self.interval * len(ranks) + ranks.index(rank), None)
             if stage in self.schedule.reduced:
                 self.stepped[stage, last] = self.stepped.get((stage, last), 0) + 1
                 if self.stepped[stage, last] == len(self.schedule.placement[stage]):
                     del self.joined[stage, last], self.stepped[stage, last]
             return []
-        if op is Op.REDUCE:
+        if op is REDUCE:
             self.joined.setdefault((stage, last), {})[rank] = end
             return self.waiting.pop((stage, last), [])
         if op in SENDS or self.buffer is None:
@@ -256,13 +319,13 @@ class _Walk:
     def obstacle(self, rank: int, action: Action) -> str:
         """What stands in the way of a rank that waits, in words."""
         stage, op, minibatch = action
-        done = self.done.get(minibatch)
         for needed, source in self.rules.needs(stage, op, minibatch):
-            if done is None or done[self.numbers[needed, source]] is None:
+            tie = self.numbers.get(((needed, source), (Op.I if op is B else op, stage)))
+            if tie is not None and self.done[tie].get(minibatch, -1.0) < 0:
                 return str(Action(source, needed, minibatch))
         if op in SENDS:
             return f"room in its channel, which holds {self.buffer} under way"
         if lacking := self.missing(rank, action):
             return f"{lacking} more backward of stage {stage} before it"
         others = set(self.schedule.placement[stage]) - set(self.joined.get((stage, minibatch), {}))
-        return f"{Action(stage, Op.REDUCE, minibatch)} of rank {', '.join(map(str, sorted(others)))}"
+        return f"{Action(stage, REDUCE, minibatch)} of rank {', '.join(map(str, sorted(others)))}"

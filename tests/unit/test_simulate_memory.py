@@ -1,0 +1,108 @@
+"""Simulated memory against what the schedule says of itself, and by hand."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_simulate_time import block, profile
+from vpipe.cost import BlockCost, LinkCost, Plan, Profile
+from vpipe.schedule import NAMES, build, holdings
+from vpipe.simulate import Memory, simulate
+
+
+def chain(stages: int, **more: int) -> Profile:
+    return profile(*[block(**more)] * stages)
+
+
+def plan(*policies: str) -> Plan:
+    return Plan((1,) * len(policies), policies)
+
+
+@pytest.mark.parametrize(("p", "m"), [(4, 8), (4, 2), (3, 5)])
+def test_1f1b_holds_what_is_in_flight(p: int, m: int) -> None:
+    result = simulate(chain(p), plan(*["keep"] * p), "1f1b", m)
+    assert [rank.memory.activations for rank in result.ranks] == [min(m, p - s) * 10 for s in range(p)]
+    assert [rank.memory.versions for rank in result.ranks] == [0] * p
+
+
+def test_what_makes_up_the_peak() -> None:
+    result = simulate(chain(3), plan("keep", "keep", "keep"), "pipedream", 12)
+    assert [rank.memory for rank in result.ranks] == [
+        Memory(weights=100, versions=200, gradients=100, optimizer=200, activations=30, buffers=8),
+        Memory(weights=100, versions=100, gradients=100, optimizer=200, activations=20, buffers=16),
+        Memory(weights=100, versions=0, gradients=100, optimizer=200, activations=10, buffers=8),
+    ]
+    assert result.ranks[0].memory.total == 638
+    assert (result.in_flight, result.versions) == ((3, 2, 1), (3, 2, 1))
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_in_flight_and_versions_are_the_schedules_own(name: str, replicas: int) -> None:
+    stages = 8 if name in ("interleaved", "zb-v") else 4
+    used = Plan((1,) * stages, ("keep",) * stages, replicas=(replicas,) * 4)
+    result = simulate(chain(stages), used, name, 23)
+    held = holdings(build(name, 4, 23, replicas=(replicas,) * 4))
+    assert list(result.in_flight) == [stage.in_flight for stage in held]
+    assert list(result.versions) == [stage.versions for stage in held]
+
+
+def test_recomputing_keeps_inputs_and_one_block_at_a_time() -> None:
+    """Two blocks of 10 and 30 bytes behind a boundary of 4: inputs while in flight, 30 while backward runs."""
+    blocks = [block(), block(), block(kept_bytes=30)]
+    costs = profile(*blocks)
+    kept = simulate(costs, Plan((1, 2), ("keep",) * 3), "gpipe", 5)
+    again = simulate(costs, Plan((1, 2), ("keep", "recompute", "recompute")), "gpipe", 5)
+    assert kept.ranks[1].memory.activations == 5 * 40
+    assert again.ranks[1].memory.activations == 5 * (4 + 4) + 30
+    # The model's first block reads the batch, which is not counted.
+    assert (
+        simulate(costs, Plan((1, 2), ("recompute", "keep", "keep")), "gpipe", 5).ranks[0].memory.activations
+        == 10
+    )
+
+
+def test_a_split_backward_holds_what_was_recomputed_until_w() -> None:
+    """ZB-H1's last of four stages is three W behind: with the one at work, four minibatches."""
+    result = simulate(chain(4), plan(*["recompute"] * 4), "zb-h1", 12)
+    held = result.in_flight[3] * 4
+    assert result.ranks[3].memory.activations == held + 4 * 10
+
+
+def test_swapping_leaves_one_in_use_and_one_on_its_way() -> None:
+    costs = profile(*[block()] * 4, host=20 / 3)
+    kept = simulate(costs, plan(*["keep"] * 4), "pipedream", 30)
+    swapped = simulate(costs, plan("swap", "swap", "keep", "keep"), "pipedream", 30)
+    assert [rank.memory.activations for rank in kept.ranks] == [40, 30, 20, 10]
+    assert [rank.memory.activations for rank in swapped.ranks] == [20, 20, 20, 10]
+
+
+def test_memory_over_time() -> None:
+    result = simulate(chain(2), plan("keep", "keep"), "1f1b", 2, timeline=True)
+    assert result.timeline is not None
+    assert result.timeline.memory == (
+        ((0.0, 10), (1.0, 20), (6.0, 10), (9.0, 0)),
+        ((1.0, 10), (4.0, 0), (4.0, 10), (7.0, 0)),
+    )
+
+
+blocks = st.lists(
+    st.builds(block, kept_bytes=st.integers(0, 50), boundary_bytes=st.integers(0, 9)), min_size=4, max_size=4
+)
+policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, max_size=4).map(tuple)
+
+
+@settings(max_examples=100, deadline=None)
+@given(blocks, policies, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 20))
+def test_nothing_is_left_and_nothing_is_owed(
+    found: list[BlockCost], chosen: tuple[str, ...], host: float, name: str, m: int
+) -> None:
+    costs = profile(*found, host=host, link=LinkCost(9.0, 0.1))
+    result = simulate(costs, plan(*chosen), name, m, timeline=True)
+    assert result.timeline is not None
+    for rank, samples in zip(result.ranks, result.timeline.memory, strict=True):
+        times = [time for time, _ in samples]
+        assert times == sorted(times)
+        assert min(held for _, held in samples) >= 0
+        assert samples[-1][1] == 0
+        assert max(held for _, held in samples) == rank.memory.activations + rank.memory.versions

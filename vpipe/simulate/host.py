@@ -1,0 +1,80 @@
+"""The host link of a rank that swaps: one copy at a time, in either direction, beside compute.
+
+    rank    F5      B2          F6      B3
+    host      ==out 5== ==in 3==  ==out 6== ==in 4==
+
+What F5 made leaves when F5 ends. What B3 reads comes back from the start of the backward before it on. So one
+minibatch is in use and one on its way, and swapping is free while a copy out and a copy in take no longer than a
+forward and a backward. Where they do, a backward waits for its copy, and a forward for the copy of the forward
+before the last one: never more than two minibatches lie on the device.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from math import inf
+
+from vpipe.cost import DeviceCost
+from vpipe.schedule import Action, Event, Op
+from vpipe.simulate.memory import TimedLedger
+
+Key = tuple[int, int]  # stage and minibatch
+
+
+class HostLink:
+    def __init__(self, device: DeviceCost, ledger: TimedLedger) -> None:
+        self.device = device
+        self.ledger = ledger
+        self.free = 0.0
+        self.made: deque[tuple[Key, float]] = deque()  # to be copied out, since when; times not yet given
+        self.out: dict[Key, float] = {}
+        self.last_out = 0.0
+        self.previous = 0.0  # when the rank's previous action started
+        self.asked: float | None = (
+            None  # when its latest backward started, which is when the next copy in may
+        )
+
+    def hold(self, action: Action, start: float) -> float:
+        """When an action that could start at `start` has its place or its data on the device."""
+        stage, op, minibatch = action
+        swapped = self.ledger.stashes[stage].cost.swapped
+        if op is Op.F and swapped:
+            while len(self.made) > 1:
+                self.copy_out()
+            start = max(start, self.last_out)
+        elif op is Op.B or op is Op.I:
+            asked = self.previous if self.asked is None else self.asked
+            while self.made and self.made[0][1] <= asked:
+                self.copy_out()
+            if swapped:
+                start = max(start, self.copy_in((stage, minibatch), swapped, asked))
+            self.ledger.settle(asked)
+            self.asked = start
+        self.previous = start
+        return start
+
+    def note(self, event: Event) -> None:
+        _, (stage, op, minibatch), _, end = event
+        if op is Op.F and self.ledger.stashes[stage].cost.swapped:
+            self.made.append(((stage, minibatch), end))
+
+    def copy_out(self) -> None:
+        key, ready = self.made.popleft()
+        swapped = self.ledger.stashes[key[0]].cost.swapped
+        self.free = self.last_out = self.out[key] = max(ready, self.free) + swapped / self.device.to_host
+        self.ledger.change(self.free, -swapped, 0)
+
+    def copy_in(self, key: Key, swapped: int, asked: float) -> float:
+        """When the copy that a backward reads is there. It goes before the copies out that were made later."""
+        while key not in self.out:
+            self.copy_out()
+        begin = max(asked, self.free, self.out.pop(key))
+        self.ledger.change(begin, swapped, 0)
+        self.free = begin + swapped / self.device.from_host
+        return self.free
+
+    def close(self) -> None:
+        """The run is over."""
+        while self.made:
+            self.copy_out()
+        self.ledger.settle(inf)

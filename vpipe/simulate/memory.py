@@ -1,0 +1,161 @@
+"""The memory of a rank, followed through its events: what every minibatch in flight holds, and old weights.
+
+Always there are the weights, as much again for their gradients, the optimizer's state, and for each cut to
+another rank room for two messages each way: the one in use and the one under way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from heapq import heappop, heappush
+from typing import NamedTuple
+
+from vpipe.schedule import Event, Op
+from vpipe.simulate.stage_cost import StageCost
+
+F, B, I, W, STEP = Op.F, Op.B, Op.I, Op.W, Op.STEP  # noqa: E741 (members are slow to look up)
+
+
+class Memory(NamedTuple):
+    """Bytes of a rank at its peak, by what they hold."""
+
+    weights: int
+    versions: int
+    """Weights that are not the newest, for minibatches that read them."""
+    gradients: int
+    optimizer: int
+    activations: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Stash:
+    """The minibatches that one stage has in flight on one rank, and the weights that they read."""
+
+    __slots__ = (
+        "cost",
+        "dropped_by_b",
+        "dropped_by_w",
+        "made",
+        "most_in_flight",
+        "most_versions",
+        "newest",
+        "old",
+        "read",
+        "readers",
+    )
+
+    def __init__(self, cost: StageCost) -> None:
+        self.cost = cost
+        self.made = cost.held + cost.swapped
+        self.dropped_by_b = self.made + cost.largest_recomputed
+        self.dropped_by_w = self.made + cost.recomputed
+        self.newest = 0
+        self.readers = 0  # of the newest version
+        self.read: dict[int, int] = {}
+        self.old: dict[int, int] = {}  # older version: minibatches in flight that read it
+        self.most_in_flight = 0
+        self.most_versions = 1
+
+    def forward(self, minibatch: int) -> None:
+        read = self.read
+        read[minibatch] = self.newest
+        self.readers += 1
+        if len(read) > self.most_in_flight:
+            self.most_in_flight = len(read)
+
+    def backward(self, minibatch: int) -> int:
+        """The bytes of old weights that nobody needs any more."""
+        version = self.read.pop(minibatch)
+        if version == self.newest:
+            self.readers -= 1
+            return 0
+        left = self.old[version] - 1
+        if left:
+            self.old[version] = left
+            return 0
+        del self.old[version]
+        return self.cost.parameters
+
+    def step(self) -> int:
+        """The bytes of weights that were the newest and are still needed."""
+        newest, readers = self.newest, self.readers
+        self.newest = newest + 1
+        if not readers:
+            return 0
+        self.old[newest] = readers
+        self.readers = 0
+        if len(self.old) >= self.most_versions:
+            self.most_versions = len(self.old) + 1
+        return self.cost.parameters
+
+
+class Ledger:
+    """One rank's memory, and when it began and ended. Events are noted in the rank's order."""
+
+    def __init__(self, costs: Mapping[int, StageCost], sampled: bool) -> None:
+        self.stashes = {stage: Stash(cost) for stage, cost in costs.items()}
+        self.begin: float | None = None
+        self.end = 0.0
+        self.activations = self.versions = 0
+        self.peak = 0
+        self.at_peak = (0, 0)
+        self.samples: list[tuple[float, int]] | None = [] if sampled else None
+
+    def note(self, event: Event) -> None:
+        _, (stage, op, minibatch), start, end = event
+        self.end = end
+        stash = self.stashes[stage]
+        if op is F:
+            if self.begin is None:
+                self.begin = start
+            stash.forward(minibatch)
+            self.change(start, stash.made, 0)
+        elif op is B:
+            if stash.cost.largest_recomputed:
+                self.change(start, stash.cost.largest_recomputed, 0)
+            self.change(end, -stash.dropped_by_b, -stash.backward(minibatch))
+        elif op is STEP:
+            kept = stash.step()
+            if kept:
+                self.change(end, 0, kept)
+        elif op is I:
+            self.change(start, stash.cost.recomputed, 0)
+        elif op is W:
+            self.change(end, -stash.dropped_by_w, -stash.backward(minibatch))
+
+    def change(self, time: float, activations: int, versions: int) -> None:
+        self.activations += activations
+        self.versions += versions
+        total = self.activations + self.versions
+        if total > self.peak:
+            self.peak = total
+            self.at_peak = (self.activations, self.versions)
+        if self.samples is not None:
+            self.samples.append((time, total))
+
+
+class TimedLedger(Ledger):
+    """The ledger of a rank that swaps: copies change its memory at times of their own, so changes are sorted."""
+
+    def __init__(self, costs: Mapping[int, StageCost], sampled: bool) -> None:
+        super().__init__(costs, sampled)
+        self.coming: list[tuple[float, int, int]] = []
+
+    def change(self, time: float, activations: int, versions: int) -> None:
+        # At equal times what is given back comes first.
+        heappush(self.coming, (time, activations, versions))
+
+    def settle(self, time: float) -> None:
+        """No change before `time` is still to come."""
+        while self.coming and self.coming[0][0] < time:
+            super().change(*heappop(self.coming))
+
+
+def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers: int) -> Memory:
+    """What a rank holds from beginning to end."""
+    weights = sum(cost.parameters for cost in costs.values())
+    return Memory(weights, 0, weights, round(weights * optimizer_ratio), 0, buffers)

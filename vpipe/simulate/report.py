@@ -1,0 +1,92 @@
+"""What `vpipe simulate` prints: plain data, and a table of it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from rich.table import Table
+
+from vpipe.cost import Profile
+from vpipe.simulate.memory import Memory
+from vpipe.simulate.simulation import Simulation
+
+
+def describe(simulation: Simulation) -> dict[str, Any]:
+    """The simulation as plain data; `steady` is null for synchronous schedules, which have no such part."""
+    return {
+        "schedule": simulation.schedule,
+        "minibatches": simulation.minibatches,
+        "batch_size": simulation.batch_size,
+        "update_interval": simulation.update_interval,
+        "step_time": simulation.step_time,
+        "samples_per_s": simulation.samples_per_second,
+        "bubble_share": simulation.bubble,
+        "steady": None if simulation.synchronous else simulation.steady,
+        "makespan": simulation.makespan,
+        "in_flight": list(simulation.in_flight),
+        "versions": list(simulation.versions),
+        "ranks": [
+            {
+                "rank": rank.rank,
+                "stages": list(rank.stages),
+                "compute_share": rank.compute,
+                "sending_share": rank.sending,
+                "bubble_share": rank.bubble,
+                "peak_memory": rank.memory.total,
+                "memory": rank.memory._asdict(),
+            }
+            for rank in simulation.ranks
+        ],
+    }
+
+
+def simulation_table(simulation: Simulation, profile: Profile) -> Table:
+    table = Table(title=headline(simulation), title_justify="left", caption_justify="left")
+    shares = ("rank", "stage", "compute", "sending", "bubble", "in flight", "live versions")
+    for column in (*shares, "peak memory", *Memory._fields):
+        table.add_column(column, justify="right")
+    crowded = 0
+    for rank in simulation.ranks:
+        fits = rank.memory.total <= profile.device.memory
+        crowded += not fits
+        table.add_row(
+            str(rank.rank),
+            ", ".join(map(str, rank.stages)),
+            f"{rank.compute:.1%}",
+            f"{rank.sending:.1%}",
+            f"{rank.bubble:.1%}",
+            ", ".join(str(simulation.in_flight[stage]) for stage in rank.stages),
+            ", ".join(str(simulation.versions[stage]) for stage in rank.stages),
+            size(rank.memory.total) + ("" if fits else " !"),
+            *(size(count) if count else "-" for count in rank.memory),
+        )
+    if crowded:
+        ranks = "1 rank needs" if crowded == 1 else f"{crowded} ranks need"
+        table.caption = f"! {ranks} more memory than the device's {size(profile.device.memory)}"
+    return table
+
+
+def headline(simulation: Simulation) -> str:
+    count = f"{simulation.minibatches} minibatches of {simulation.batch_size}"
+    figures = (
+        f"{simulation.samples_per_second:.4g} samples/s, {duration(simulation.step_time)} an update, "
+        f"bubble {simulation.bubble:.1%}"
+    )
+    if simulation.synchronous:
+        return f"{simulation.schedule}, {count}: {figures}"
+    how = "steady state" if simulation.steady else "too few for a steady state: filling and draining included"
+    return f"{simulation.schedule}, {count} ({how}): {figures}"
+
+
+def duration(seconds: float) -> str:
+    for unit, name in ((1.0, "s"), (1e-3, "ms")):
+        if seconds >= unit:
+            return f"{seconds / unit:.4g} {name}"
+    return f"{seconds * 1e6:.4g} us"
+
+
+def size(count: float) -> str:
+    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
+        if count >= 1024**power:
+            return f"{count / 1024**power:.4g} {unit}"
+    return f"{count:.0f} B"

@@ -1,0 +1,235 @@
+"""The simulation: a schedule walked with the costs of a profile."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from math import inf
+
+from vpipe.cost import Plan, Profile, for_batch_size
+from vpipe.schedule import Action, Event, Op, Schedule, walk
+from vpipe.simulate.arrange import arrange, check_fit
+from vpipe.simulate.host import HostLink
+from vpipe.simulate.memory import Ledger, Memory, TimedLedger, fixed_memory
+from vpipe.simulate.network import Network, reduce_seconds
+from vpipe.simulate.stage_cost import StageCost, stage_costs
+from vpipe.simulate.steady import SteadyPart
+
+
+@dataclass(frozen=True)
+class RankFigures:
+    """One rank: shares of its time, and its memory at its peak."""
+
+    rank: int
+    stages: tuple[int, ...]
+    compute: float
+    """Forward, backward and update."""
+    sending: float
+    """Messages that the rank copies itself."""
+    bubble: float
+    """Waiting: for others, for messages, for swapped data."""
+    memory: Memory
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All events, in order on each rank, and each rank's memory after every change of it."""
+
+    events: tuple[Event, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    edges: tuple[tuple[int, int], ...]
+    """(producer, reader) pairs of stages."""
+
+
+@dataclass(frozen=True)
+class Simulation:
+    schedule: str
+    synchronous: bool
+    minibatches: int
+    batch_size: int
+    update_interval: int
+    step_time: float
+    """Seconds between two updates. Synchronous: from a rank's first action to its last, on the slowest rank,
+    since each rank begins the next update when its own part of this one is done."""
+    samples_per_second: float
+    steady: bool
+    """Asynchronous: whether there was a steady part; else `step_time` holds filling and draining too."""
+    makespan: float
+    """From the first start to the last end."""
+    ranks: tuple[RankFigures, ...]
+    in_flight: tuple[int, ...]
+    """For each stage the most minibatches between F and backward on a rank of it."""
+    versions: tuple[int, ...]
+    """For each stage the most live versions of the weights."""
+    timeline: Timeline | None
+
+    @property
+    def bubble(self) -> float:
+        return sum(rank.bubble for rank in self.ranks) / len(self.ranks)
+
+
+def simulate(
+    profile: Profile,
+    plan: Plan,
+    schedule: Schedule | str | None = None,
+    minibatches: int | None = None,
+    *,
+    timeline: bool = False,
+) -> Simulation:
+    """What a run of the plan would take. `schedule` and `minibatches` go before the plan's own.
+
+    Synchronous schedules run one update of `minibatches`, asynchronous ones a run of as many. Events are used
+    and forgotten, unless the `timeline` is asked for.
+    """
+    check_fit(profile, plan)
+    profile = for_batch_size(profile, plan.batch_size or profile.batch_size)
+    arranged = arrange(plan, schedule, minibatches)
+    return _Run(profile, arranged, stage_costs(profile, plan), timeline).result()
+
+
+class _Run:
+    """The state of one simulation."""
+
+    def __init__(self, profile: Profile, schedule: Schedule, costs: list[StageCost], timeline: bool) -> None:
+        self.profile = profile
+        self.schedule = schedule
+        self.costs = costs
+        self.network = Network(schedule, profile, costs)
+        self.seconds = [cost.seconds for cost in costs]
+        for stage, ranks in enumerate(schedule.placement):
+            if len(ranks) > 1:
+                self.seconds[stage][Op.REDUCE] = reduce_seconds(profile, ranks, costs[stage].parameters)
+        self.ledgers: list[Ledger] = []
+        self.hosts: dict[int, HostLink] = {}
+        for rank in range(schedule.num_ranks):
+            held = self.held(rank)
+            if any(cost.swapped for cost in held.values()):
+                ledger = TimedLedger(held, timeline)
+                self.hosts[rank] = HostLink(profile.device, ledger)
+                self.ledgers.append(ledger)
+            else:
+                self.ledgers.append(Ledger(held, timeline))
+        self.events: list[Event] | None = [] if timeline else None
+        self.total = schedule.minibatches or 0
+        self.work = [self.work_of(rank) for rank in range(schedule.num_ranks)]
+        loads = [self.steady_work_of(rank) for rank in range(schedule.num_ranks)]
+        self.steady = SteadyPart(schedule, loads)
+
+    def held(self, rank: int) -> dict[int, StageCost]:
+        return {stage: self.costs[stage] for stage in self.schedule.stages_of(rank)}
+
+    def own(self, rank: int, stage: int) -> int:
+        """How many minibatches of a stage a rank runs."""
+        ranks = self.schedule.placement[stage]
+        return len(range(ranks.index(rank), self.total, len(ranks)))
+
+    def work_of(self, rank: int) -> float:
+        """A rank's compute in the whole run: each of its minibatches once forward and backward, all updates."""
+        updates = -(-self.total // self.schedule.update_interval)
+        work = 0.0
+        for stage in self.schedule.stages_of(rank):
+            seconds = self.seconds[stage]
+            work += self.own(rank, stage) * (seconds[Op.F] + seconds[Op.B]) + updates * seconds[Op.STEP]
+        return work
+
+    def steady_work_of(self, rank: int) -> float:
+        """Its compute for one of the pipeline's minibatches, of which its replicas do the others."""
+        work = 0.0
+        for stage in self.schedule.stages_of(rank):
+            seconds, replicas = self.seconds[stage], len(self.schedule.placement[stage])
+            work += (seconds[Op.F] + seconds[Op.B]) / replicas
+            work += seconds[Op.STEP] / self.schedule.update_interval
+        return work
+
+    def result(self) -> Simulation:
+        self.run()
+        schedule, total = self.schedule, self.total
+        makespan = max(ledger.end for ledger in self.ledgers)
+        steady = None if schedule.synchronous else self.steady.seconds_per_minibatch()
+        if steady is None:
+            longest = max(ledger.end - (ledger.begin or 0.0) for ledger in self.ledgers)
+            period = (longest if schedule.synchronous else makespan) / total
+        else:
+            period = steady
+        return Simulation(
+            schedule=schedule.name,
+            synchronous=schedule.synchronous,
+            minibatches=total,
+            batch_size=self.profile.batch_size,
+            update_interval=schedule.update_interval,
+            step_time=period * schedule.update_interval,
+            samples_per_second=self.profile.batch_size / period if period else inf,
+            steady=steady is not None,
+            makespan=makespan,
+            ranks=tuple(self.figures(rank, period, steady is not None) for rank in range(schedule.num_ranks)),
+            in_flight=self.most("most_in_flight"),
+            versions=self.most("most_versions"),
+            timeline=self.timeline(),
+        )
+
+    def run(self) -> None:
+        ledgers, hosts, events, marked = self.ledgers, self.hosts, self.events, self.steady.rank
+        hold = self.hold if hosts else None
+        plain = not hosts and events is None
+        for event in walk(
+            self.schedule, self.cost(), transit=self.network.transit, hold=hold, by_start=False
+        ):
+            rank = event[0]
+            ledgers[rank].note(event)
+            if rank == marked:
+                self.steady.note(event)
+            if plain:
+                continue
+            if rank in hosts:
+                hosts[rank].note(event)
+            if events is not None:
+                events.append(event)
+        for host in hosts.values():
+            host.close()
+
+    def cost(self) -> Callable[[Action], float]:
+        if self.network.busy:
+            return lambda action: self.seconds[action.stage][action.op] + self.network.sending(action)
+        seconds = self.seconds
+        return lambda action: seconds[action[0]][action[1]]
+
+    def hold(self, rank: int, action: Action, start: float) -> float:
+        return self.hosts[rank].hold(action, start) if rank in self.hosts else start
+
+    def figures(self, rank: int, period: float, steady: bool) -> RankFigures:
+        """`period`: seconds of a minibatch, with filling and draining or, if `steady`, without."""
+        stages = self.schedule.stages_of(rank)
+        work, turns = self.work[rank] / self.total, self.total
+        if steady:
+            replicas = len(self.schedule.placement[stages[0]])
+            work, turns = self.steady_work_of(rank), max(1, self.own(rank, stages[0]) * replicas)
+        compute = work / period if period else 0.0
+        sending = self.network.copying[rank] / turns / period if period else 0.0
+        activations, versions = self.ledgers[rank].at_peak
+        fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
+        memory = fixed._replace(activations=activations, versions=versions)
+        return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
+
+    def buffers(self, rank: int) -> int:
+        """Two messages for each cut to another rank, each way."""
+        total = 0
+        rules = self.network.rules
+        for stage in self.schedule.stages_of(rank):
+            cost, ranks = self.costs[stage], self.schedule.placement[stage]
+            minibatch = ranks.index(rank)
+            total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
+            total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
+        return total
+
+    def most(self, what: str) -> tuple[int, ...]:
+        """The most over the ranks of each stage."""
+        return tuple(
+            max(getattr(self.ledgers[rank].stashes[stage], what) for rank in ranks)
+            for stage, ranks in enumerate(self.schedule.placement)
+        )
+
+    def timeline(self) -> Timeline | None:
+        if self.events is None:
+            return None
+        samples = tuple(tuple(ledger.samples or ()) for ledger in self.ledgers)
+        return Timeline(tuple(self.events), samples, tuple(sorted(self.network.rules.edges)))
