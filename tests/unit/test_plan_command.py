@@ -1,0 +1,147 @@
+"""What `vpipe plan` prints, writes and refuses."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan, write_profile
+from vpipe.errors import VPipeError
+from vpipe.plan import plan
+from vpipe.plan.command import plan_command
+from vpipe.plan.report import runs
+from vpipe.plan.sizes import read_bytes, show_bytes
+from vpipe.schedule import NAMES
+from vpipe.simulate import simulate
+
+GIB = 1024**3
+BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000_000, 1_000_000, 10_000_000)
+PROFILE = Profile((BLOCK,) * 12, DeviceCost(GIB, 1e8, 1e8), LinkCost(1e10, 1e-5), 8, fingerprint="abc")
+
+
+@pytest.fixture
+def profile(tmp_path: Path) -> Path:
+    path = tmp_path / "profile.json"
+    write_profile(PROFILE, path)
+    return path
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("11GiB", 11 * GIB), ("500MB", 500_000_000), ("1.5 kib", 1536), ("123", 123), ("2b", 2)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert read_bytes(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "11 apples", "1e3", "0", "0.1B", "１１Gib x"])
+def test_wrong_sizes(text: str) -> None:
+    with pytest.raises(VPipeError, match="memory"):
+        read_bytes(text)
+
+
+def test_shown() -> None:
+    assert [show_bytes(count) for count in (5, 2048, 3 * GIB)] == ["5 B", "2.00 KiB", "3.00 GiB"]
+    assert runs([3, 4, 5, 9]) == "3-5, 9"
+
+
+def test_the_plan_is_written_and_read_back(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "plan.json"
+    write_profile(replace(PROFILE, device=DeviceCost(GIB, 1.0, 1.0)), profile)
+    plan_command(profile, 4, "1GiB", as_json=True, output=path)
+    printed, written = json.loads(capsys.readouterr().out), read_plan(path)
+    assert printed["partition"] == list(written.partition)
+    assert printed["policies"] == list(written.policies)
+    assert written.fingerprint == "abc"
+    assert sum(written.replicas) == 4
+    assert printed["prediction"]["peak_memory"] == [entry["peak_memory"] for entry in printed["positions"]]
+    # Equal blocks, and a host too slow to swap to: what is recomputed is each stage's last blocks.
+    assert "recompute" in printed["policies"]
+    assert set(printed["recompute_ratio"]) != {0}
+
+
+def test_the_table_says_what_limits(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plan_command(profile, 4, "1GiB")
+    shown = capsys.readouterr().out
+    assert "vpipe on 4 ranks" in shown
+    assert "memory of 1.00 GiB" in shown
+    assert "memory  " in shown
+
+
+@pytest.mark.parametrize("name", [name for name in NAMES if name not in ("interleaved", "zb-v")])
+@pytest.mark.parametrize("memory", [GIB, 4 * GIB])
+def test_the_simulator_agrees_about_memory(name: str, memory: int) -> None:
+    result = plan(PROFILE, 4, memory, name)
+    simulated = simulate(PROFILE, result.to_plan(), minibatches=result.minibatches or 32)
+    for position in result.positions:
+        for rank in position.ranks:
+            assert simulated.ranks[rank].memory.total <= position.memory.total
+    if max(result.replicas) == 1:
+        first = result.positions[0]
+        assert simulated.ranks[0].memory.total == pytest.approx(first.memory.total, rel=1e-3)
+
+
+@pytest.mark.parametrize("name", ["interleaved", "zb-v"])
+def test_chunks_fit_the_simulated_memory(name: str) -> None:
+    result = plan(PROFILE, 2, GIB, name)
+    simulated = simulate(PROFILE, result.to_plan())
+    assert all(rank.memory.total <= GIB for rank in simulated.ranks)
+    assert len(result.partition) == 2 * len(result.replicas)
+
+
+def test_auto_is_as_fast_as_any() -> None:
+    best = plan(PROFILE, 4, 2 * GIB, "auto")
+    for name in NAMES:
+        try:
+            one = plan(PROFILE, 4, 2 * GIB, name)
+        except VPipeError:
+            continue
+        assert best.samples_per_second >= one.samples_per_second * (1 - 1e-9)
+
+
+def test_batch_size_auto_beats_powers_of_two() -> None:
+    best = plan(PROFILE, 2, 2 * GIB, batch_size="auto")
+    for size in (1, 2, 4, 8, 16):
+        try:
+            one = plan(PROFILE, 2, 2 * GIB, batch_size=size)
+        except VPipeError:
+            continue
+        assert best.samples_per_second >= one.samples_per_second
+
+
+def test_a_refusal_names_what_is_missing_and_what_would_fit() -> None:
+    with pytest.raises(
+        VPipeError, match=r"bytes .* are missing on stage \d+ \(blocks .*what would fit"
+    ) as caught:
+        plan(PROFILE, 2, 300_000_000)
+    words = str(caught.value)
+    plan(PROFILE, int(words.split("), or ")[1].split(" ranks")[0]), 300_000_000)
+    size = int(words.split("a batch size of ")[1])
+    plan(PROFILE, 2, 300_000_000, batch_size=size)
+    with pytest.raises(VPipeError):
+        plan(PROFILE, 2, 300_000_000, batch_size=size + 1)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"ranks": 0}, "ranks is 0"),
+        ({"memory": -1}, "memory is -1"),
+        ({"schedule": "pipedreem"}, "did you mean 'pipedream'"),
+        ({"batch_size": "big"}, "neither a number nor 'auto'"),
+        ({"minibatches": 0, "schedule": "1f1b"}, "minibatches is 0"),
+    ],
+)
+def test_mistakes(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(VPipeError, match=message):
+        plan(**{"profile": PROFILE, "ranks": 2, **arguments})  # type: ignore[arg-type]
+
+
+def test_a_profile_without_blocks() -> None:
+    with pytest.raises(VPipeError, match="no blocks"):
+        plan(replace(PROFILE, blocks=()), 2)

@@ -1,0 +1,202 @@
+"""The planner against brute force: every partition, every replication, every policy of every block.
+
+The brute force shares nothing with the planner but the model's statement (`vpipe/plan/model.py`'s docstring).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import lru_cache
+from itertools import combinations, pairwise, product
+from math import ceil, inf
+
+import pytest
+from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import strategies as st
+
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.errors import VPipeError
+from vpipe.plan import PlanResult, plan
+
+SCHEDULES = ("pipedream", "2bw", "1f1b", "gpipe")
+MINIBATCHES = 5
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    """Every way to write `total` as `parts` numbers of at least one, in order."""
+    for cuts in combinations(range(1, total), parts - 1):
+        ends = (0, *cuts, total)
+        yield tuple(b - a for a, b in pairwise(ends))
+
+
+def in_flight_and_versions(schedule: str, ranks_from_here: int, replicas: int) -> tuple[int, int]:
+    ahead = ceil(ranks_from_here / replicas)
+    own = ceil(MINIBATCHES / replicas)
+    return {
+        "pipedream": (ahead, ahead),
+        "2bw": (ahead, min(2, ahead)),
+        "1f1b": (min(ahead, own), 1),
+        "gpipe": (own, 1),
+    }[schedule]
+
+
+class Brute:
+    """The slowest stage of the best plan, by trying all of them."""
+
+    def __init__(self, profile: Profile, ranks: int, cap: int, schedule: str) -> None:
+        self.profile, self.ranks, self.cap, self.schedule = profile, ranks, cap, schedule
+        self.stage = lru_cache(maxsize=None)(self._stage)
+
+    def best(self) -> float:
+        blocks = len(self.profile.blocks)
+        found = inf
+        for stages in range(1, min(blocks, self.ranks) + 1):
+            for counts in compositions(blocks, stages):
+                for replicas in compositions(self.ranks, stages):
+                    found = min(found, self.slowest(counts, replicas))
+        return found
+
+    def slowest(self, counts: tuple[int, ...], replicas: tuple[int, ...]) -> float:
+        if self.schedule in ("1f1b", "gpipe") and max(replicas) > MINIBATCHES:
+            return inf
+        start, behind, worst = 0, self.ranks, 0.0
+        for count, copies in zip(counts, replicas, strict=True):
+            worst = max(worst, self.stage(start, start + count, behind, copies))
+            start, behind = start + count, behind - copies
+        return worst
+
+    def _stage(self, start: int, stop: int, behind: int, copies: int) -> float:
+        profile = self.profile
+        blocks = profile.blocks[start:stop]
+        flight, versions = in_flight_and_versions(self.schedule, behind, copies)
+        per_update = {"pipedream": 1, "2bw": self.ranks / copies}.get(
+            self.schedule, ceil(MINIBATCHES / copies)
+        )
+        entered = [profile.blocks[i - 1].boundary_bytes if i else 0 for i in range(start, stop)]
+        parameters = sum(b.parameter_bytes for b in blocks)
+        left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
+        fixed = parameters * (versions + 1 + profile.optimizer_ratio) + 2 * (entered[0] + left)
+        messages = (copies - 1) if profile.link.sender_busy else min(1, copies - 1)
+        reduce = messages * (profile.link.latency + parameters / profile.link.bandwidth)
+        base = sum(b.forward + b.input_gradient + b.weight_gradient for b in blocks)
+        base += (sum(b.update for b in blocks) + reduce) / per_update
+        link = 0.0
+        if start > 0:
+            link = profile.link.latency + entered[0] / profile.link.bandwidth
+        if stop < len(profile.blocks):
+            link = max(link, profile.link.latency + left / profile.link.bandwidth)
+        if profile.link.sender_busy:
+            base += (start > 0) * (profile.link.latency + entered[0] / profile.link.bandwidth)
+            base += (stop < len(profile.blocks)) * (profile.link.latency + left / profile.link.bandwidth)
+        best = inf
+        for policies in product("KRS", repeat=len(blocks)):
+            held, again, swapped, room = 0, 0.0, 0, 0
+            for block, reads, policy in zip(blocks, entered, policies, strict=True):
+                if policy == "K":
+                    held += block.kept_bytes * flight
+                elif policy == "R":
+                    held += reads * flight
+                    room = max(room, block.kept_bytes)
+                    again += block.forward
+                else:
+                    held += block.kept_bytes * min(2, flight)
+                    swapped += block.kept_bytes
+            if fixed + held + room <= self.cap:
+                host = swapped / profile.device.to_host + swapped / profile.device.from_host
+                best = min(best, max(base + again, host, link))
+        return best / copies
+
+
+small = st.integers(0, 6)
+block = st.builds(
+    lambda forward, inputs, weights, update, kept, boundary, parameters: BlockCost(
+        "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters
+    ),
+    small, small, small, st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 3),
+)  # fmt: skip
+
+
+@st.composite
+def problems(draw: st.DrawFn, most: int = 6) -> tuple[Profile, int, int]:
+    kinds = draw(st.lists(block, min_size=1, max_size=4))  # repeated blocks are the usual case
+    blocks = tuple(draw(st.lists(st.sampled_from(kinds), min_size=1, max_size=most)))
+    device = DeviceCost(1, draw(st.sampled_from([0.5, 3.0, 40.0])), draw(st.sampled_from([1.0, 10.0])))
+    link = LinkCost(
+        draw(st.sampled_from([0.5, 4.0, 100.0])), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans())
+    )
+    profile = Profile(blocks, device, link, 1, optimizer_ratio=draw(st.sampled_from([0.0, 1.0, 2.0])))
+    cap = draw(st.integers(1, 20 + 12 * len(blocks)))
+    return profile, draw(st.integers(1, 4)), cap
+
+
+def planned(profile: Profile, ranks: int, cap: int, schedule: str) -> PlanResult | None:
+    try:
+        return plan(profile, ranks, cap, schedule, minibatches=MINIBATCHES)
+    except VPipeError:
+        return None
+
+
+def slowest(result: PlanResult) -> float:
+    return max(position.seconds for position in result.positions)
+
+
+quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+
+
+@quick
+@given(problems(), st.sampled_from(SCHEDULES))
+def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) -> None:
+    profile, ranks, cap = problem
+    expected = Brute(profile, ranks, cap, schedule).best()
+    result = planned(profile, ranks, cap, schedule)
+    if result is None:
+        assert expected == inf
+    else:
+        assert slowest(result) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+        assert all(position.memory.total <= cap for position in result.positions)
+        assert sum(result.partition) == len(profile.blocks) == len(result.policies)
+        assert sum(result.replicas) == ranks
+
+
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(most=10), st.sampled_from(SCHEDULES))
+def test_equals_brute_force_for_more_blocks(problem: tuple[Profile, int, int], schedule: str) -> None:
+    profile, ranks, cap = problem
+    assume(len(profile.blocks) >= 7)
+    expected = Brute(profile, ranks, cap, schedule).best()
+    result = planned(profile, ranks, cap, schedule)
+    assert (inf if result is None else slowest(result)) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+
+
+@quick
+@given(problems(), st.integers(1, 40), st.sampled_from((*SCHEDULES, "zb-h1")))
+def test_more_memory_is_never_slower(problem: tuple[Profile, int, int], more: int, schedule: str) -> None:
+    profile, ranks, cap = problem
+    result, richer = (planned(profile, ranks, size, schedule) for size in (cap, cap + more))
+    if result is not None:
+        assert richer is not None
+        assert schedule == "zb-h1" or slowest(richer) <= slowest(result) * (1 + 1e-6)
+        assert planned(profile, ranks, cap, schedule) == result
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.sampled_from(("zb-h1", "zb-v", "interleaved", "auto")))
+def test_never_exceeds_the_cap(problem: tuple[Profile, int, int], schedule: str) -> None:
+    profile, ranks, cap = problem
+    result = planned(profile, ranks, cap, schedule)
+    if result is not None:
+        assert all(position.memory.total <= cap for position in result.positions)
+        assert sum(result.partition) == len(profile.blocks) == len(result.policies)
+
+
+@quick
+@given(problems(), st.sampled_from(SCHEDULES))
+def test_what_the_refusal_says_would_fit_does(problem: tuple[Profile, int, int], schedule: str) -> None:
+    profile, ranks, cap = problem
+    try:
+        plan(profile, ranks, cap, schedule, minibatches=MINIBATCHES)
+    except VPipeError as error:
+        needed = int(str(error).split("what would fit: a memory of ")[1].split(" ")[0])
+        assert plan(profile, ranks, needed, schedule, minibatches=MINIBATCHES).cap == needed
+        assert needed > cap
+        assert planned(profile, ranks, needed - 1, schedule) is None

@@ -1,0 +1,180 @@
+"""Branch and bound over groups of equal blocks: x of a group recomputed, y swapped, in the least time.
+
+Groups come one after the other, those first that save most bytes a second of recomputing. The bound of what is left
+forgets that a block cannot be both recomputed and swapped and that blocks are whole: recompute the best groups in
+fractions while the time lasts, and swap as much as the host link carries in that time.
+
+The choice is exact (to 1e-9 of the time) where `gap` is 0, and otherwise where groups are few. Many blocks that are
+almost but not quite equal could take for ever: with a gap, after `PATIENCE` steps a choice within it of the best is
+good enough, and the gap doubles with each so many more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil, inf
+from typing import NamedTuple
+
+PATIENCE = 200
+GAP = 1e-3
+ROUNDING = 1e-9
+
+Counts = list[tuple[int, int]]
+
+
+class Group(NamedTuple):
+    """Equal blocks, and what one of them gives."""
+
+    kept: int
+    again: float
+    """Seconds of recomputing it."""
+    recompute: int
+    """Bytes that recomputing it saves."""
+    swap: int
+    """Bytes that swapping it saves."""
+    blocks: int
+
+
+def efficiency(group: Group) -> float:
+    if group.recompute == 0:
+        return 0.0
+    return group.recompute / group.again if group.again else inf
+
+
+class Search:
+    """The best counts so far, of all rooms."""
+
+    def __init__(self, compute: float, host: float, gap: float) -> None:
+        self.compute = compute
+        self.host = host
+        self.gap = gap
+        self.seconds = inf
+        self.limit = inf
+        """What a choice must stay below to be worth finding."""
+        self.steps = 0
+
+    def improve(self, groups: Sequence[Group], need: int) -> Counts | None:
+        """The counts that save `need` bytes in less time than any before; None if there are none."""
+        self.groups = groups
+        self.found: Counts | None = None
+        self.left_bytes = [0] * (len(groups) + 1)
+        self.left_rate = [0.0] * (len(groups) + 1)
+        self.left_most = [0] * (len(groups) + 1)
+        for index in range(len(groups) - 1, -1, -1):
+            group = groups[index]
+            rate = group.swap / group.kept if group.swap else 0.0
+            self.left_bytes[index] = self.left_bytes[index + 1] + (
+                group.kept * group.blocks if group.swap else 0
+            )
+            self.left_rate[index] = max(self.left_rate[index + 1], rate)
+            self.left_most[index] = (
+                self.left_most[index + 1] + max(group.recompute, group.swap) * group.blocks
+            )
+        if self.possible(0, need, 0.0, 0, self.limit):
+            self.dive(need)
+            self.visit(0, need, 0.0, 0, [])
+        return self.found
+
+    def possible(self, index: int, need: int, again: float, swapped: int, seconds: float) -> bool:
+        """Whether the groups from `index` on could save `need` bytes within `seconds`."""
+        if self.left_most[index] < need:
+            return False
+        budget = seconds - self.compute - again
+        carried = min(seconds * self.host - swapped, self.left_bytes[index])
+        if budget < 0 or carried < 0:
+            return False
+        missing = need - carried * self.left_rate[index]
+        for group in self.groups[index:]:
+            if missing <= 0 or group.recompute == 0:
+                break
+            whole = group.again * group.blocks
+            if whole > budget:
+                missing -= group.recompute * group.blocks * (budget / whole)
+                break
+            missing -= group.recompute * group.blocks
+            budget -= whole
+        return missing <= 0
+
+    def dive(self, need: int) -> None:
+        """A first choice near the bound, so that the search has something to beat."""
+        slowest = self.compute + sum(group.again * group.blocks for group in self.groups)
+        high = max(slowest, self.left_bytes[0] / self.host)
+        low = self.compute
+        for _ in range(20):
+            middle = (low + high) / 2
+            if self.possible(0, need, 0.0, 0, middle):
+                high = middle
+            else:
+                low = middle
+        for _ in range(40):
+            if high >= self.limit:
+                return
+            counts = self.greedy(need, high)
+            if counts is not None:
+                self.record(counts)
+                return
+            high *= 1.02
+
+    def greedy(self, need: int, seconds: float) -> Counts | None:
+        budget, carried = seconds - self.compute, seconds * self.host
+        recomputed: list[int] = []
+        for group in self.groups:
+            count = 0
+            if group.recompute and need > 0:
+                count = min(group.blocks, ceil(need / group.recompute))
+                if group.again * count > budget:
+                    count = int(budget / group.again)
+            recomputed.append(count)
+            need -= count * group.recompute
+            budget = max(0.0, budget - count * group.again)
+        swapped = [0] * len(self.groups)
+        for index in range(len(self.groups) - 1, -1, -1):
+            group = self.groups[index]
+            if group.swap and need > 0:
+                left = min(group.blocks - recomputed[index], ceil(need / group.swap))
+                swapped[index] = min(left, int(carried / group.kept))
+                need -= swapped[index] * group.swap
+                carried -= swapped[index] * group.kept
+        return list(zip(recomputed, swapped, strict=True)) if need <= 0 else None
+
+    def record(self, counts: Counts) -> None:
+        pairs = list(zip(self.groups, counts, strict=False))
+        again = sum(group.again * recomputed for group, (recomputed, _) in pairs)
+        swapped = sum(group.kept * count for group, (_, count) in pairs)
+        seconds = max(self.compute + again, swapped / self.host)
+        if seconds < self.seconds:
+            self.seconds = seconds
+            self.set_limit()
+            self.found = counts + [(0, 0)] * (len(self.groups) - len(counts))
+
+    def set_limit(self) -> None:
+        gap = self.gap * (2 ** min(self.steps // PATIENCE, 8) - 1)
+        self.limit = self.seconds * (1 - max(ROUNDING, gap))
+
+    def visit(self, index: int, need: int, again: float, swapped: int, counts: Counts) -> None:
+        """Tries all counts of the groups from `index` on that could lead below the limit."""
+        if need <= 0:
+            self.record(list(counts))
+            return
+        self.steps += 1
+        if self.steps % PATIENCE == 0:
+            self.set_limit()
+        group = self.groups[index]
+        most = min(group.blocks, ceil(need / group.recompute)) if group.recompute else 0
+        budget = max(0.0, self.limit - self.compute - again)
+        if group.again * most > budget:
+            most = int(budget / group.again)
+        for recomputed in range(most, -1, -1):
+            longer = again + recomputed * group.again
+            missing = need - recomputed * group.recompute
+            useful = ceil(missing / group.swap) if group.swap and missing > 0 else 0
+            useful = min(useful, group.blocks - recomputed)
+            if useful and group.kept * useful > self.limit * self.host - swapped:
+                useful = int((self.limit * self.host - swapped) / group.kept)
+            for count in range(useful, -1, -1):
+                moved = swapped + count * group.kept
+                lacking = missing - count * group.swap
+                if lacking > self.left_most[index + 1]:
+                    break  # with fewer swapped it only gets worse
+                if self.possible(index + 1, lacking, longer, moved, self.limit):
+                    self.visit(index + 1, lacking, longer, moved, [*counts, (recomputed, count)])

@@ -1,0 +1,54 @@
+"""What `vpipe plan` does."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from vpipe.cost import read_any_profile, write_plan
+from vpipe.errors import VPipeError
+from vpipe.plan.planner import AUTO, plan
+from vpipe.plan.report import describe, plan_table
+from vpipe.plan.sizes import read_bytes
+
+
+def plan_command(
+    profile: Path,
+    stages: int,
+    memory: str | None = None,
+    schedule: str = "vpipe",
+    minibatches: int | None = None,
+    batch_size: str | None = None,
+    chunks: int | None = None,
+    as_json: bool = False,
+    output: Path | None = None,
+) -> None:
+    """Print the best plan for so many ranks; write it to `output`, if given.
+
+    `memory` is a size such as 11GiB (default: the profiled device's), `batch_size` a number or 'auto'.
+    """
+    from vpipe.tables import show
+
+    result = plan(
+        read_any_profile(profile),
+        stages,
+        None if memory is None else read_bytes(memory),
+        schedule,
+        minibatches,
+        None if batch_size is None else read_batch_size(batch_size),
+        chunks,
+    )
+    if output is not None:
+        write_plan(result.to_plan(), output)
+    if as_json:
+        print(json.dumps(describe(result)))
+    else:
+        show(plan_table(result))
+
+
+def read_batch_size(text: str) -> int | str:
+    if text == AUTO:
+        return AUTO
+    if not text.isdecimal():
+        raise VPipeError(f"batch size {text!r} is neither a whole number nor {AUTO!r}")
+    return int(text)

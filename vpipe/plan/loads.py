@@ -1,0 +1,100 @@
+"""The loads of a schedule: minibatches in flight and weight versions, for every place that a stage may have.
+
+A stage's place is told by the ranks from it to the pipeline's end and by its own replicas: so many minibatches
+pass a rank before the first comes back,
+
+    in flight = ceil(ranks from here on / replicas)
+
+whatever the stages behind it look like. PipeDream has as many versions of the weights, 2BW two; the
+synchronous schedules have one. GPipe has all of a rank's minibatches in flight.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+
+from vpipe.plan.model import Load
+from vpipe.schedule import Op, Schedule, build, holdings
+
+CHUNKED = ("interleaved", "zb-v")
+EVEN = (*CHUNKED, "zb-h1")  # their holdings are known only for the whole, and with equal replicas
+
+
+@dataclass(frozen=True)
+class Loads:
+    """The loads that a search may choose from, by (ranks from here on, replicas)."""
+
+    ranks: int
+    loads: tuple[Load, ...]
+    index: Mapping[tuple[int, int], int]
+    """The place in `loads`."""
+
+
+def staircase_loads(name: str, ranks: int, minibatches: int | None) -> Loads:
+    """For gpipe, 1f1b, pipedream, vpipe and 2bw: any replicas on any stage."""
+    return _numbered(
+        ranks,
+        {
+            (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
+            for behind in range(1, ranks + 1)
+            for replicas in range(1, min(behind, minibatches or behind) + 1)
+        },
+    )
+
+
+def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatches: int | None) -> Load:
+    ahead = -(-behind // replicas)
+    if name in ("pipedream", "vpipe"):
+        # An update follows every minibatch of the stage with the most replicas; others have no more.
+        return Load(replicas, ahead, ahead, 1, False, 1.0)
+    if name == "2bw":
+        return Load(replicas, ahead, min(ahead, 2), 1, False, two_versions_interval(ranks) / replicas)
+    own = -(-(minibatches or 1) // replicas)
+    return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 1, False, own)
+
+
+def two_versions_interval(ranks: int) -> int:
+    """An update interval that 2BW allows for all replicas of so many ranks: no more are ever in flight."""
+    return ranks
+
+
+def even_loads(name: str, positions: int, replicas: int, minibatches: int) -> Loads:
+    """For zb-h1: as the schedule itself holds them, with equal replicas everywhere."""
+    held = schedule_loads(name, positions, replicas, minibatches, None)
+    ranks = positions * replicas
+    return _numbered(ranks, {(ranks - stage * replicas, replicas): load for stage, load in enumerate(held)})
+
+
+@lru_cache(maxsize=64)
+def schedule_loads(
+    name: str, positions: int, replicas: int, minibatches: int, chunks: int | None
+) -> tuple[Load, ...]:
+    """The load of each stage, read from the schedule's programs."""
+    schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
+    own = -(-minibatches // replicas)
+    return tuple(
+        Load(replicas, held.in_flight, held.versions, max(1, begun), begun > 0, own)
+        for held, begun in zip(holdings(schedule), _begun(schedule), strict=True)
+    )
+
+
+def _begun(schedule: Schedule) -> list[int]:
+    """For each stage, the most minibatches of a rank between their I and the end of their W."""
+    most = [0] * schedule.num_stages
+    for rank in range(schedule.num_ranks):
+        now = dict.fromkeys(schedule.stages_of(rank), 0)
+        for stage, op, _ in schedule.program(rank):
+            if op is Op.I:
+                now[stage] += 1
+                most[stage] = max(most[stage], now[stage])
+            elif op is Op.W:
+                now[stage] -= 1
+    return most
+
+
+def _numbered(ranks: int, found: Mapping[tuple[int, int], Load]) -> Loads:
+    numbers: dict[Load, int] = {}
+    index = {place: numbers.setdefault(load, len(numbers)) for place, load in found.items()}
+    return Loads(ranks, tuple(numbers), index)

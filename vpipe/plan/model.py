@@ -1,0 +1,192 @@
+"""The model of a stage: the memory that it needs and the time that it takes for a minibatch.
+
+One rank holds one slice of consecutive blocks, or several where the schedule puts chunks on a rank. While it
+trains, its memory holds, summed over its slices:
+
+    weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio)
+    buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
+                 and the one under way; the gradient that comes back is as large and takes the same place
+    activations  for each minibatch in flight, that is from its F to the end of its B (or W)
+        keep       kept_bytes x in_flight
+        recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
+                   the model's first block, which reads the batch)
+        swap       kept_bytes x min(in_flight, begun + 1): those whose backward has begun, and one on its way
+                   between device and host; the others lie in host memory
+    recomputed   what recomputing makes again for a backward that has begun
+        whole backward (B)   once the largest kept_bytes of the rank's recomputed blocks: each is recomputed,
+                             used and dropped before the next, and one backward runs at a time
+        split (I, then W)    kept_bytes x begun of every recomputed block: W still reads it after I, and
+                             `begun` is the most minibatches of the slice between their I and the end of their W
+
+A rank works on a minibatch for
+
+    compute      forward + backward of all blocks, once more the forward of the recomputed ones; the update and,
+                 where there are replicas, the sending of the gradients to each of the others, shared by the rank's
+                 minibatches of one update; and what it sends, if senders copy their messages themselves
+    host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time
+    link         for each slice the slower of its two cuts; activations and gradients at the same time
+
+All three overlap, so the time is the largest of them; the stage as a whole, with r replicas that take turns,
+gives a minibatch every time / r.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import ceil
+from typing import NamedTuple
+
+from vpipe.cost import KEEP, RECOMPUTE, SWAP, BlockCost, Profile
+
+
+class Load(NamedTuple):
+    """What a schedule asks of one stage's ranks."""
+
+    replicas: int
+    in_flight: int
+    versions: int
+    begun: int
+    """Minibatches whose backward has begun and not ended, at most."""
+    split: bool
+    """Whether backward is split into I and W."""
+    per_update: float
+    """A rank's own minibatches between two updates."""
+
+    @property
+    def swapped_in(self) -> int:
+        """Minibatches of a swapped block that lie on the device."""
+        return min(self.in_flight, self.begun + 1)
+
+
+class Slice(NamedTuple):
+    """Consecutive blocks on the ranks of one stage."""
+
+    start: int
+    stop: int
+    load: Load
+    ranks: tuple[int, ...]
+    before: int | None
+    """A rank that its inputs come from; None at the model's begin, or where that is the same rank."""
+    after: int | None
+    """A rank that its outputs go to; None at the model's end, or where that is the same rank."""
+
+
+class Memory(NamedTuple):
+    weights: int
+    activations: int
+    recomputed: int
+    buffers: int
+
+    @property
+    def total(self) -> int:
+        return sum(self)
+
+
+class Time(NamedTuple):
+    compute: float
+    host: float
+    link: float
+
+    @property
+    def seconds(self) -> float:
+        return max(self)
+
+
+def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Memory:
+    """The peak memory of a rank that holds `slices`, with a policy for each of their blocks."""
+    weights = activations = together = largest = buffers = 0
+    for piece, chosen in zip(slices, policies, strict=True):
+        load = piece.load
+        weights += weight_bytes(profile, piece)
+        buffers += buffer_bytes(profile, piece)
+        for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
+            kept = profile.blocks[number].kept_bytes
+            if policy == KEEP:
+                activations += kept * load.in_flight
+            elif policy == SWAP:
+                activations += kept * load.swapped_in
+            else:
+                activations += input_bytes(profile.blocks, number) * load.in_flight
+                together += kept * load.begun if load.split else 0
+                largest = max(largest, 0 if load.split else kept)
+    return Memory(weights, activations, together + largest, buffers)
+
+
+def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Time:
+    """A rank's time for one minibatch; a stage of r replicas gives one every r-th part of it."""
+    compute = swapped = link = 0.0
+    for piece, chosen in zip(slices, policies, strict=True):
+        for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
+            block = profile.blocks[number]
+            compute += block.forward + block.backward
+            compute += block.forward if policy == RECOMPUTE else 0.0
+            swapped += block.kept_bytes if policy == SWAP else 0
+        compute += update_seconds(profile, piece) + sum(copy_seconds(profile, piece))
+        link += link_seconds(profile, piece)
+    return Time(compute, swapped / host_bandwidth(profile), link)
+
+
+def weight_bytes(profile: Profile, piece: Slice) -> int:
+    parameters = sum(block.parameter_bytes for block in profile.blocks[piece.start : piece.stop])
+    return ceil(parameters * (piece.load.versions + 1 + profile.optimizer_ratio))
+
+
+def buffer_bytes(profile: Profile, piece: Slice) -> int:
+    received = 0 if piece.before is None else input_bytes(profile.blocks, piece.start)
+    sent = 0 if piece.after is None else profile.blocks[piece.stop - 1].boundary_bytes
+    return 2 * (received + sent)
+
+
+def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
+    return blocks[number - 1].boundary_bytes if number else 0
+
+
+def host_bandwidth(profile: Profile) -> float:
+    """Bytes a second, out and back again."""
+    return 1 / (1 / profile.device.to_host + 1 / profile.device.from_host)
+
+
+def update_seconds(profile: Profile, piece: Slice) -> float:
+    """The share of one minibatch in the update, and in the reduction where there are replicas."""
+    blocks = profile.blocks[piece.start : piece.stop]
+    parameters = sum(block.parameter_bytes for block in blocks)
+    spent = sum(block.update for block in blocks) + reduce_seconds(profile, piece.load.replicas, parameters)
+    return spent / piece.load.per_update
+
+
+def reduce_seconds(profile: Profile, replicas: int, count: float) -> float:
+    """One replica's gradients to all the others: at the same time, unless it copies them itself."""
+    if replicas == 1:
+        return 0.0
+    return profile.link.seconds(count) * (replicas - 1 if profile.link.sender_busy else 1)
+
+
+def copy_seconds(profile: Profile, piece: Slice) -> tuple[float, float]:
+    """What a rank that copies its messages itself spends on activations and on gradients."""
+    if not profile.link.sender_busy:
+        return 0.0, 0.0
+    sent = received = 0.0
+    if piece.after is not None:
+        sent = profile.link.seconds(profile.blocks[piece.stop - 1].boundary_bytes)
+    if piece.before is not None:
+        received = profile.link.seconds(input_bytes(profile.blocks, piece.start))
+    return sent, received
+
+
+def link_seconds(profile: Profile, piece: Slice) -> float:
+    received = sent = 0.0
+    if piece.before is not None:
+        received = hop_seconds(
+            profile, piece.before, piece.ranks[0], input_bytes(profile.blocks, piece.start)
+        )
+    if piece.after is not None:
+        sent = hop_seconds(
+            profile, piece.ranks[-1], piece.after, profile.blocks[piece.stop - 1].boundary_bytes
+        )
+    return max(received, sent)
+
+
+def hop_seconds(profile: Profile, one: int, other: int, count: int) -> float:
+    """Activations one way and gradients the other, at the same time."""
+    there, back = profile.link_between(one, other), profile.link_between(other, one)
+    return max(there.seconds(count), back.seconds(count))

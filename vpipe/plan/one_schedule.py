@@ -1,0 +1,147 @@
+"""The best plan under one schedule, and the least memory under which there is any."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
+
+from vpipe.cost import Profile
+from vpipe.plan.chunks import Seat, search_chunks
+from vpipe.plan.loads import (
+    CHUNKED,
+    EVEN,
+    Loads,
+    even_loads,
+    schedule_loads,
+    staircase_loads,
+    two_versions_interval,
+)
+from vpipe.plan.model import Slice
+from vpipe.plan.policies import from_the_end
+from vpipe.plan.result import PlanResult, assemble
+from vpipe.plan.slices import MemoryCosts, TimeCosts
+from vpipe.plan.stages import Stage, search
+from vpipe.schedule import ASYNCHRONOUS, build
+
+
+class Task(NamedTuple):
+    """What is to be planned; the profile is that of the batch size in question."""
+
+    profile: Profile
+    ranks: int
+    memory: int
+    schedule: str
+    minibatches: int | None
+    chunks: int | None
+
+    @property
+    def update(self) -> int:
+        """Minibatches of a synchronous update."""
+        return self.minibatches or 4 * self.ranks
+
+
+class Least(NamedTuple):
+    """The least memory in which a schedule runs, and the blocks of the rank that needs it."""
+
+    memory: int
+    position: int
+    slices: tuple[Slice, ...]
+
+
+def plan_schedule(task: Task) -> PlanResult | None:
+    """The fastest plan that fits; None if there is none."""
+    return min(_plans(task), key=lambda found: found.seconds, default=None)
+
+
+def least_of_schedule(task: Task) -> Least | None:
+    """None if the model has too few blocks for the schedule."""
+    return min(_leasts(task), key=lambda found: found.memory, default=None)
+
+
+def _plans(task: Task) -> Iterator[PlanResult]:
+    if task.schedule in CHUNKED:
+        for positions in _divisors(task):
+            seats = _seats(task, positions)
+            chosen = [(seat.slices, seat.policies) for seat in seats if seat.policies is not None]
+            if seats and len(chosen) == len(seats):
+                chunks = len(seats[0].slices)
+                yield assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
+        return
+    asynchronous = task.schedule in ASYNCHRONOUS
+    interval = two_versions_interval(task.ranks) if task.schedule == "2bw" else None
+    for loads in _loads(task):
+        costs = TimeCosts(task.profile, loads, task.memory)
+        stages = search(costs, len(task.profile.blocks))
+        if stages is not None:
+            slices = placed(stages, loads)
+            policies = [
+                from_the_end(
+                    task.profile, piece, costs.policies[stage.start, stage.stop, stage.load], task.memory
+                )
+                for piece, stage in zip(slices, stages, strict=True)
+            ]
+            yield assemble(
+                task.profile,
+                task.schedule,
+                task.memory,
+                task.minibatches if asynchronous else task.update,
+                None,
+                interval,
+                [([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
+            )
+
+
+def _leasts(task: Task) -> Iterator[Least]:
+    if task.schedule in CHUNKED:
+        for positions in _divisors(task):
+            seats = _seats(task, positions)
+            if seats:
+                worst = max(range(len(seats)), key=lambda index: seats[index].missing)
+                yield Least(task.memory + seats[worst].missing, worst, seats[worst].slices)
+        return
+    for loads in _loads(task):
+        stages = search(MemoryCosts(task.profile, loads), len(task.profile.blocks), even=False)
+        if stages is not None:
+            worst = max(range(len(stages)), key=lambda index: stages[index].cost)
+            yield Least(int(stages[worst].cost), worst, (placed(stages, loads)[worst],))
+
+
+def _loads(task: Task) -> Iterable[Loads]:
+    if task.schedule not in EVEN:
+        return [staircase_loads(task.schedule, task.ranks, task.update)]
+    return [
+        even_loads(task.schedule, positions, task.ranks // positions, task.update)
+        for positions in _divisors(task)
+    ]
+
+
+def _seats(task: Task, positions: int) -> list[Seat]:
+    replicas = task.ranks // positions
+    chunks = task.chunks if task.schedule == "interleaved" else None
+    schedule = build(task.schedule, positions, task.update, chunks=chunks, replicas=[replicas] * positions)
+    loads = schedule_loads(task.schedule, positions, replicas, task.update, chunks)
+    return search_chunks(task.profile, schedule.placement, loads, task.memory) or []
+
+
+def _divisors(task: Task) -> list[int]:
+    """The numbers of positions that leave equally many replicas to each, at most one for each minibatch."""
+    return [
+        positions
+        for positions in range(1, min(task.ranks, len(task.profile.blocks)) + 1)
+        if task.ranks % positions == 0 and task.ranks // positions <= task.update
+    ]
+
+
+def placed(stages: list[Stage], loads: Loads) -> list[Slice]:
+    """The stages as slices, ranks numbered stage by stage."""
+    slices: list[Slice] = []
+    first = 0
+    for stage in stages:
+        load = loads.loads[stage.load]
+        following = first + load.replicas
+        ranks = tuple(range(first, following))
+        before = first - 1 if first else None
+        after = following if following < loads.ranks else None
+        slices.append(Slice(stage.start, stage.stop, load, ranks, before, after))
+        first = following
+    return slices

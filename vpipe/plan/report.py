@@ -1,0 +1,107 @@
+"""What `vpipe plan` prints: plain data, and a table of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from rich.table import Table
+
+from vpipe.cost import RECOMPUTE, SWAP
+from vpipe.plan.result import PlanResult, RankPlan, StagePlan
+from vpipe.plan.sizes import show_bytes
+
+
+def describe(result: PlanResult) -> dict[str, Any]:
+    """The plan as plain data; `recompute_ratio` is there only where the policies have its shape."""
+    plan = result.to_plan()
+    ratios = plan.recompute_ratio()
+    return {
+        "partition": list(plan.partition),
+        **({} if ratios is None else {"recompute_ratio": ratios}),
+        "policies": list(plan.policies),
+        "schedule": plan.schedule,
+        "replicas": list(plan.replicas),
+        "minibatches": plan.minibatches,
+        "chunks": plan.chunks,
+        "update_interval": plan.update_interval,
+        "batch_size": plan.batch_size,
+        "fingerprint": plan.fingerprint,
+        "memory": result.cap,
+        "prediction": plan.prediction,
+        "positions": [
+            {
+                "ranks": list(position.ranks),
+                "stages": [stage.number for stage in position.stages],
+                "blocks": [[stage.slice.start, stage.slice.stop] for stage in position.stages],
+                "in_flight": [stage.slice.load.in_flight for stage in position.stages],
+                "versions": [stage.slice.load.versions for stage in position.stages],
+                "seconds": position.seconds,
+                "time": position.time._asdict(),
+                "peak_memory": position.memory.total,
+                "memory": position.memory._asdict(),
+                "limit": position.limit,
+            }
+            for position in result.positions
+        ],
+    }
+
+
+def plan_table(result: PlanResult) -> Table:
+    table = Table(title=headline(result), title_justify="left", caption_justify="left")
+    table.add_column("stage", justify="right")
+    table.add_column("ranks", justify="right")
+    table.add_column("blocks")
+    table.add_column("time", justify="right")
+    table.add_column(f"memory of {show_bytes(result.cap)}", justify="right")
+    table.add_column("recomputed", overflow="fold")
+    table.add_column("swapped", overflow="fold")
+    table.add_column("limited by")
+    slowest = max(position.seconds for position in result.positions)
+    for position in result.positions:
+        table.add_row(
+            ", ".join(str(stage.number) for stage in position.stages),
+            runs(position.ranks),
+            ", ".join(_blocks(stage) for stage in position.stages),
+            f"{position.seconds * 1e3:.4g} ms" + (" *" if position.seconds == slowest else ""),
+            f"{show_bytes(position.memory.total)} ({position.memory.total / result.cap:.0%})",
+            runs(_with_policy(position, RECOMPUTE)) or "-",
+            runs(_with_policy(position, SWAP)) or "-",
+            position.limit,
+        )
+    table.caption = "* the slowest; times are of one minibatch, replicas taking turns"
+    return table
+
+
+def headline(result: PlanResult) -> str:
+    ranks = "1 rank" if result.ranks == 1 else f"{result.ranks} ranks"
+    update = f", {result.minibatches} an update" if result.synchronous else ""
+    return (
+        f"{result.schedule} on {ranks}, minibatches of {result.batch_size}{update}: "
+        f"{result.samples_per_second:.4g} samples/s expected"
+    )
+
+
+def runs(numbers: Iterable[int]) -> str:
+    """'3-7, 9' for 3, 4, 5, 6, 7, 9."""
+    found: list[list[int]] = []
+    for number in sorted(numbers):
+        if found and number == found[-1][1] + 1:
+            found[-1][1] = number
+        else:
+            found.append([number, number])
+    return ", ".join(str(first) if first == last else f"{first}-{last}" for first, last in found)
+
+
+def _blocks(stage: StagePlan) -> str:
+    first, last = stage.slice.start, stage.slice.stop - 1
+    return f"{runs(range(first, last + 1))} ({last - first + 1})"
+
+
+def _with_policy(position: RankPlan, policy: str) -> list[int]:
+    return [
+        number
+        for stage in position.stages
+        for number, chosen in enumerate(stage.policies, stage.slice.start)
+        if chosen == policy
+    ]

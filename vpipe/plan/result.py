@@ -1,0 +1,149 @@
+"""The plan that was found, with what it needs and what is expected of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+from vpipe.cost import KEEP, Plan, Profile
+from vpipe.plan.model import (
+    Memory,
+    Slice,
+    Time,
+    stage_memory,
+    stage_time,
+)
+from vpipe.schedule import ASYNCHRONOUS
+from vpipe.simulate import simulate
+
+LONG = 6
+"""Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
+
+
+class StagePlan(NamedTuple):
+    number: int
+    slice: Slice
+    policies: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """One position of the pipeline: what each of its ranks holds, needs and takes."""
+
+    ranks: tuple[int, ...]
+    stages: tuple[StagePlan, ...]
+    memory: Memory
+    time: Time
+    limit: str
+    """What its time is made of: compute; memory, where recompute or swap makes it longer; or link."""
+
+    @property
+    def seconds(self) -> float:
+        """Replicas take turns."""
+        return self.time.seconds / len(self.ranks)
+
+
+@dataclass(frozen=True)
+class PlanResult:
+    schedule: str
+    cap: int
+    partition: tuple[int, ...]
+    policies: tuple[str, ...]
+    """Of every block: keep, recompute or swap."""
+    replicas: tuple[int, ...]
+    minibatches: int | None
+    chunks: int | None
+    update_interval: int | None
+    batch_size: int
+    fingerprint: str
+    positions: tuple[RankPlan, ...]
+    seconds: float
+    """Expected, a minibatch: of the simulated step for synchronous schedules, of the slowest rank for others."""
+
+    @property
+    def samples_per_second(self) -> float:
+        return self.batch_size / self.seconds if self.seconds else float("inf")
+
+    @property
+    def ranks(self) -> int:
+        return sum(self.replicas)
+
+    @property
+    def synchronous(self) -> bool:
+        return self.schedule not in ASYNCHRONOUS
+
+    def to_plan(self) -> Plan:
+        """What is written to a file; the prediction's lists are by pipeline position."""
+        return Plan(
+            self.partition,
+            self.policies,
+            self.schedule,
+            self.replicas,
+            self.minibatches,
+            self.chunks,
+            self.update_interval,
+            self.batch_size,
+            self.fingerprint,
+            {
+                "samples_per_s": self.samples_per_second,
+                "seconds_per_minibatch": self.seconds,
+                "position_seconds": [position.seconds for position in self.positions],
+                "peak_memory": [position.memory.total for position in self.positions],
+            },
+        )
+
+
+def assemble(
+    profile: Profile,
+    name: str,
+    cap: int,
+    minibatches: int | None,
+    chunks: int | None,
+    update_interval: int | None,
+    positions: Sequence[tuple[Sequence[Slice], Sequence[Sequence[str]]]],
+) -> PlanResult:
+    """The result for the slices and policies of each position."""
+    order = sorted(piece.start for slices, _ in positions for piece in slices)
+    planned = tuple(
+        position_plan(profile, slices, policies, [order.index(piece.start) for piece in slices])
+        for slices, policies in positions
+    )
+    stages = sorted(stage for position in planned for stage in position.stages)
+    replicas = tuple(len(position.ranks) for position in planned)
+    slowest = max(position.seconds for position in planned)
+    result = PlanResult(
+        name,
+        cap,
+        tuple(stage.slice.stop - stage.slice.start for stage in stages),
+        tuple(policy for stage in stages for policy in stage.policies),
+        replicas,
+        minibatches,
+        chunks,
+        update_interval,
+        profile.batch_size,
+        profile.fingerprint,
+        planned,
+        slowest,
+    )
+    if not result.synchronous:
+        return result
+    assert minibatches is not None
+    few = min(minibatches, LONG * max(16, result.ranks))
+    step = simulate(profile, replace(result.to_plan(), minibatches=few)).step_time
+    return replace(result, seconds=(step + (minibatches - few) * slowest) / minibatches)
+
+
+def position_plan(
+    profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]], numbers: Sequence[int]
+) -> RankPlan:
+    time = stage_time(profile, slices, policies)
+    bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
+    limit = "link" if time.link > time.compute else "compute"
+    if time.seconds > bare.seconds:
+        limit = "memory"
+    stages = tuple(
+        StagePlan(number, piece, tuple(chosen))
+        for number, piece, chosen in zip(numbers, slices, policies, strict=True)
+    )
+    return RankPlan(slices[0].ranks, stages, stage_memory(profile, slices, policies), time, limit)

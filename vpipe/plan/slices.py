@@ -1,0 +1,193 @@
+"""The costs of slices: quick lower bounds for all slices from a block on, exact figures one at a time.
+
+A search looks at every slice of blocks in every place that the schedule offers; only those that its bound leaves in
+the race are worth the exact choice of policies.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterable
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from vpipe.cost import Profile
+from vpipe.plan.loads import Loads
+from vpipe.plan.model import Slice, hop_seconds, host_bandwidth, reduce_seconds
+from vpipe.plan.policies import choose, least_memory
+
+Floats = npt.NDArray[np.float64]
+Rows = npt.NDArray[np.int64]
+
+
+class Costs(Protocol):
+    """What a stage costs, by its first block, the one behind its last, and its load."""
+
+    loads: Loads
+    cuts: Floats
+    """What crossing a cut costs each of its two stages, by ranks behind it and block behind it."""
+
+    def ahead(self, start: int, ranks: int) -> float:
+        """A lower bound for the most expensive stage of the blocks from `start` on, on so many ranks."""
+        ...
+
+    def bounds(self, start: int, rows: Rows) -> Floats:
+        """Lower bounds, by load and stop, for the loads in `rows`; exact where `exact` has been asked."""
+        ...
+
+    def exact(self, start: int, stop: int, load: int) -> float: ...
+
+
+class Sums:
+    """Sums over the blocks before each cut, and the memory of all slices by load."""
+
+    def __init__(self, profile: Profile, loads: Loads) -> None:
+        blocks = profile.blocks
+        self.blocks = len(blocks)
+        kept = np.array([block.kept_bytes for block in blocks], dtype=float)
+        boundary = np.array([block.boundary_bytes for block in blocks], dtype=float)
+        entered = np.concatenate([[0.0], boundary[:-1]])
+        again = np.array([block.forward for block in blocks])
+        self.kept = _before(kept)
+        self.compute = _before(again + np.array([block.backward for block in blocks]))
+        self.update = _before([block.update for block in blocks])
+        self.parameters = _before([block.parameter_bytes for block in blocks])
+        self.buffers = 2 * np.concatenate([entered, [0.0]])  # of the cut before each block; none at the ends
+        in_flight = _column(load.in_flight for load in loads.loads)
+        self.in_flight = in_flight
+        self.swap_rate = in_flight - _column(load.swapped_in for load in loads.loads)
+        made_again = _column(load.begun if load.split else 0 for load in loads.loads)
+        saved = np.maximum(0.0, in_flight * (kept - entered) - made_again * kept)
+        with np.errstate(divide="ignore"):
+            self.efficiency = np.where(saved > 0, saved / np.where(saved > 0, again, 1.0), 0.0)
+        self.savable = _before(np.maximum(saved, self.swap_rate * kept))
+        copies = _column(load.versions for load in loads.loads) + 1 + profile.optimizer_ratio
+        self.copies = copies
+
+    def keeping(self, start: int, rows: Rows) -> Floats:
+        """The bytes of slices from `start` that keep everything, by load and stop (from start + 1 on)."""
+        ends = slice(start + 1, None)
+        weights = self.copies[rows] * (self.parameters[ends] - self.parameters[start])
+        kept = self.in_flight[rows] * (self.kept[ends] - self.kept[start])
+        return np.asarray(weights + kept + (self.buffers[start] + self.buffers[ends]))
+
+    def savings(self, start: int, rows: Rows) -> Floats:
+        """More than policies could ever save of them."""
+        savable = self.savable[rows, start:]
+        return np.asarray(savable[:, 1:] - savable[:, :1])
+
+
+class SliceCosts(ABC):
+    """What is common to the two kinds of cost: exact figures are asked once and then remembered."""
+
+    def __init__(self, profile: Profile, loads: Loads) -> None:
+        self.profile = profile
+        self.loads = loads
+        self.sums = Sums(profile, loads)
+        self.known: dict[int, dict[tuple[int, int], float]] = {}
+        self.cuts = np.zeros((loads.ranks + 1, len(profile.blocks) + 1))
+
+    def bounds(self, start: int, rows: Rows) -> Floats:
+        found = np.full((len(self.loads.loads), self.sums.blocks + 1), np.inf)
+        found[rows, start + 1 :] = self.quick(start, rows)
+        for (load, stop), value in self.known.get(start, {}).items():
+            found[load, stop] = value
+        return found
+
+    def exact(self, start: int, stop: int, load: int) -> float:
+        known = self.known.setdefault(start, {})
+        if (load, stop) not in known:
+            known[load, stop] = self.solve(start, stop, load)
+        return known[load, stop]
+
+    def slice(self, start: int, stop: int, load: int) -> Slice:
+        """A stand-in whose ranks are not known yet: only whether there are neighbours matters here."""
+        before, after = None if start == 0 else 0, None if stop == self.sums.blocks else 0
+        return Slice(start, stop, self.loads.loads[load], (0,), before, after)
+
+    @abstractmethod
+    def ahead(self, start: int, ranks: int) -> float: ...
+
+    @abstractmethod
+    def quick(self, start: int, rows: Rows) -> Floats:
+        """The bounds, by load and stop from `start` + 1 on."""
+
+    @abstractmethod
+    def solve(self, start: int, stop: int, load: int) -> float: ...
+
+
+class TimeCosts(SliceCosts):
+    """Seconds a minibatch, replicas taking turns; endless where the slice does not fit."""
+
+    def __init__(self, profile: Profile, loads: Loads, memory: int) -> None:
+        super().__init__(profile, loads)
+        self.memory = memory
+        self.policies: dict[tuple[int, int, int], list[str]] = {}
+        self.replicas = _column(load.replicas for load in loads.loads)
+        self.per_update = _column(load.per_update for load in loads.loads)
+        self.reduce_fixed = _column(reduce_seconds(profile, load.replicas, 0) for load in loads.loads)
+        self.reduce_byte = (
+            _column(reduce_seconds(profile, load.replicas, 1) for load in loads.loads) - self.reduce_fixed
+        )
+        self.host = host_bandwidth(profile)
+        self.copies = np.zeros(len(profile.blocks) + 1)
+        if profile.link.sender_busy:
+            self.copies[1:-1] = [profile.link.seconds(block.boundary_bytes) for block in profile.blocks[:-1]]
+        for behind in range(1, loads.ranks):
+            rank = loads.ranks - behind
+            for block in range(1, len(profile.blocks)):
+                boundary = profile.blocks[block - 1].boundary_bytes
+                self.cuts[behind, block] = hop_seconds(profile, rank - 1, rank, boundary)
+
+    def ahead(self, start: int, ranks: int) -> float:
+        return float(self.sums.compute[-1] - self.sums.compute[start]) / ranks
+
+    def quick(self, start: int, rows: Rows) -> Floats:
+        sums, ends = self.sums, slice(start + 1, None)
+        need = sums.keeping(start, rows) - self.memory
+        kept = sums.kept[ends] - sums.kept[start]
+        parameters = sums.parameters[ends] - sums.parameters[start]
+        spent = sums.update[ends] - sums.update[start] + self.reduce_byte[rows] * parameters
+        compute = sums.compute[ends] - sums.compute[start] + self.copies[start] + self.copies[ends]
+        compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows]
+        # Swapping is free while compute lasts; from there on each second carries and recomputes so many bytes.
+        rate = sums.swap_rate[rows]
+        need_more = need - rate * np.minimum(compute * self.host, kept)
+        best = np.maximum.accumulate(sums.efficiency[rows, start:], axis=1) + rate * self.host
+        with np.errstate(divide="ignore", invalid="ignore"):
+            longer = np.where(need_more > 0, need_more / best, 0.0)
+        fits = need <= sums.savings(start, rows) + 1
+        return np.where(fits, (compute + longer) / self.replicas[rows], np.inf)
+
+    def solve(self, start: int, stop: int, load: int) -> float:
+        chosen = choose(self.profile, [self.slice(start, stop, load)], self.memory)
+        if chosen is None:
+            return np.inf
+        seconds, policies = chosen
+        self.policies[start, stop, load] = policies[0]
+        return seconds / self.loads.loads[load].replicas
+
+
+class MemoryCosts(SliceCosts):
+    """The least bytes in which a slice runs at all."""
+
+    def ahead(self, start: int, ranks: int) -> float:
+        return 0.0
+
+    def quick(self, start: int, rows: Rows) -> Floats:
+        return np.maximum(0.0, self.sums.keeping(start, rows) - self.sums.savings(start, rows) - 1)
+
+    def solve(self, start: int, stop: int, load: int) -> float:
+        return float(least_memory(self.profile, [self.slice(start, stop, load)]))
+
+
+def _before(values: Iterable[float] | Floats) -> Floats:
+    """Sums of what stands before each position, along the last axis."""
+    array = np.asarray(values if isinstance(values, np.ndarray) else list(values), dtype=float)
+    return np.concatenate([np.zeros((*array.shape[:-1], 1)), np.cumsum(array, axis=-1)], axis=-1)
+
+
+def _column(values: Iterable[float]) -> Floats:
+    return np.array(list(values), dtype=float)[:, None]

@@ -1,0 +1,149 @@
+"""The search for stages: cuts and replicas for the cheapest most expensive stage.
+
+Dynamic programming over (ranks, blocks) that are left: what a stage costs depends on the ranks from it to the end
+and on its own replicas, not on how the others are cut. Under a limit, a pass from the front with lower bounds only
+says which states any plan below the limit can go through; a pass from the back then settles those, asking for an
+exact cost only where its bound is the best on offer. The limit starts at a bound for all plans and grows until there
+is a plan below it. A last pass evens out the other stages: the least sum of squares under the best maximum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from vpipe.plan.slices import Costs, Floats
+
+ROUNDING = 1 + 1e-9
+LIMITS = (1.002, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0)
+
+
+class Stage(NamedTuple):
+    start: int
+    stop: int
+    load: int
+    cost: float
+
+
+class Moves(NamedTuple):
+    """What a stage may be, by the ranks from it on: replicas, loads, and ranks left behind it."""
+
+    replicas: Floats
+    loads: np.ndarray
+    left: np.ndarray
+
+
+def search(costs: Costs, blocks: int, even: bool = True) -> list[Stage] | None:
+    """The stages whose most expensive one is cheapest, the others even; None if every plan is endless."""
+    moves = _moves(costs)
+    bound = costs.ahead(0, costs.loads.ranks) or float(forward(costs, moves, blocks, np.inf)[0, blocks])
+    found = None
+    for limit in (*(bound * factor for factor in LIMITS), np.inf):
+        reached = forward(costs, moves, blocks, limit)
+        if reached[0, blocks] <= limit and np.isfinite(reached[0, blocks]):
+            found = backward(costs, moves, blocks, reached, limit)
+        if found is not None:
+            break
+    if found is None or not even:
+        return found
+    largest = max(stage.cost for stage in found)
+    return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True)
+
+
+def _moves(costs: Costs) -> list[Moves | None]:
+    ranks = costs.loads.ranks
+    found: list[list[int]] = [[] for _ in range(ranks + 1)]
+    for behind, replicas in costs.loads.index:
+        found[behind].append(replicas)
+    moves: list[Moves | None] = []
+    for behind, choices in enumerate(found):
+        choices.sort()
+        loads = np.array([costs.loads.index[behind, replicas] for replicas in choices], dtype=int)
+        column = np.array(choices, dtype=float)[:, None]
+        moves.append(Moves(column, loads, behind - np.array(choices, dtype=int)) if choices else None)
+    return moves
+
+
+def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, start: int) -> Floats:
+    """By move and stop: the stage's own cost, or that of its cuts."""
+    cuts = np.maximum(costs.cuts[behind, start], costs.cuts[move.left, start + 1 :])
+    return np.asarray(np.maximum(bounds[move.loads, start + 1 :], cuts / move.replicas))
+
+
+def _states(
+    costs: Costs, moves: list[Moves | None], reached: Floats, start: int, limit: float
+) -> Iterator[tuple[int, Moves, Floats]]:
+    """The states at `start` that matter under the limit: ranks left, moves, and the bounds of all stages."""
+    wanted = [
+        (behind, move)
+        for behind, move in enumerate(moves)
+        if move and np.isfinite(reached[behind, start]) and reached[behind, start] <= limit
+        if costs.ahead(start, behind) <= limit
+    ]
+    if wanted:
+        rows = np.unique(np.concatenate([move.loads for _, move in wanted]))
+        bounds = costs.bounds(start, rows)
+        yield from ((behind, move, bounds) for behind, move in wanted)
+
+
+def forward(costs: Costs, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
+    """The least bound of the most expensive stage before each (ranks left, first block)."""
+    reached = np.full((len(moves), blocks + 1), np.inf)
+    reached[-1, 0] = 0.0
+    for start in range(blocks):
+        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+            offered = np.maximum(stage_costs(costs, bounds, move, behind, start), reached[behind, start])
+            before = reached[move.left, start + 1 :]
+            reached[move.left, start + 1 :] = np.minimum(before, offered)
+    return reached
+
+
+def backward(
+    costs: Costs,
+    moves: list[Moves | None],
+    blocks: int,
+    reached: Floats,
+    limit: float,
+    even: bool = False,
+) -> list[Stage] | None:
+    """The best stages of which none costs more than `limit`; by the largest, or by the sum of squares."""
+    best = np.full((len(moves), blocks + 1), np.inf)
+    best[0, blocks] = 0.0
+    taken: dict[tuple[int, int], Stage] = {}
+    for start in range(blocks - 1, -1, -1):
+        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+            own = stage_costs(costs, bounds, move, behind, start)
+            rest = best[move.left, start + 1 :]
+            totals = _totals(own, rest, limit, even)
+            while np.isfinite(least := totals.min()):
+                row, column = np.unravel_index(int(totals.argmin()), totals.shape)
+                load, stop = int(move.loads[row]), start + 1 + int(column)
+                exact = costs.exact(start, stop, load)
+                bounds[load, stop] = exact
+                cut = max(costs.cuts[behind, start], costs.cuts[move.left[row], stop])
+                cost = max(exact, cut / float(move.replicas[row, 0]))
+                total = _totals(np.float64(cost), rest[row, column], limit, even)
+                if total <= least:
+                    best[behind, start] = total
+                    taken[behind, start] = Stage(start, stop, load, float(cost))
+                    break
+                totals[row, column] = total
+    return _path(costs, taken, blocks) if np.isfinite(best[-1, 0]) else None
+
+
+def _totals(own: Floats | np.float64, rest: Floats, limit: float, even: bool) -> Floats:
+    total = own * own + rest if even else np.maximum(own, rest)
+    return np.where((own <= limit) & np.isfinite(total), total, np.inf)
+
+
+def _path(costs: Costs, taken: dict[tuple[int, int], Stage], blocks: int) -> list[Stage]:
+    behind, start = costs.loads.ranks, 0
+    stages: list[Stage] = []
+    while start < blocks:
+        stage = taken[behind, start]
+        stages.append(stage)
+        behind -= costs.loads.loads[stage.load].replicas
+        start = stage.stop
+    return stages
