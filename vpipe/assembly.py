@@ -3,6 +3,7 @@
 from torch import nn
 
 from vpipe.communication import CommunicationHandler
+from vpipe.cost.plan_file import RECOMPUTE, SWAP
 from vpipe.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
@@ -52,7 +53,13 @@ def _make_stage(
     seed: int,
 ) -> Stage:
     graph = layout.stage_graphs[index]
-    module = graph.build(model, recompute=layout.recompute[index], split=split, seed=seed)
+    module = graph.build(
+        model,
+        recompute=layout.blocks_to(RECOMPUTE, index),
+        swap=layout.blocks_to(SWAP, index),
+        split=split,
+        seed=seed,
+    )
     dtype = layout.compute_dtype
     originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
     if dtype is not None:

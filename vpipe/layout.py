@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import BUFFERED_MESSAGES
+from vpipe.cost.plan_file import POLICIES, recomputed_from_end
 from vpipe.errors import PartitionError, ScheduleError
 from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields
@@ -27,7 +28,7 @@ class Layout:
     partition: tuple[int, ...]
     stage_graphs: tuple[StageGraph, ...]
     schedule: Schedule  # lowered
-    recompute: tuple[frozenset[int], ...]  # for each stage, the blocks that are not kept
+    policies: tuple[str, ...]  # keep, recompute or swap, for each block
     tied: dict[str, tuple[int, ...]]
     precision: str
     _for_count: Callable[[int], Schedule]
@@ -41,6 +42,10 @@ class Layout:
     @property
     def compute_dtype(self) -> torch.dtype | None:
         return compute_dtype(self.precision)
+
+    def blocks_to(self, policy: str, stage: int) -> list[int]:
+        """The blocks of a stage that this policy is for."""
+        return [block for block in self.stage_graphs[stage].blocks if self.policies[block] == policy]
 
     def splits_backward(self, rank: int) -> bool:
         """Whether the rank's program takes input gradients and weight gradients apart."""
@@ -119,6 +124,7 @@ def make_layout(
     replicas: Sequence[int] | None,
     partition: Sequence[int] | None,
     recompute_ratio: Sequence[float] | float,
+    policies: Sequence[str] | None,
     precision: str,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
@@ -159,7 +165,7 @@ def make_layout(
         tuple(partition),
         stage_graphs,
         plain if plain.lowered else lower(plain, links, shared),
-        _recomputed(stage_graphs, recompute_ratio),
+        _policies(stage_graphs, recompute_ratio, policies),
         ties,
         precision,
         lowered,
@@ -217,8 +223,28 @@ def _only(schedule: Schedule, count: int) -> Schedule:
     return schedule
 
 
-def _recomputed(stages: Sequence[StageGraph], ratio: Sequence[float] | float) -> tuple[frozenset[int], ...]:
-    """For each stage the share of its blocks, counted from its end, that is recomputed in backward."""
+def _policies(
+    stages: Sequence[StageGraph], ratio: Sequence[float] | float, policies: Sequence[str] | None
+) -> tuple[str, ...]:
+    """What is done with each block: as given, or as the share of each stage's blocks that is recomputed says."""
+    if policies is None:
+        return _recomputed(stages, ratio)
+    if ratio != 0.0:
+        raise PartitionError(
+            f"recompute_ratio is {ratio} and policies are given, which say it for each block: leave one of them out"
+        )
+    blocks = sum(len(stage.blocks) for stage in stages)
+    if len(policies) != blocks:
+        raise PartitionError(
+            f"policies has {len(policies)} entries, the model has {blocks} blocks: give one for each"
+        )
+    for block, policy in enumerate(policies):
+        if policy not in POLICIES:
+            raise PartitionError(f"policy of block {block} is {policy!r}: choose from {', '.join(POLICIES)}")
+    return tuple(policies)
+
+
+def _recomputed(stages: Sequence[StageGraph], ratio: Sequence[float] | float) -> tuple[str, ...]:
     ratios = list(ratio) if isinstance(ratio, Sequence) else [ratio] * len(stages)
     if len(ratios) != len(stages):
         raise PartitionError(
@@ -227,7 +253,4 @@ def _recomputed(stages: Sequence[StageGraph], ratio: Sequence[float] | float) ->
     for stage, share in enumerate(ratios):
         if not 0 <= share <= 1:
             raise PartitionError(f"recompute_ratio of stage {stage} is {share}: it must lie between 0 and 1")
-    return tuple(
-        frozenset(list(stage.blocks)[len(stage.blocks) - round(share * len(stage.blocks)) :])
-        for stage, share in zip(stages, ratios, strict=True)
-    )
+    return recomputed_from_end([len(stage.blocks) for stage in stages], ratios)

@@ -22,7 +22,9 @@ class Pipeline:
 
     The loader that `train` is given yields minibatches like `example_batch`, the same on every rank. A
     synchronous schedule makes one update from `minibatches` of them, an asynchronous one from
-    `update_interval` (1 for pipedream).
+    `update_interval` (1 for pipedream). `policies` say for each block of the model what becomes of its
+    activations between forward and backward: "keep", "recompute" or "swap" (they wait in host memory);
+    `recompute_ratio` says for each stage how large a share of its blocks, from its end, is recomputed.
     """
 
     def __init__(
@@ -39,6 +41,7 @@ class Pipeline:
         replicas: Sequence[int] | None = None,
         partition: Sequence[int] | None = None,
         recompute_ratio: Sequence[float] | float = 0.0,
+        policies: Sequence[str] | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
@@ -67,6 +70,7 @@ class Pipeline:
                     replicas=replicas,
                     partition=partition,
                     recompute_ratio=recompute_ratio,
+                    policies=policies,
                     precision=precision,
                 )
 

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
+
+from vpipe.graph.held import Held
+from vpipe.graph.swap import Swap
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -17,16 +20,19 @@ def stable_seed(*parts: int | str) -> int:
 
 @dataclass
 class RandomContext:
-    """What one minibatch carries through a stage: its random seed and its postponed weight gradients.
+    """What one minibatch carries through a stage: its random seed, its postponed weight gradients, its memory.
 
     Any partition, any schedule and any recomputation draws the same dropout masks, because each block sets the
     generators anew from (seed, block, minibatch). `deferred` collects the weight-gradient work of a stage that
-    was built with `split=True`; each item, called once, adds to `parameter.grad`.
+    was built with `split=True`; each item, called once, adds to `parameter.grad`. `swap` takes what blocks that
+    are swapped save (without one they keep it); `held` counts what autograd holds, if given.
     """
 
     seed: int = 0
     minibatch: int = 0
-    deferred: list[Callable[[], None]] = field(default_factory=list)
+    deferred: list[partial[None]] = field(default_factory=list)
+    swap: Swap | None = None
+    held: Held | None = None
 
     def seed_block(self, block: int, device: torch.device) -> None:
         seed = stable_seed(self.seed, block, self.minibatch)

@@ -37,6 +37,7 @@ class Segment:
     outputs: tuple[str, ...]
     mutated: tuple[int, ...]
     recompute: bool = False
+    swap: bool = False
 
 
 def build_segment(
@@ -46,6 +47,7 @@ def build_segment(
     clusters: Clusters,
     options: Options,
     recompute: bool = False,
+    swap: bool = False,
 ) -> Segment:
     """Compile the operations of some blocks; a part without block index draws no random numbers."""
     builder = _Builder(trace, clusters, options)
@@ -65,6 +67,7 @@ def build_segment(
             i for i, node in enumerate(inputs) if trace.kind(node) is Kind.BUFFER and clusters.writes(node)
         ),
         recompute,
+        swap,
     )
 
 

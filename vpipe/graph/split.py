@@ -7,7 +7,8 @@ work reads x and the gradient of y but never the values of w, which may be anoth
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,7 +16,13 @@ from torch import Tensor, fx
 
 from vpipe.graph.random import RandomContext
 
-Deferred = list[Callable[[], None]]
+Deferred = list[partial[None]]
+
+
+def waiting_tensors(deferred: Deferred) -> Iterator[Tensor]:
+    """The inputs and gradients that postponed work holds."""
+    for work in deferred:
+        yield from work.args[:2]
 
 
 def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
@@ -33,6 +40,16 @@ def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
             parameter.grad = left.t() @ right
         else:
             parameter.grad.addmm_(left.t(), right)
+
+
+def _product_gradients(
+    x: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool
+) -> None:
+    rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+    if weight is not None:
+        _accumulate_product(weight, *((rows, columns) if transposed else (columns, rows)))
+    if bias is not None:
+        _accumulate(bias, rows.sum(0))
 
 
 class _Product(torch.autograd.Function):
@@ -54,18 +71,25 @@ class _Product(torch.autograd.Function):
         # Detached: with its history it would hold every earlier product's context, and through it `deferred`.
         x = ctx.saved_tensors[0].detach()
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, bias, transposed = ctx.weight, ctx.bias, ctx.transposed
-
-        def weight_gradient() -> None:
-            rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
-            if needs_weight:
-                _accumulate_product(weight, *((rows, columns) if transposed else (columns, rows)))
-            if needs_bias:
-                _accumulate(bias, rows.sum(0))
-
-        ctx.deferred.append(weight_gradient)
+        weight, transposed = ctx.weight, ctx.transposed
+        graded = (weight if needs_weight else None, ctx.bias if needs_bias else None)
+        ctx.deferred.append(partial(_product_gradients, x, gradient, *graded, transposed))
         input_gradient = gradient @ (weight if transposed else weight.t()) if needs_input else None
         return input_gradient, None, None, None, None
+
+
+def _convolution_gradients(
+    x: Tensor,
+    gradient: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    backward: Callable[[list[bool]], tuple[Tensor, ...]],
+) -> None:
+    _, own, own_bias = backward([False, weight is not None, bias is not None])
+    if weight is not None:
+        _accumulate(weight, own)
+    if bias is not None:
+        _accumulate(bias, own_bias)
 
 
 class _Convolution(torch.autograd.Function):
@@ -89,22 +113,13 @@ class _Convolution(torch.autograd.Function):
         (gradient,) = gradients
         x = ctx.saved_tensors[0].detach()  # without its history, as above
         needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, bias, geometry = ctx.weight, ctx.bias, ctx.geometry
-        sizes = None if bias is None else list(bias.shape)
-
-        def gradients_of(mask: list[bool]) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-            result = torch.ops.aten.convolution_backward.default(gradient, x, weight, sizes, *geometry, mask)
-            return result[0], result[1], result[2]
-
-        def weight_gradient() -> None:
-            _, own, own_bias = gradients_of([False, needs_weight, needs_bias])
-            if needs_weight and own is not None:
-                _accumulate(weight, own)
-            if needs_bias and own_bias is not None:
-                _accumulate(bias, own_bias)
-
-        ctx.deferred.append(weight_gradient)
-        input_gradient = gradients_of([True, False, False])[0] if needs_input else None
+        sizes = None if ctx.bias is None else list(ctx.bias.shape)
+        backward = partial(
+            torch.ops.aten.convolution_backward.default, gradient, x, ctx.weight, sizes, *ctx.geometry
+        )
+        graded = (ctx.weight if needs_weight else None, ctx.bias if needs_bias else None)
+        ctx.deferred.append(partial(_convolution_gradients, x, gradient, *graded, backward))
+        input_gradient = backward([True, False, False])[0] if needs_input else None
         return input_gradient, None, None, None, None
 
 

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils.checkpoint import checkpoint
 
+from vpipe.graph.held import Saver, address
 from vpipe.graph.materialise import materialise
 from vpipe.graph.random import RandomContext
+from vpipe.graph.recompute import run_recomputed
 from vpipe.graph.segment import Options, Segment, build_segment
 from vpipe.graph.trace import Input, Kind
 
@@ -28,6 +29,7 @@ class StageModule(nn.Module):
         source: nn.Module,
         *,
         recompute: frozenset[int],
+        swap: frozenset[int],
         split: bool,
         training: bool,
         device: torch.device | None,
@@ -45,7 +47,9 @@ class StageModule(nn.Module):
         else:
             self._take_tensors(source, seed)
         options = Options(self.device, training, split)
-        self._segments = [*_free_segment(stage, options), *_segments(stage, recompute, options)]
+        self._free = _free_segment(stage, options)
+        self._segments = _segments(stage, recompute, swap, options)
+        self.swaps = any(segment.swap for segment in self._segments)
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
 
     def _take_tensors(self, model: nn.Module, seed: int) -> None:
@@ -71,22 +75,41 @@ class StageModule(nn.Module):
         self, values: Mapping[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext
     ) -> dict[str, Tensor]:
         """Values that other stages read, by name; `loss` in addition where the stage computes it."""
-        known: dict[str, Tensor] = dict(values)
-        sources: dict[Kind, Mapping[str, Any]] = {
-            Kind.FIELD: fields,
-            Kind.PARAMETER: self._parameters,
-            Kind.BUFFER: self._buffers,
-            Kind.CONSTANT: self._constants,
-        }
+        return self.run_blocks({**values, **self.free_values(fields, context)}, fields, context)
+
+    def free_values(self, fields: Mapping[str, Tensor], context: RandomContext) -> dict[str, Tensor]:
+        """What the stage computes for itself from the batch alone."""
+        sources = self._sources(fields)
+        known: dict[str, Tensor] = {}
+        for segment in self._free:
+            made = segment.function(context, *_arguments(segment, sources, known))
+            known.update(zip(segment.outputs, made, strict=True))
+        return known
+
+    def run_blocks(
+        self, known: dict[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext
+    ) -> dict[str, Tensor]:
+        """`forward`, given the values of other stages and the free ones."""
+        sources = self._sources(fields)
+        graded = torch.is_grad_enabled()
+        saver = Saver(context.held, self._outside(fields) if graded and self._watched(context) else ())
+        inputs = {address(known[name]) for name in self.stage.reads} if context.swap else ()
         for segment in self._segments:
-            arguments = [
-                sources[origin.kind][origin.name] if isinstance(origin, Input) else known[origin]
-                for origin in segment.inputs
-            ]
-            run = _recomputed if segment.recompute and torch.is_grad_enabled() else _plain
-            known.update(zip(segment.outputs, run(segment, context, arguments), strict=True))
+            arguments = _arguments(segment, sources, known)
+            made: tuple[Tensor, ...]
+            if segment.recompute and graded:
+                made = run_recomputed(segment, context, arguments, saver)
+            elif segment.swap and graded and context.swap is not None:
+                with context.swap.saving(saver, inputs):
+                    made = segment.function(context, *arguments)
+            elif graded and context.held is not None:
+                with saver.saving():
+                    made = segment.function(context, *arguments)
+            else:
+                made = segment.function(context, *arguments)
+            known.update(zip(segment.outputs, made, strict=True))
         results = {name: known[name] for name in self.stage.writes}
-        if torch.is_grad_enabled():
+        if graded:
             for name in self._graded:
                 if not results[name].requires_grad:
                     # Readers send a gradient for it: let it end here.
@@ -95,38 +118,34 @@ class StageModule(nn.Module):
             results["loss"] = known["loss"]
         return results
 
+    def _sources(self, fields: Mapping[str, Tensor]) -> dict[Kind, Mapping[str, Any]]:
+        return {
+            Kind.FIELD: fields,
+            Kind.PARAMETER: self._parameters,
+            Kind.BUFFER: self._buffers,
+            Kind.CONSTANT: self._constants,
+        }
+
+    def _watched(self, context: RandomContext) -> bool:
+        """Whether it matters which storages are there anyway."""
+        return context.held is not None or (context.swap is not None and self.swaps)
+
+    def _outside(self, fields: Mapping[str, Tensor]) -> set[int]:
+        """Where the storages lie that are there with and without this minibatch, and those of the raw batch."""
+        return {address(t) for tensors in self._sources(fields).values() for t in tensors.values()}
+
+
+def _arguments(
+    segment: Segment, sources: Mapping[Kind, Mapping[str, Any]], known: Mapping[str, Tensor]
+) -> list[Tensor]:
+    return [
+        sources[origin.kind][origin.name] if isinstance(origin, Input) else known[origin]
+        for origin in segment.inputs
+    ]
+
 
 def _device_of(source: nn.Module) -> torch.device:
     return source.device if isinstance(source, StageModule) else torch.device("cpu")
-
-
-def _plain(segment: Segment, context: RandomContext, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-    return segment.function(context, *arguments)
-
-
-def _recomputed(segment: Segment, context: RandomContext, arguments: list[Tensor]) -> tuple[Tensor, ...]:
-    """Run without keeping activations; the second run sees buffers as they were and leaves them alone.
-
-    Only values go through the checkpoint's own arguments: it would refuse a buffer that changes meanwhile.
-    """
-    before = {position: arguments[position].clone() for position in segment.mutated}
-    values = [position for position, origin in enumerate(segment.inputs) if not isinstance(origin, Input)]
-    state = [None if position in values else argument for position, argument in enumerate(arguments)]
-    runs = 0
-
-    def run(*given: Tensor) -> tuple[Tensor, ...]:
-        nonlocal runs
-        runs += 1
-        inputs = list(state)
-        for position, value in zip(values, given, strict=True):
-            inputs[position] = value
-        for position, value in before.items() if runs > 1 else ():
-            inputs[position] = value.clone()
-        return segment.function(context, *inputs)
-
-    given = [arguments[position] for position in values]
-    call: Callable[..., tuple[Tensor, ...]] = checkpoint
-    return call(run, *given, use_reentrant=False, preserve_rng_state=False, determinism_check="none")
 
 
 def _free_segment(stage: StageGraph, options: Options) -> list[Segment]:
@@ -143,12 +162,17 @@ def _free_segment(stage: StageGraph, options: Options) -> list[Segment]:
     return [build_segment(stage.trace, [(None, stage.free)], outputs, stage.ownership.clusters, options)]
 
 
-def _segments(stage: StageGraph, recompute: frozenset[int], options: Options) -> list[Segment]:
-    """Runs of kept blocks together, each recomputed block alone."""
+def _segments(
+    stage: StageGraph, recompute: frozenset[int], swap: frozenset[int], options: Options
+) -> list[Segment]:
+    """Runs of kept blocks together, runs of swapped ones too, each recomputed block alone."""
     groups: list[list[Block]] = []
     for block in stage.owned:
-        joins = groups and block.index not in recompute and groups[-1][-1].index not in recompute
-        if joins:
+        if (
+            groups
+            and not recompute & {block.index, groups[-1][-1].index}
+            and (block.index in swap) == (groups[-1][-1].index in swap)
+        ):
             groups[-1].append(block)
         else:
             groups.append([block])
@@ -160,6 +184,7 @@ def _segments(stage: StageGraph, recompute: frozenset[int], options: Options) ->
             stage.ownership.clusters,
             options,
             recompute=group[0].index in recompute,
+            swap=group[0].index in swap,
         )
         for group in groups
     ]

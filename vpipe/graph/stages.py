@@ -51,6 +51,7 @@ class StageGraph:
         source: nn.Module,
         *,
         recompute: Collection[int] = (),
+        swap: Collection[int] = (),
         split: bool = False,
         training: bool = True,
         device: torch.device | str | None = None,
@@ -60,14 +61,16 @@ class StageGraph:
 
         `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or
         another StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of
-        the model) of blocks whose activations are not kept; `split=True` postpones weight gradients to
-        `context.deferred`; `training=False` turns dropout off and uses running statistics.
+        the model) of blocks whose activations are not kept, `swap` those whose activations wait for backward in
+        `context.swap`; `split=True` postpones weight gradients to `context.deferred`; `training=False` turns
+        dropout off and uses running statistics.
         The module lives on `device`; by default on the cpu, or where the other StageModule lives.
         """
         return StageModule(
             self,
             source,
             recompute=frozenset(recompute) if training else frozenset(),
+            swap=frozenset(swap) if training else frozenset(),
             split=split,
             training=training,
             device=None if device is None else torch.device(device),

@@ -1,5 +1,6 @@
 """What one rank runs: the interpreter of its program, its stages, its updates."""
 
+from vpipe.graph.held import Held
 from vpipe.runtime.feed import Feed, Fields, count_labels, count_samples
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
@@ -13,6 +14,7 @@ __all__ = [
     "Feed",
     "Fields",
     "GradientExchange",
+    "Held",
     "LossScale",
     "Losses",
     "RuntimeStats",

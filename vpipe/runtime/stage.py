@@ -1,7 +1,8 @@
 """One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -9,6 +10,9 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vpipe.graph import RandomContext, StageGraph, StageModule
+from vpipe.graph.held import Held, Hold
+from vpipe.graph.split import waiting_tensors
+from vpipe.graph.swap import HostStore, Swap
 from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
@@ -24,7 +28,9 @@ class InFlight:
     loss_dtype: torch.dtype | None = None
     roots: dict[str, GradientEdge] = field(default_factory=dict)  # where backward starts
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # value ▶ reader ▶ gradient
-    deferred: list[Callable[[], None]] = field(default_factory=list)  # weight gradients to come
+    deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to come
+    counted: list[Hold] = field(default_factory=list)  # what they hold, if somebody counts
+    swap: Swap | None = None
 
 
 class StageState(NamedTuple):
@@ -53,6 +59,8 @@ class Stage:
         self.seed = seed
         self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
         self.in_flight: dict[int, InFlight] = {}
+        self.held: Held | None = None  # counts what autograd holds, if given
+        self._store = HostStore() if module.swaps else None
 
     def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
         self.arrived.setdefault(minibatch, {})[value] = tensor
@@ -64,9 +72,11 @@ class Stage:
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
             for name, tensor in self.arrived.pop(minibatch, {}).items()
         }
-        flight = InFlight(inputs)
-        context = RandomContext(self.seed, minibatch, flight.deferred)
+        flight = InFlight(inputs, swap=Swap(self._store) if self._store else None)
+        context = RandomContext(self.seed, minibatch, flight.deferred, flight.swap, self.held)
         outputs = self.module(inputs, fields, context)
+        if flight.swap:
+            flight.swap.leave()
         # The edge, not the tensor: backward does not need the value of an output.
         flight.roots = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
         if "loss" in outputs:
@@ -84,12 +94,19 @@ class Stage:
     def gradient_arrived(self, minibatch: int, value: str, reader: int, gradient: Tensor) -> None:
         self.in_flight[minibatch].gradients.setdefault(value, {})[reader] = gradient
 
+    def fetch(self, minibatch: int) -> None:
+        """A backward is near: start to bring back what was swapped, if its forward has run."""
+        flight = self.in_flight.get(minibatch)
+        if flight and flight.swap:
+            flight.swap.fetch()
+
     def backward(self, minibatch: int, seed_gradient: float) -> dict[str, Tensor]:
         """Gradients of the inputs, by name; those of the weights are added to `.grad` or deferred.
 
         The criterion's stage starts from its loss, whose gradient is `seed_gradient`.
         """
         self.optimizer.load_old_params(minibatch)
+        self.fetch(minibatch)
         flight = self.in_flight[minibatch]
         roots, gradients = [], []
         for name, root in flight.roots.items():
@@ -111,15 +128,18 @@ class Stage:
             if tensor.requires_grad
         }
         flight.inputs.clear()
+        if self.held is not None:
+            flight.counted = [Hold(tensor, self.held) for tensor in waiting_tensors(flight.deferred)]
         self.optimizer.release(minibatch)
         return inputs
 
     def weight_gradients(self, minibatch: int) -> None:
         """The part of backward that was put off."""
-        deferred = self.in_flight[minibatch].deferred
-        for accumulate in deferred:
+        flight = self.in_flight[minibatch]
+        for accumulate in flight.deferred:
             accumulate()
-        deferred.clear()  # the graph's own contexts hold the list
+        flight.deferred.clear()  # the graph's own contexts hold the list
+        flight.counted.clear()
 
     def finish(self, minibatch: int) -> None:
         del self.in_flight[minibatch]

@@ -1,7 +1,7 @@
 """The interpreter of a rank's program: one method for each operation, and no knowledge of any schedule."""
 
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import lcm
 
 import torch
@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import ModelGraph, StageGraph
+from vpipe.graph.held import Held
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
@@ -63,6 +64,7 @@ class StageRuntime:
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._known_running: dict[int, list[int]] = {}
+        self._swaps = any(stage.module.swaps for stage in stages.values())
         self._clock = Clock()
         self._feed: Feed | None = None
         self._methods: dict[Op, Callable[[Stage, int], None]] = {
@@ -91,9 +93,16 @@ class StageRuntime:
             ahead.append(action)
             self._post_receives(action)
             if len(ahead) > LOOK_AHEAD:
-                yield self._execute(ahead.popleft())
+                yield self._execute(ahead.popleft(), ahead)
         while ahead:
-            yield self._execute(ahead.popleft())
+            yield self._execute(ahead.popleft(), ahead)
+
+    def count_held(self) -> Held:
+        """From now on count the bytes that autograd holds on this rank."""
+        held = Held()
+        for stage in self.stages.values():
+            stage.held = held
+        return held
 
     def leftovers(self) -> list[str]:
         """What should not be there when a run is over."""
@@ -214,10 +223,18 @@ class StageRuntime:
     def _rank_of(self, stage: int, minibatch: int) -> int:
         return self.schedule.rank_of(stage, minibatch - self.feed.offset)
 
-    def _execute(self, action: Action) -> Action:
+    def _execute(self, action: Action, ahead: Iterable[Action]) -> Action:
         self._clock.lap()
+        if self._swaps and action.op in (Op.B, Op.I):
+            self._fetch_next(ahead)
         self._methods[action.op](self.stages[action.stage], action.minibatch)
         return action
+
+    def _fetch_next(self, ahead: Iterable[Action]) -> None:
+        """While one backward runs, what the next one reads is on its way."""
+        coming = next((action for action in ahead if action.op in (Op.B, Op.I)), None)
+        if coming is not None:
+            self.stages[coming.stage].fetch(coming.minibatch)
 
     def _receive(self, link: Link, stage: Stage, minibatch: int, *, backward: bool) -> Tensor:
         value, name, _, rank = link
