@@ -1,0 +1,168 @@
+"""The profile: what it counts is exact, what it times adds up, and equal blocks are measured once."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers as hf
+
+from tests import models
+from tests.by_hand import captured
+from vpipe.config import RunConfig
+from vpipe.cost import DeviceCost, LinkCost, Profile, read_profile
+from vpipe.errors import VPipeError
+from vpipe.graph import capture
+from vpipe.models import synthetic_batch
+from vpipe.profile import profile_model
+from vpipe.profile.bench import Bench, Times, run_rounds
+from vpipe.profile.command import profile_command, profile_table
+from vpipe.profile.device import measure_device, total_memory
+from vpipe.profile.kinds import shapes
+from vpipe.profile.links import measure_link
+from vpipe.profile.model import _set_up
+
+DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
+
+
+def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, 1e-3)
+
+
+def profiled(example: models.Example, **options: Any) -> Profile:
+    model, batch, loss_fn = example
+    return profile_model(
+        model,
+        batch,
+        loss_fn,
+        **({"optimizer": adamw, "seconds": 0, "device": DEVICE, "link": LINK} | options),
+    )
+
+
+def test_layers_are_recognised() -> None:
+    model, batch, _ = models.bert(layers=5)
+    graph = capture(model, batch)
+    kinds = [shape.kind for shape in shapes(graph)]
+    # The first block holds the embeddings; then attention and feed-forward take turns; then the head.
+    assert len(kinds) == 11
+    assert len(set(kinds)) == 4
+    assert kinds[1::2] == [kinds[1]] * 5
+    assert kinds[2:-1:2] == [kinds[2]] * 4
+
+
+def test_blocks_of_other_sizes_are_other_kinds() -> None:
+    widths = [8, 16, 16, 16, 24, 8]
+    layers = [torch.nn.Linear(a, b) for a, b in pairwise(widths)]
+    model = torch.nn.Sequential(*layers)
+    graph = capture(model, (torch.randn(4, 8), torch.arange(4)), torch.nn.functional.cross_entropy)
+    kinds = [shape.kind for shape in shapes(graph)]
+    assert kinds[1] == kinds[2]
+    assert len(set(kinds)) == len(kinds) - 1
+
+
+def test_bytes_are_those_of_the_formula() -> None:
+    """Blocks x + gelu(w x) of 4 rows and 16 columns: each keeps the input of its product and that of its gelu."""
+
+    class Residual(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = torch.nn.Linear(16, 16)
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            return hidden + torch.nn.functional.gelu(self.linear(hidden))
+
+    model = torch.nn.Sequential(*(Residual() for _ in range(4)))
+    batch = (torch.randn(4, 16), torch.randn(4, 16))
+    profile = profiled((model, batch, torch.nn.functional.mse_loss))
+    value = 4 * 16 * 4
+    # The first block's input is the batch, which is not counted; the last keeps what the loss needs too.
+    assert [block.kept_bytes for block in profile.blocks][:3] == [value, 2 * value, 2 * value]
+    assert profile.blocks[-1].kept_bytes == 3 * value
+    assert [block.boundary_bytes for block in profile.blocks] == [value, value, value, 0]
+    assert all(block.parameter_bytes == 4 * (16 * 16 + 16) for block in profile.blocks)
+    assert profile.batch_size == 4
+    assert profile.optimizer_ratio == 2.0
+
+
+def test_a_value_is_counted_for_the_first_block_that_keeps_it() -> None:
+    """An encoder's output is read by every layer of the decoder and held once."""
+    model, batch, loss_fn, graph = captured("t5")
+    profile = profiled((model, batch, loss_fn))
+    (stage,) = graph.stages((len(graph.blocks),))
+    bench = Bench(stage, model, adamw, None, {}, graph.batch_fields(batch))
+    saved, _ = bench.saved_bytes()
+    assert sum(block.kept_bytes for block in profile.blocks) == sum(saved.values())
+
+
+@pytest.mark.parametrize(
+    ("factory", "precision", "ratio"),
+    [
+        (lambda ps: torch.optim.SGD(ps, 0.1), "fp32", 0.0),
+        (lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9), "fp32", 1.0),
+        (adamw, "bf16", 6.0),
+    ],
+)
+def test_optimizer_state(factory: Any, precision: str, ratio: float) -> None:
+    profile = profiled(models.sequential(), optimizer=factory, precision=precision)
+    assert profile.optimizer_ratio == ratio
+
+
+def test_block_times_add_up_to_those_of_their_stage() -> None:
+    config = hf.GPT2Config(vocab_size=512, n_positions=64, n_embd=128, n_layer=4, n_head=4, use_cache=False)
+    model = hf.GPT2LMHeadModel(config)
+    batch = synthetic_batch(model, 8, 64)
+    graph = capture(model, batch)
+    fields = graph.batch_fields(batch)
+    found = shapes(graph)
+    benches, _ = _set_up(graph, found, model, adamw, None, fields)
+    cut = len(found) - 1
+    stage = graph.stages((cut, 1))[0]
+    whole = Bench(stage, model, adamw, None, {}, {name: fields[name] for name in stage.fields})
+    run_rounds([*(bench for own in benches.values() for bench in own), whole], 12, 12, 0.0)
+    times = {kind: Times(own) for kind, own in benches.items()}
+    own = [times[shape.kind] for shape in found[:cut]]
+    together = Times([whole])
+    apart = sum(time.forward + time.input_gradient + time.weight_gradient for time in own)
+    measured = together.forward + together.input_gradient + together.weight_gradient
+    print(f"sum of the blocks / the stage = {apart / measured:.3f}")
+    assert apart == pytest.approx(measured, rel=0.2)
+
+
+def test_device_and_link_are_plausible() -> None:
+    device, link = measure_device(), measure_link()
+    assert 1e8 < device.to_host < 1e12
+    assert 1e8 < device.from_host < 1e12
+    assert 1e8 < link.bandwidth < 1e12
+    assert 1e-6 < link.latency < 1e-1
+    assert link.sender_busy
+
+
+def test_memory_is_the_containers_limit(tmp_path: Path) -> None:
+    assert total_memory(tmp_path) == total_memory(tmp_path / "nowhere") > 2**20
+    (tmp_path / "sys/fs/cgroup").mkdir(parents=True)
+    (tmp_path / "sys/fs/cgroup/memory.max").write_text("1048576\n")
+    assert total_memory(tmp_path) == 2**20
+
+
+def test_command_writes_a_profile_that_can_be_read(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = RunConfig(
+        hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, batch_size=2, sequence_length=8, stages=2
+    )
+    profile_command(config, tmp_path / "profile.json", as_json=True)
+    printed = json.loads(capsys.readouterr().out)
+    profile = read_profile(tmp_path / "profile.json")
+    assert len(printed["blocks"]) == len(profile.blocks) == 5
+    assert profile.fingerprint
+    assert profile_table(profile).row_count == 5
+
+
+def test_a_model_without_trained_parameters_is_refused() -> None:
+    model, batch, loss_fn = models.sequential()
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    with pytest.raises(VPipeError, match="no parameter that is trained"):
+        profiled((model, batch, loss_fn))

@@ -1,0 +1,165 @@
+"""One stage on the bench: forward, backward and update of its blocks, timed apart."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from statistics import median, quantiles
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from vpipe.graph import RandomContext, StageGraph, StageModule
+from vpipe.graph.held import address
+from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
+
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = "F", "B", "I", "W", "STEP"
+
+
+class Bench:
+    """A stage with fixed inputs. What it computes from the batch alone is computed once, and not timed."""
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        model: nn.Module,
+        optimizer: OptimizerFactory,
+        dtype: torch.dtype | None,
+        values: Mapping[str, Tensor],
+        fields: Mapping[str, Tensor],
+    ) -> None:
+        self.stage = stage
+        self.fields = fields
+        self.whole = stage.build(model)
+        originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
+        if dtype is not None:
+            for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
+        self.split = stage.build(self.whole, split=True)
+        self.weights = OptimizerWithWeightStashing(
+            self.whole.parameters_by_name, optimizer, master_values=originals
+        )
+        self.inputs = {name: values[name] for name in stage.reads}
+        self.free = self.whole.free_values(fields, RandomContext())
+        self.times: dict[str, list[float]] = defaultdict(list)
+        self._outputs: dict[str, Tensor] = {}
+        self._gradients: dict[str, Tensor] = {}
+        self._context = RandomContext()
+
+    def forward(self, module: StageModule) -> float:
+        self._context = RandomContext()
+        leaves = {n: t.detach().requires_grad_(self.stage.needs_gradient(n)) for n, t in self.inputs.items()}
+        start = perf_counter()
+        self._outputs = module.run_blocks({**leaves, **self.free}, self.fields, self._context)
+        return perf_counter() - start
+
+    def backward(self) -> float:
+        """Whole, or of a split module the input gradient alone."""
+        roots = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
+        for name, tensor in roots.items():
+            self._gradients.setdefault(name, torch.ones_like(tensor))
+        gradients = [self._gradients[name] for name in roots]
+        start = perf_counter()
+        if roots:
+            torch.autograd.backward(list(roots.values()), gradients)
+        taken = perf_counter() - start
+        self._outputs = {}
+        return taken
+
+    def weight_gradients(self) -> float:
+        start = perf_counter()
+        for work in self._context.deferred:
+            work()
+        self._context.deferred.clear()
+        return perf_counter() - start
+
+    def update(self) -> float:
+        start = perf_counter()
+        self.weights.step()
+        return perf_counter() - start
+
+    def saved_bytes(self) -> tuple[dict[int, int], dict[str, Tensor]]:
+        """What autograd saves, by address, without what is there anyway; and the values that are made."""
+        sources = (self.whole.parameters_by_name, self.whole.buffers_by_name, self.fields)
+        outside = {address(t) for tensors in sources for t in tensors.values()}
+        saved: dict[int, int] = {}
+
+        def pack(tensor: Tensor) -> Tensor:
+            where = address(tensor)
+            if where and where not in outside:
+                saved[where] = tensor.untyped_storage().nbytes()
+            return tensor.detach()
+
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            self.forward(self.whole)
+        return saved, self._outputs
+
+    def discard(self) -> None:
+        """Let go of a forward that has no backward."""
+        self._outputs = {}
+
+    def state_bytes(self) -> int:
+        """Bytes of the optimizer's state, float32 masters included."""
+        tensors = [*self.weights.optimizer_state()[0].values()]
+        if self.weights.mixed:
+            tensors += self.weights.master_parameters
+        return sum(tensor.nbytes for tensor in tensors if tensor.dim())
+
+
+def run_round(benches: Sequence[Bench]) -> None:
+    """A training step over all benches, once with backward whole and once split.
+
+    In the order of a pipeline: so each finds the caches as it would there, filled with the others' data.
+    """
+    for bench in benches:
+        bench.times[FORWARD].append(bench.forward(bench.whole))
+    for bench in reversed(benches):
+        bench.times[BACKWARD].append(bench.backward())
+    for bench in benches:
+        bench.times[UPDATE].append(bench.update())
+    for bench in benches:
+        bench.forward(bench.split)
+    for bench in reversed(benches):
+        bench.times[INPUT_GRADIENT].append(bench.backward())
+        bench.times[WEIGHT_GRADIENT].append(bench.weight_gradients())
+        bench.weights.skip()
+
+
+def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
+    """Some rounds to warm up, then at least `least`, and more (`most` at most) while there is time."""
+    for _ in range(2):
+        run_round(benches)
+    for bench in benches:
+        bench.times.clear()
+    deadline = perf_counter() + seconds
+    for number in range(most):
+        if number >= least and perf_counter() > deadline:
+            break
+        run_round(benches)
+
+
+class Times:
+    """Medians over the rounds of all benches of a kind."""
+
+    def __init__(self, benches: Sequence[Bench]) -> None:
+        def pooled(phase: str) -> list[float]:
+            return [seconds for bench in benches for seconds in bench.times[phase]]
+
+        self.forward = median(pooled(FORWARD))
+        backward = median(pooled(BACKWARD))
+        first, second = median(pooled(INPUT_GRADIENT)), median(pooled(WEIGHT_GRADIENT))
+        # Most schedules run backward whole: the split one only tells the shares.
+        share = first / (first + second) if first + second else 1.0
+        self.input_gradient = backward * share
+        self.weight_gradient = backward - self.input_gradient
+        self.update = median(pooled(UPDATE))
+        both = [
+            f + b
+            for bench in benches
+            for f, b in zip(bench.times[FORWARD], bench.times[BACKWARD], strict=True)
+        ]
+        quarters = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
+        self.spread = (quarters[2] - quarters[0]) / median(both) if median(both) else 0.0

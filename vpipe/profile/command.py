@@ -1,0 +1,86 @@
+"""What `vpipe profile` does."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from rich.table import Table
+
+from vpipe.cost import Profile, write_profile
+from vpipe.files import read_json
+from vpipe.host_memory import cores
+from vpipe.simulate.report import duration, size
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+
+def profile_command(config: RunConfig, output: Path, as_json: bool) -> None:
+    """Measure the configured model as one rank of its run would run it, and write the profile to `output`."""
+    from vpipe.tables import show
+
+    profile = profile_config(config)
+    write_profile(profile, output)
+    if as_json:
+        print(json.dumps(read_json(output)))
+    else:
+        show(profile_table(profile))
+        print(f"profile {output}")
+
+
+def profile_config(config: RunConfig) -> Profile:
+    import torch
+
+    from vpipe.models import build_model
+    from vpipe.profile.model import profile_model
+    from vpipe.weights import optimizer_factory
+
+    before = torch.get_num_threads()
+    share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+    try:
+        model, batch, loss_fn = build_model(config, "meta")
+        return profile_model(
+            model,
+            batch,
+            loss_fn,
+            optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+            precision=config.precision,
+        )
+    finally:
+        torch.set_num_threads(before)
+
+
+def profile_table(profile: Profile) -> Table:
+    blocks = profile.blocks
+    step = sum(block.forward + block.backward for block in blocks)
+    title = (
+        f"{len(blocks)} blocks, minibatches of {profile.batch_size}: {duration(step)} forward and backward"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("block", justify="right")
+    table.add_column("name", overflow="fold")
+    for column in ("forward", "input gradient", "weight gradient", "update", "spread"):
+        table.add_column(column, justify="right")
+    for column in ("kept", "boundary", "parameters"):
+        table.add_column(column, justify="right")
+    for index, block in enumerate(blocks):
+        times = (block.forward, block.input_gradient, block.weight_gradient, block.update)
+        sizes = (block.kept_bytes, block.boundary_bytes, block.parameter_bytes)
+        table.add_row(
+            str(index),
+            block.name,
+            *map(duration, times),
+            f"{block.spread:.0%}",
+            *(size(count) for count in sizes),
+        )
+    device, link = profile.device, profile.link
+    table.caption = (
+        f"device {size(device.memory)}, to the host {size(device.to_host)}/s, back {size(device.from_host)}/s; "
+        f"link {size(link.bandwidth)}/s, {duration(link.latency)}; "
+        f"optimizer {profile.optimizer_ratio:g} bytes for each byte of parameters"
+    )
+    return table

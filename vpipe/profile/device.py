@@ -1,0 +1,52 @@
+"""The device of a rank: its memory, and how fast saved tensors go to the host and back."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from statistics import median
+from time import perf_counter
+
+import torch
+
+from vpipe.cost import DeviceCost
+from vpipe.graph.swap import HostStore
+
+COPIED, COUNT = 2 * 2**20, 16
+"""Bytes of a tensor, such as a layer saves, and how many there are."""
+REPEATS = 9
+_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
+
+
+def measure_device() -> DeviceCost:
+    to_host, from_host = _host_bandwidth()
+    return DeviceCost(total_memory(), to_host, from_host)
+
+
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of this machine, or what its container allows."""
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for name in _LIMITS:
+        try:
+            text = (root / name).read_text().strip()
+        except OSError:
+            continue
+        if text.isdigit():  # "max": no limit
+            sizes.append(int(text))
+    return min(sizes)
+
+
+def _host_bandwidth() -> tuple[float, float]:
+    """Bytes a second out and back, through the store that swapping uses."""
+    store = HostStore()
+    tensors = [torch.ones(COPIED, dtype=torch.uint8) for _ in range(COUNT)]
+    out, back = [], []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        tickets = [store.put(tensor) for tensor in tensors]
+        tensors.clear()  # as a forward's end drops them
+        there = perf_counter()
+        tensors = [store.take(ticket) for ticket in tickets]
+        out.append(there - start)
+        back.append(perf_counter() - there)
+    return COUNT * COPIED / median(out[1:]), COUNT * COPIED / median(back[1:])

@@ -1,0 +1,148 @@
+"""The profile of a model: each kind of block on the bench, each block's bytes, the device, the link."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.errors import VPipeError
+from vpipe.graph import ModelGraph, capture
+from vpipe.graph.held import address
+from vpipe.profile.bench import Bench, Times, run_rounds
+from vpipe.profile.device import measure_device
+from vpipe.profile.kinds import Shape, shapes
+from vpipe.profile.links import measure_link
+from vpipe.runtime import count_samples
+from vpipe.runtime.precision import compute_dtype, skeleton
+from vpipe.weights import OptimizerFactory
+
+MEMBERS = 2
+"""Blocks of a kind that are measured: with one alone, its weights would never leave the caches."""
+LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+
+
+class Kept(NamedTuple):
+    """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it."""
+
+    own: int
+    inputs: dict[int, int]
+    """Number of an input: bytes of its storage."""
+    outputs: frozenset[int]
+
+
+def profile_model(
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    optimizer: OptimizerFactory,
+    precision: str = "fp32",
+    seconds: float = 5.0,
+    device: DeviceCost | None = None,
+    link: LinkCost | None = None,
+) -> Profile:
+    """Measure the model on this machine, with minibatches like `example_batch`.
+
+    The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
+    for about `seconds`. `device` and `link` are measured as well, unless they are given.
+    """
+    dtype = compute_dtype(precision)
+    graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+    fields = graph.batch_fields(example_batch)
+    if dtype is not None:
+        fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
+    found = shapes(graph)
+    with torch.random.fork_rng(devices=[]):
+        benches, kept = _set_up(graph, found, model, optimizer, dtype, fields)
+        run_rounds([b for own in benches.values() for b in own], LEAST_ROUNDS, MOST_ROUNDS, seconds)
+    times = {kind: Times(own) for kind, own in benches.items()}
+    return Profile(
+        blocks=_costs(graph, found, times, kept),
+        device=device or measure_device(),
+        link=link or measure_link(),
+        batch_size=int(count_samples(fields)),
+        optimizer_ratio=_optimizer_ratio([bench for own in benches.values() for bench in own]),
+        fingerprint=graph.fingerprint,
+    )
+
+
+def _set_up(
+    graph: ModelGraph,
+    found: list[Shape],
+    model: nn.Module,
+    optimizer: OptimizerFactory,
+    dtype: torch.dtype | None,
+    fields: Mapping[str, Tensor],
+) -> tuple[dict[str, list[Bench]], dict[str, Kept]]:
+    """Benches for each kind, with the inputs that the blocks before made for them."""
+    benches: dict[str, list[Bench]] = defaultdict(list)
+    kept: dict[str, Kept] = {}
+    values: dict[str, Tensor] = {}
+    for stage, shape in zip(graph.stages((1,) * len(found)), found, strict=True):
+        same = benches[shape.kind]
+        if len(same) < MEMBERS:
+            own = {name: fields[name] for name in stage.fields}
+            bench = Bench(stage, model, optimizer, dtype, values, own)
+            saved, made = bench.saved_bytes()
+            kept.setdefault(shape.kind, _kept(shape, saved, {**bench.inputs, **bench.free, **made}))
+            values.update({name: made[name].detach() for name in shape.outputs})
+            bench.discard()
+            same.append(bench)
+        else:
+            # What a block of the same kind made will do: only its type matters to those that read it.
+            values.update(zip(shape.outputs, (values[n] for n in _outputs_of(same[-1], found)), strict=True))
+    return benches, kept
+
+
+def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
+    return found[bench.stage.index].outputs
+
+
+def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any]) -> Kept:
+    left = dict(saved)
+    inputs = {}
+    for number, name in enumerate(shape.inputs):
+        size = left.pop(address(known.get(name)), None)
+        if size is not None:
+            inputs[number] = size
+    outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
+    return Kept(sum(left.values()), inputs, outputs)
+
+
+def _costs(
+    graph: ModelGraph, found: list[Shape], times: Mapping[str, Times], kept: Mapping[str, Kept]
+) -> tuple[BlockCost, ...]:
+    already: set[str] = set()  # values that an earlier block has kept
+    costs = []
+    for block, shape in zip(graph.blocks, found, strict=True):
+        time, memory = times[shape.kind], kept[shape.kind]
+        new = {shape.inputs[number]: size for number, size in memory.inputs.items()}
+        size = memory.own + sum(size for name, size in new.items() if name not in already)
+        already.update(new, (shape.outputs[number] for number in memory.outputs))
+        infos = [graph.parameters[name] for name in block.parameters]
+        costs.append(
+            BlockCost(
+                name=block.name,
+                forward=time.forward,
+                input_gradient=time.input_gradient,
+                weight_gradient=time.weight_gradient,
+                update=time.update,
+                kept_bytes=size,
+                boundary_bytes=block.cut_bytes,
+                parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
+                spread=time.spread,
+            )
+        )
+    return tuple(costs)
+
+
+def _optimizer_ratio(benches: list[Bench]) -> float:
+    trained = sum(p.nbytes for bench in benches for p in bench.weights.model_parameters)
+    if not trained:
+        raise VPipeError("the model has no parameter that is trained: there is nothing to profile")
+    return round(sum(bench.state_bytes() for bench in benches) / trained, 4)
