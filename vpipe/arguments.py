@@ -14,7 +14,9 @@ if TYPE_CHECKING:
 
 def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
     """Where the stages are cut, where they sit, and in which order they work."""
-    shape = {"partition": config.partition, "recompute_ratio": config.ratio}
+    shape: dict[str, Any] = {"partition": config.partition, "recompute_ratio": config.ratio}
+    if config.policies is not None:
+        shape = {"partition": config.partition, "policies": config.policies}
     if config.chosen_schedule.endswith(".csv"):
         return {"schedule": build_schedule(config), **shape}
     return {

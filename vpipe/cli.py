@@ -215,6 +215,62 @@ def compare(
 
 
 @app.command()
+def profile(
+    config: Config,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the profile goes.")] = Path(
+        "profile.json"
+    ),
+    settings: Settings = None,
+    as_json: AsJson = False,
+) -> None:
+    """Measure a model's blocks, this machine's memory and its links, for `vpipe plan` and `vpipe simulate`."""
+    from vpipe.config_file import read_config
+    from vpipe.profile.command import profile_command
+    from vpipe.settings import read_settings
+
+    profile_command(read_config(config, read_settings(settings or ())), output, as_json)
+
+
+@app.command()
+def plan(
+    profile: Annotated[Path, typer.Option(help="What `vpipe profile` wrote, or PipeDream's graph.txt.")],
+    stages: Annotated[int, typer.Option(help="Ranks to plan for.")],
+    memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
+    schedule: Annotated[
+        str, typer.Option(help="A schedule's name, or auto for the fastest that fits.")
+    ] = "vpipe",
+    minibatches: Annotated[
+        int | None, typer.Option(help="Minibatches of an update (synchronous ones).")
+    ] = None,
+    batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
+    chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
+    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the plan goes.")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
+    from vpipe.plan.command import plan_command
+
+    plan_command(profile, stages, memory, schedule, minibatches, batch_size, chunks, as_json, output)
+
+
+@app.command()
+def simulate(
+    profile: Annotated[Path, typer.Option(help="What `vpipe profile` wrote, or PipeDream's graph.txt.")],
+    plan: Annotated[Path, typer.Option(help="What `vpipe plan` wrote, or a vpipe.json.")],
+    schedule: Annotated[str | None, typer.Option(help="Another schedule than the plan's.")] = None,
+    minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
+    trace: Annotated[
+        Path | None, typer.Option(help="Write the timeline (Chrome trace) to this file.")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Tell how long a step would take, who would wait, and what memory it would need, without running it."""
+    from vpipe.simulate.command import simulate_command
+
+    simulate_command(profile, plan, schedule, minibatches, as_json, trace)
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Tell what this machine has, what would not work on it, and why."""
     from vpipe.doctor import describe, doctor_table, examine

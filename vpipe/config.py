@@ -127,13 +127,18 @@ class RunConfig(BaseModel):
     replicas: Annotated[list[Count], Field(min_length=1)] | None = None
     """Number of ranks of each position of the pipeline, such as [2, 1]."""
     partition: Annotated[list[Count], Field(min_length=1)] | Path_ | None = None
-    """Blocks of each stage (`vpipe blocks` lists them), or the path of a `vpipe.json` that holds them; if not
-    given, stages of about equal work."""
+    """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
+    wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
+    planned before the run. If not given, stages of about equal work."""
+    policies: list[Literal["keep", "recompute", "swap"]] | None = None
+    """What becomes of each block's activations until backward; a plan says it, or `recompute_ratio`."""
+    gpu_memory: Annotated[str, Field(min_length=1)] | None = None
+    """Memory of a rank that a plan may use, such as 11GiB; if not given, the device's."""
     recompute_ratio: Share | list[Share] | None = None
     """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one
     number for all stages, or one for each. Goes before what `vpipe.json` says."""
     recompute: StrictBool | None = None
-    """false: nothing is recomputed; true: everything is, unless a ratio is given."""
+    """false: nothing is recomputed; true: everything is, unless a ratio or a plan is given."""
 
     # The training
 

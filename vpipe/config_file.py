@@ -12,12 +12,14 @@ from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
 from vpipe.config import RunConfig
+from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
-from vpipe.files import read_json, read_text
+from vpipe.files import read_text
 from vpipe.maps import read_maps
 
 KEYS = tuple(RunConfig.model_fields)
-PLAN_KEYS = ("partition", "recompute_ratio")
+AUTO = "auto"
+"""The partition that is planned before the run."""
 
 
 def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -28,7 +30,7 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
     values = read_yaml(path) | dict(settings or {})
     config = check_values(values, path)
     config._source = path
-    if isinstance(config.partition, str):
+    if isinstance(config.partition, str) and config.partition != AUTO:
         config = _with_plan(config, config.path(config.partition))
     if config.config_file is not None:
         config = _with_maps(config, config.path(config.config_file))
@@ -36,10 +38,19 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
 
 
 def _with_plan(config: RunConfig, path: Path) -> RunConfig:
+    """What the plan says, except where the file says it itself."""
     plan = read_plan(path)
-    checked = check_values({key: plan[key] for key in PLAN_KEYS if key in plan}, path)
-    ratio = checked.recompute_ratio if config.recompute_ratio is None else config.recompute_ratio
-    return config.model_copy(update={"partition": checked.partition, "recompute_ratio": ratio})
+    told: dict[str, Any] = {"partition": list(plan.partition)}
+    if config.recompute_ratio is None and config.recompute is not False:
+        told["policies"] = list(plan.policies)
+    if plan.fingerprint:  # a whole plan, not the guides' two keys
+        told |= {"schedule": plan.schedule, "replicas": list(plan.replicas) or None}
+        told |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
+    given = config.model_dump(exclude_unset=True)
+    kept = {key: value for key, value in given.items() if key != "partition"}
+    checked = check_values({key: v for key, v in told.items() if v is not None} | kept, config.source)
+    checked._source = config.source
+    return checked
 
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
@@ -83,16 +94,6 @@ def read_yaml(path: Path) -> dict[str, Any]:
             f"{path}: holds {_kind(values)}, not a mapping: write `key: value` lines, such as `stages: 4`"
         )
     return values
-
-
-def read_plan(path: Path) -> dict[str, Any]:
-    """A `vpipe.json`: at least its partition."""
-    plan = read_json(path)
-    if not isinstance(plan, dict) or not isinstance(plan.get("partition"), list):
-        raise ConfigError(
-            f'{path}: has no list "partition": write {{"partition": [12, 13], "recompute_ratio": [0.3, 0]}}'
-        )
-    return plan
 
 
 def check_values(values: dict[str, Any], path: Path) -> RunConfig:

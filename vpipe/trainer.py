@@ -14,10 +14,11 @@ from vpipe.arguments import build_schedule, pipeline_arguments
 from vpipe.communication import ProcessWorld, agree
 from vpipe.config import RunConfig
 from vpipe.config_file import resolved_yaml
+from vpipe.cost import Plan, write_plan
 from vpipe.data import Batches, Sampler
 from vpipe.datasets import Datasets, make_datasets
 from vpipe.errors import ConfigError, VPipeError
-from vpipe.files import write_json, write_text
+from vpipe.files import write_text
 from vpipe.launch import LAUNCHED
 from vpipe.models import build_model
 from vpipe.observe.folder import make_run_folder
@@ -114,6 +115,9 @@ class Trainer:
             summary = recorder.summary() | {
                 "schedule": pipe.schedule.name,
                 "partition": list(pipe.layout.partition),
+                "blocks": [
+                    [pipe.layout.graph.blocks[b].name for b in s.blocks] for s in pipe.layout.stage_graphs
+                ],
                 "checkpoint": str(self.save()),
                 "report": str(self.folder / "summary.json"),
             }
@@ -218,16 +222,25 @@ class Trainer:
     def _describe_run(self) -> None:
         """The resolved configuration and the plan, for whoever looks at the run later."""
         if self.rank == 0:
-            layout = self.pipe.layout
-            plan = {
-                "partition": list(layout.partition),
-                "recompute_ratio": self.config.ratio,
-                "schedule": layout.schedule.name,
-                "placement": [list(ranks) for ranks in layout.schedule.placement],
-                "blocks": [[layout.graph.blocks[b].name for b in s.blocks] for s in layout.stage_graphs],
-            }
             write_text(self.folder / "config.yml", resolved_yaml(self.config))
-            write_json(self.folder / "plan.json", plan)
+            if not (
+                self.folder / "plan.json"
+            ).exists():  # the launcher has written one with `partition: auto`
+                write_plan(self._plan(), self.folder / "plan.json")
+
+    def _plan(self) -> Plan:
+        layout, schedule = self.pipe.layout, self.pipe.schedule
+        return Plan(
+            layout.partition,
+            layout.policies,
+            schedule.name,
+            tuple(len(ranks) for ranks in schedule.placement) if self.config.replicas else (),
+            schedule.minibatches,
+            self.config.chunks,
+            schedule.update_interval,
+            self.config.batch_size,
+            layout.graph.fingerprint,
+        )
 
     def _describe_ranks(self) -> str:
         layout = self.pipe.layout

@@ -77,7 +77,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
         assert f"stage {rank}, for each update: forward" in (run / f"output.log.{rank}").read_text()
     assert yaml.safe_load((run / "config.yml").read_text())["max_updates"] == 16
     plan = json.loads((run / "plan.json").read_text())
-    assert sum(plan["partition"]) == sum(map(len, plan["blocks"]))
+    assert plan["policies"] == ["keep"] * sum(plan["partition"])
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert {line["kind"] for line in metrics} == {"train", "evaluation", "ranks"}
     assert [line["update"] for line in metrics if line["kind"] == "train"] == [4, 8, 12, 16]
@@ -85,6 +85,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
     assert math.isclose(summary["perplexity"], math.exp(summary["evaluation_loss"]))
     assert summary["updates"] == 16
     assert 0 < summary["of_limit"] <= 1
+    assert [len(names) for names in summary["blocks"]] == plan["partition"]
     assert list((run / "tensorboard").iterdir())
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps[-1] == "step-00000016"

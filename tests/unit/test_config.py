@@ -67,7 +67,7 @@ def test_every_key_of_the_guides(tmp_path: Path) -> None:
         if key != "partition":
             assert getattr(config, key) == value
     assert config.partition == [12, 13, 13, 11]
-    assert config.ratio == [0.3, 0, 0, 0]
+    assert config.policies == ["keep"] * 8 + ["recompute"] * 4 + ["keep"] * 37
     assert (config.chosen_schedule, config.positions, config.ranks) == ("vpipe", 4, 4)
     assert config.path("data") == tmp_path / "data"
 
@@ -205,10 +205,11 @@ def test_files_that_are_no_text(tmp_path: Path) -> None:
     ("plan", "message"),
     [
         ("{", "cannot be read as JSON"),
-        ("[1]", 'has no list "partition"'),
-        ('{"recompute_ratio": [1]}', 'has no list "partition"'),
-        ('{"partition": [1, 0]}', "partition is [1, 0], entry 1: expected 1 or more"),
-        ('{"partition": [1], "recompute_ratio": [7]}', "recompute_ratio is [7], entry 0"),
+        ("[1]", "holds [1], not an object"),
+        ('{"recompute_ratio": [1]}', "partition is missing"),
+        ('{"partition": [1, 0]}', "partition, entry 1 is 0"),
+        ('{"partition": [1], "recompute_ratio": [7]}', "recompute_ratio of stage 0 is 7"),
+        ('{"partition": [1], "note": "mine"}', 'unknown key "note"'),
     ],
 )
 def test_mistakes_in_the_plan(tmp_path: Path, plan: str, message: str) -> None:
@@ -219,7 +220,7 @@ def test_mistakes_in_the_plan(tmp_path: Path, plan: str, message: str) -> None:
 
 
 def test_the_file_goes_before_the_plan(tmp_path: Path) -> None:
-    write(tmp_path, '{"partition": [1, 2], "recompute_ratio": [1, 1], "note": "kept"}', "vpipe.json")
+    write(tmp_path, '{"partition": [1, 2], "recompute_ratio": [1, 1]}', "vpipe.json")
     config = read_config(write(tmp_path, {"partition": "vpipe.json", "recompute_ratio": 0.5}))
     assert (config.partition, config.ratio) == ([1, 2], 0.5)
 

@@ -177,7 +177,7 @@ def test_maps_beside_a_plan(file: Path) -> None:
     plan = file.parent / "vpipe.json"
     plan.write_text('{"partition": [3, 2], "recompute_ratio": [0.5, 0]}')
     config = read_config(configured(file, TWO, partition="vpipe.json"))
-    assert (config.partition, config.ratio) == ([3, 2], [0.5, 0])
+    assert (config.partition, config.policies) == ([3, 2], ["keep", *["recompute"] * 2, "keep", "keep"])
     plan.write_text('{"partition": [4, 1]}')
     with pytest.raises(
         ConfigError, match=r"run.yml: partition is \[4, 1\], but .*mp_conf.json says \[3, 2\]"

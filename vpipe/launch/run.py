@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.arguments import build_schedule
+from vpipe.config_file import AUTO
 from vpipe.errors import ConfigError
 from vpipe.launch.local import LAUNCHED, run_ranks_here
 from vpipe.observe.folder import make_run_folder
@@ -37,12 +38,19 @@ def run(config: RunConfig, arguments: Sequence[str], work: Callable[[], None]) -
 def launch(config: RunConfig, arguments: Sequence[str], *, quiet: bool = False) -> Path:
     """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
     _check_hosts(config)
-    build_schedule(config)
+    if config.partition != AUTO:
+        build_schedule(config)
     _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
     if directory is not None and not directory.is_dir():
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
     folder = make_run_folder((directory or Path()) / config.log_directory)
+    if config.partition == AUTO:
+        from vpipe.planning import write_run_plan
+
+        plan = folder.absolute() / "plan.json"
+        write_run_plan(config, plan, folder.parent / "cache")
+        arguments = [*arguments, "--set", f"partition={plan}"]
     run_ranks_here(
         arguments,
         config.ranks,

@@ -9,7 +9,7 @@ class RankLog:
     """`output.log.<rank>`: one line for each thing that happened. What the process prints may stand there too."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = path.open("a", encoding="utf-8", buffering=1)
 
     def line(self, text: str) -> None:
         self._file.write(text + "\n")

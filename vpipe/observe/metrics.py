@@ -11,7 +11,7 @@ class MetricsWriter:
     """One line of JSON for each report: what kind it is, the update, and its figures."""
 
     def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)  # noqa: SIM115
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._board = _board(folder / "tensorboard")
 
     def write(self, kind: str, update: int, **figures: Any) -> None:

@@ -1,0 +1,69 @@
+"""`partition: auto`: the model is profiled, a plan is made for it, and the run follows the plan."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.config_file import AUTO
+from vpipe.cost import Profile, read_profile, write_plan, write_profile
+from vpipe.errors import ConfigError
+from vpipe.plan import plan
+from vpipe.plan.sizes import read_bytes
+from vpipe.schedule import ASYNCHRONOUS
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+MEASURED = (
+    "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
+    "batch_size", "sequence_length", "optimizer", "precision",
+)  # fmt: skip
+"""The keys that a profile depends on."""
+
+
+def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
+    """Plan the run and write the plan; a profile that was measured before is found in `cache`."""
+    for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
+                "leave one of the two out"
+            )
+    schedule = config.chosen_schedule
+    if schedule.endswith(".csv"):
+        raise ConfigError(
+            f"{config.source}: schedule is {schedule!r}: a table cannot be planned, name a schedule"
+        )
+    memory = None if config.gpu_memory is None else read_bytes(config.gpu_memory)
+    minibatches = None if schedule in ASYNCHRONOUS else config.minibatches
+    made = plan(cached_profile(config, cache), config.ranks, memory, schedule, minibatches)
+    write_plan(made.to_plan(), path)
+
+
+def cached_profile(config: RunConfig, cache: Path) -> Profile:
+    """The profile of the configured model on this machine."""
+    file = cache / f"profile-{_fingerprint(config)}.json"
+    if file.is_file():
+        return read_profile(file)
+    from vpipe.profile.command import profile_config
+
+    profile = profile_config(config)
+    cache.mkdir(parents=True, exist_ok=True)
+    write_profile(profile, file)
+    return profile
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Of what the profile depends on: the model, the minibatch, the machine."""
+    import torch
+
+    settings = config.model_dump(mode="json", include=set(MEASURED))
+    if config.model is not None:
+        path = config.path(config.model)
+        settings["model"] = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+    machine = [platform.node(), platform.machine(), torch.__version__, config.ranks]
+    return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]
