@@ -17,6 +17,7 @@ from vpipe.graph import ModelGraph, capture
 torch.set_num_threads(1)
 
 
+@pytest.hookimpl(tryfirst=True)  # before the groups are read
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Tests that start processes take turns: two at once on two cores would run into their time limits."""
     for item in items:

@@ -177,7 +177,7 @@ class RunConfig(BaseModel):
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9]\d*$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
-    """What carries tensors between hosts; chosen by the devices if not given."""
+    """What carries tensors between hosts (within one it is shared memory); chosen by the devices if not given."""
     directory: Path_ | None = None
     """Directory that the ranks start in; the current one if not given."""
     config_file: Path_ | None = None

@@ -35,9 +35,12 @@ class Trainer:
     def __init__(self, config: RunConfig) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         self.config = config
-        # gloo only where it is asked for: on one host shared memory is faster.
-        channel = "gloo" if config.distributed_backend == "gloo" else "auto"
-        self.world = ProcessWorld(channel, config.timeout)
+        if config.distributed_backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"{config.source}: distributed_backend is 'nccl', which carries GPU tensors, and there is no GPU here: "
+                "write gloo, or leave it out"
+            )
+        self.world = ProcessWorld(timeout=config.timeout)
         if self.world.size != config.ranks:
             raise ConfigError(
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
