@@ -17,12 +17,10 @@ from vpipe.graph import ModelGraph, capture
 torch.set_num_threads(1)
 
 
-@pytest.hookimpl(tryfirst=True)  # before the groups are read
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_itemcollected(item: pytest.Item) -> None:
     """Tests that start processes take turns: two at once on two cores would run into their time limits."""
-    for item in items:
-        if item.path.parent.name in ("multiprocess", "end_to_end"):
-            item.add_marker(pytest.mark.xdist_group("processes"))
+    if item.path.parent.name in ("multiprocess", "end_to_end"):
+        item.add_marker(pytest.mark.xdist_group("processes"))
 
 
 @pytest.fixture(scope="session")
