@@ -21,7 +21,8 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
+	$(BIN)/python -m pytest tests/multiprocess tests/end_to_end  # they start processes themselves
 
 bench: setup
 	$(BIN)/python benchmarks/peers.py

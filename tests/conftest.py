@@ -17,12 +17,6 @@ from vpipe.graph import ModelGraph, capture
 torch.set_num_threads(1)
 
 
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """Tests that start processes take turns: two at once on two cores would run into their time limits."""
-    if item.path.parent.name in ("multiprocess", "end_to_end"):
-        item.add_marker(pytest.mark.xdist_group("processes"))
-
-
 @pytest.fixture(scope="session")
 def captured() -> Callable[..., ModelGraph]:
     """Ranks that are threads, and tests that use the same model, capture it once."""
