@@ -4,7 +4,7 @@ from math import inf
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
@@ -229,6 +229,14 @@ links = st.builds(LinkCost, st.floats(0.5, 100), st.floats(0, 3), st.booleans())
 
 @settings(max_examples=100, deadline=None)
 @given(blocks, policies, links, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 40))
+@example(  # the steady part is one minibatch long, and shorter than the work of a rank that copies
+    [block(1, 1, 1, update=update, boundary_bytes=size) for update, size in ((1, 0), (1, 1), (5, 0), (6, 0))],
+    ("keep",) * 4,
+    LinkCost(1, 1, True),
+    1,
+    "pipedream",
+    10,
+)
 def test_never_faster_than_the_busiest_rank(
     found: list[BlockCost], chosen: tuple[str, ...], link: LinkCost, host: float, name: str, m: int
 ) -> None:

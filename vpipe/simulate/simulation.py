@@ -141,6 +141,15 @@ class _Run:
             work += seconds[Op.STEP] / self.schedule.update_interval
         return work
 
+    def steady_load_of(self, rank: int) -> float:
+        """The same with the messages that it copies itself, once the run is over."""
+        return self.steady_work_of(rank) + self.network.copying[rank] / self.steady_turns(rank)
+
+    def steady_turns(self, rank: int) -> int:
+        """The pipeline's minibatches that its own stand for."""
+        stage = self.schedule.stages_of(rank)[0]
+        return max(1, self.own(rank, stage) * len(self.schedule.placement[stage]))
+
     def result(self) -> Simulation:
         self.run()
         schedule, total = self.schedule, self.total
@@ -150,7 +159,8 @@ class _Run:
             longest = max(ledger.end - (ledger.begin or 0.0) for ledger in self.ledgers)
             period = (longest if schedule.synchronous else makespan) / total
         else:
-            period = steady
+            # A short steady part may seem quicker than the busiest rank, copying included, can be for long.
+            period = max(steady, *(self.steady_load_of(rank) for rank in range(schedule.num_ranks)))
         return Simulation(
             schedule=schedule.name,
             synchronous=schedule.synchronous,
@@ -201,8 +211,7 @@ class _Run:
         stages = self.schedule.stages_of(rank)
         work, turns = self.work[rank] / self.total, self.total
         if steady:
-            replicas = len(self.schedule.placement[stages[0]])
-            work, turns = self.steady_work_of(rank), max(1, self.own(rank, stages[0]) * replicas)
+            work, turns = self.steady_work_of(rank), self.steady_turns(rank)
         compute = work / period if period else 0.0
         sending = self.network.copying[rank] / turns / period if period else 0.0
         activations, versions = self.ledgers[rank].at_peak
