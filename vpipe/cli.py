@@ -271,6 +271,20 @@ def simulate(
 
 
 @app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="The folders of one or more runs.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the report goes.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
+    from vpipe.observe.report import write_report
+
+    write_report(runs, output)
+    print(f"report {output}")
+
+
+@app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Tell what this machine has, what would not work on it, and why."""
     from vpipe.doctor import describe, doctor_table, examine

@@ -15,7 +15,9 @@ if TYPE_CHECKING:
 def train_rank(config: RunConfig, resume: str | None) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.files import write_json
+    from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
+    from vpipe.observe.trace import write_trace
     from vpipe.tables import show
     from vpipe.trainer import Trainer
 
@@ -31,6 +33,8 @@ def train_rank(config: RunConfig, resume: str | None) -> None:
     model = export_run(trainer, Path(summary["checkpoint"]))
     summary["model"] = str(model)
     write_json(trainer.folder / "summary.json", summary)
+    write_trace(trainer.folder)
+    write_report([trainer.folder], Path(summary["report"]))
     sentence = write_sentence(trainer, model)
     if sentence is not None:
         print(f"{config.prompt!r} goes on: {sentence!r}")

@@ -21,6 +21,7 @@ from vpipe.errors import ConfigError, VPipeError
 from vpipe.files import write_text
 from vpipe.launch import LAUNCHED
 from vpipe.models import build_model
+from vpipe.observe.clocks import align_clocks
 from vpipe.observe.folder import make_run_folder
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
@@ -85,6 +86,7 @@ class Trainer:
                 f"there is nothing to train: {pipe.updates} of {self.updates} updates are made: "
                 "raise epochs or max_updates"
             )
+        pipe.runtime.events.clock = align_clocks(pipe.handler)
         self._describe_run()
         recorder = Recorder(
             pipe,
@@ -122,10 +124,12 @@ class Trainer:
                     [pipe.layout.graph.blocks[b].name for b in s.blocks] for s in pipe.layout.stage_graphs
                 ],
                 "checkpoint": str(self.save()),
-                "report": str(self.folder / "summary.json"),
+                "report": str(self.folder / "report.html"),
             }
         finally:
+            pipe.runtime.events.write(self.folder)
             recorder.close()
+        self.world.all_gather("events", None)  # rank 0 reads everybody's
         return summary
 
     def evaluate(self) -> float:

@@ -87,6 +87,8 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
     assert 0 < summary["of_limit"] <= 1
     assert [len(names) for names in summary["blocks"]] == plan["partition"]
     assert list((run / "tensorboard").iterdir())
+    assert "<html" in (run / "report.html").read_text()
+    assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) > 16 * 2 * 4
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps[-1] == "step-00000016"
     middle = run / "checkpoints" / steps[0]

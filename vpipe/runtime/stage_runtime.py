@@ -10,6 +10,7 @@ from torch import Tensor
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph.held import Held
+from vpipe.observe.events import NO_VERSION, Events
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
@@ -59,6 +60,10 @@ class StageRuntime:
         self.forward_stats = RuntimeStats()
         self.backward_stats = RuntimeStats()
         self.update_stats = RuntimeStats()
+        edges = (
+            (s.index, reader) for s in stage_graphs for readers in s.writes.values() for reader in readers
+        )
+        self.events = Events(self.rank, edges)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
@@ -224,10 +229,23 @@ class StageRuntime:
         return self.schedule.rank_of(stage, minibatch - self.feed.offset)
 
     def _execute(self, action: Action, ahead: Iterable[Action]) -> Action:
+        handler, stage = self.handler, self.stages[action.stage]
+        waited, sent, received = handler.waited, handler.bytes_sent, handler.bytes_received
         self._clock.lap()
+        start = self._clock.now
         if self._swaps and action.op in (Op.B, Op.I):
             self._fetch_next(ahead)
-        self._methods[action.op](self.stages[action.stage], action.minibatch)
+        self._methods[action.op](stage, action.minibatch)
+        self.events.add(
+            action,
+            start,
+            self._clock.now,  # every method ends with a lap
+            handler.waited - waited,
+            handler.bytes_sent - sent,
+            handler.bytes_received - received,
+            _version(stage, action.op),
+            self.forward_only,
+        )
         return action
 
     def _fetch_next(self, ahead: Iterable[Action]) -> None:
@@ -306,6 +324,13 @@ class StageRuntime:
             self.feed.drop(minibatch)
             for index in running:
                 self.handler.release((index, minibatch))
+
+
+def _version(stage: Stage, op: Op) -> int:
+    """The weight version that an action has just read, or made."""
+    if op is Op.F or op is Op.B or op is Op.I:
+        return stage.optimizer.current_version
+    return stage.optimizer.latest_version if op is Op.STEP else NO_VERSION
 
 
 def _wire_name(value: str, reader: int) -> str:

@@ -1,0 +1,181 @@
+"""The record of what a rank did: every action with its times, in a ring that is made once and always on.
+
+An action costs one `pack_into` of 52 bytes; when the ring is full, the newest action takes the oldest one's place.
+Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.observe.clocks`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple
+
+from vpipe.errors import ConfigError
+from vpipe.files import read_json, write_text
+from vpipe.observe.clocks import SAME_CLOCK, ClockOffset
+from vpipe.schedule import Action, Op
+
+CAPACITY = 1 << 16
+"""Actions that a ring holds: some 3 MB, of which the system gives only what is written to."""
+FORMAT = "vpipe events 1"
+NO_VERSION = -1
+"""The weight version of an action that reads and makes none."""
+
+COLUMNS = ("actions", "start", "duration", "wait", "sent", "received", "version", "evaluation")
+"""The lists of a file, one entry an action. Times are whole nanoseconds, starts counted from `origin`."""
+
+_RECORD = Struct("=dddqqiiHB?")
+_OPS = tuple(Op)
+_CODES = {op: code for code, op in enumerate(_OPS)}
+
+
+class Recorded(NamedTuple):
+    """One action as it ran: seconds, bytes, and the version that F, I and B read and STEP made."""
+
+    action: Action
+    start: float
+    end: float
+    wait: float = 0.0
+    sent: int = 0
+    received: int = 0
+    version: int = NO_VERSION
+    evaluation: bool = False
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """What one rank's file tells, the oldest action first, in the time of rank 0."""
+
+    rank: int
+    actions: tuple[Recorded, ...]
+    lost: int = 0
+    """Older actions, whose places in the ring were taken."""
+    clock: ClockOffset = SAME_CLOCK
+    edges: tuple[tuple[int, int], ...] = ()
+    """Stages that make a value and stages that read it: (producer, reader)."""
+
+
+class Events:
+    """The ring of one rank. `clock` is what `align_clocks` measured; `edges` go between the model's stages."""
+
+    def __init__(self, rank: int, edges: Iterable[tuple[int, int]] = (), *, capacity: int = CAPACITY) -> None:
+        self.rank = rank
+        self.edges = sorted(set(edges))
+        self.capacity = capacity
+        self.count = 0
+        self.clock = SAME_CLOCK
+        self._ring = bytearray(capacity * _RECORD.size)
+
+    def add(
+        self,
+        action: Action,
+        start: float,
+        end: float,
+        wait: float,
+        sent: int,
+        received: int,
+        version: int,
+        evaluation: bool,
+    ) -> None:
+        stage, op, minibatch = action
+        place = self.count % self.capacity * _RECORD.size
+        values = (start, end, wait, sent, received, minibatch, version, stage, _CODES[op], evaluation)
+        _RECORD.pack_into(self._ring, place, *values)
+        self.count += 1
+
+    @property
+    def lost(self) -> int:
+        return max(0, self.count - self.capacity)
+
+    def actions(self) -> list[Recorded]:
+        """What the ring holds, the oldest first, in this rank's own time."""
+        held = []
+        for number in range(self.lost, self.count):
+            start, end, wait, sent, received, minibatch, version, stage, code, evaluation = (
+                _RECORD.unpack_from(self._ring, number % self.capacity * _RECORD.size)
+            )
+            action = Action(stage, _OPS[code], minibatch)
+            held.append(Recorded(action, start, end, wait, sent, received, version, evaluation))
+        return held
+
+    def write(self, folder: Path) -> Path:
+        """Write `events.<rank>.json` into a run's folder."""
+        path = folder / f"events.{self.rank}.json"
+        actions = self.actions()
+        origin = min((a.start for a in actions), default=0.0)
+        head = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "lost": self.lost,
+            "origin": origin + self.clock.seconds,
+            "clock_offset": self.clock.seconds,
+            "round_trip": self.clock.round_trip,
+            "edges": self.edges,
+        }
+        # A column a line: compact, and still something that people can look at.
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        for key, values in _columns(actions, origin).items():
+            lines.append(f"{json.dumps(key)}: {json.dumps(values, separators=(',', ':'))}")
+        write_text(path, "{" + ",\n ".join(lines) + "}\n")
+        return path
+
+
+def read_events(folder: Path) -> list[RankEvents]:
+    """The events of a run's ranks, in order of rank; none if it wrote none."""
+    found = [_read(path) for path in folder.glob("events.*.json")]
+    return sorted(found, key=lambda events: events.rank)
+
+
+def _columns(actions: Iterable[Recorded], origin: float) -> dict[str, list[Any]]:
+    rows = (
+        (
+            str(entry.action),
+            round(1e9 * (entry.start - origin)),
+            round(1e9 * entry.duration),
+            round(1e9 * entry.wait),
+            entry.sent,
+            entry.received,
+            entry.version,
+            int(entry.evaluation),
+        )
+        for entry in actions
+    )
+    columns: list[list[Any]] = [list(values) for values in zip(*rows, strict=True)]
+    return dict(zip(COLUMNS, columns or [[] for _ in COLUMNS], strict=True))
+
+
+def _read(path: Path) -> RankEvents:
+    told = read_json(path)
+    try:
+        if told["format"] != FORMAT:
+            raise ValueError(f"its format is {told['format']!r}")
+        origin = float(told["origin"])
+        actions = tuple(
+            Recorded(
+                Action.parse(name),
+                origin + start / 1e9,
+                origin + (start + duration) / 1e9,
+                wait / 1e9,
+                int(sent),
+                int(received),
+                int(version),
+                bool(evaluation),
+            )
+            for name, start, duration, wait, sent, received, version, evaluation in zip(
+                *(told[key] for key in COLUMNS), strict=True
+            )
+        )
+        clock = ClockOffset(float(told["clock_offset"]), float(told["round_trip"]))
+        edges = tuple((int(producer), int(reader)) for producer, reader in told["edges"])
+        return RankEvents(int(told["rank"]), actions, int(told["lost"]), clock, edges)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"
+        ) from None

@@ -1,0 +1,81 @@
+"use strict";
+// Small things that every part of the page uses: elements, numbers for people, colours.
+
+const byId = (id) => document.getElementById(id);
+
+/** An element with attributes and children; text is always text, never markup. */
+function element(tag, attributes = {}, ...children) {
+  const made = document.createElement(tag);
+  for (const [key, value] of Object.entries(attributes)) {
+    if (key === "style") Object.assign(made.style, value);
+    else made.setAttribute(key, value);
+  }
+  made.append(...children.map((child) => (child instanceof Node ? child : String(child))));
+  return made;
+}
+
+/** Microseconds as a time that people read. */
+function duration(micro) {
+  if (micro >= 1e6) return `${(micro / 1e6).toFixed(micro >= 1e7 ? 1 : 2)} s`;
+  if (micro >= 1e3) return `${(micro / 1e3).toFixed(micro >= 1e4 ? 1 : 2)} ms`;
+  return `${micro.toFixed(micro >= 10 ? 0 : 1)} µs`;
+}
+
+/** A time on an axis whose marks are `step` microseconds apart: just as many digits as tell them apart. */
+function mark(micro, step) {
+  const [unit, scale] = micro + step >= 1e6 ? ["s", 1e6] : micro + step >= 1e3 ? ["ms", 1e3] : ["µs", 1];
+  let digits = 0;
+  while (digits < 7 && Math.abs((step / scale) * 10 ** digits - Math.round((step / scale) * 10 ** digits)) > 1e-6) digits += 1;
+  return `${(micro / scale).toFixed(digits)} ${unit}`;
+}
+
+function bytes(count) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let place = 0;
+  while (count >= 1024 && place < units.length - 1) {
+    count /= 1024;
+    place += 1;
+  }
+  return place ? `${count.toFixed(1)} ${units[place]}` : `${count} B`;
+}
+
+const percent = (share) => `${(100 * share).toFixed(1)} %`;
+const known = (value) => value !== null && value !== undefined;
+
+function number(value) {
+  if (Math.abs(value) >= 1000) return Math.round(value).toLocaleString("en");
+  return String(Number(value.toPrecision(4)));
+}
+
+const colour = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+
+/** What a rank's time goes to; `css` names the colour. */
+const KINDS = [
+  { key: "forward", label: "forward" },
+  { key: "backward", label: "backward" },
+  { key: "weight", label: "weight gradient" },
+  { key: "update", label: "update" },
+  { key: "send", label: "sending, receiving" },
+  { key: "evaluation", label: "evaluation" },
+  { key: "wait", label: "waiting" },
+];
+const KIND = Object.fromEntries(KINDS.map((kind, place) => [kind.key, place]));
+const KIND_OF_OP = {
+  F: KIND.forward, B: KIND.backward, I: KIND.backward, W: KIND.weight, STEP: KIND.update,
+  SEND_F: KIND.send, SEND_B: KIND.send, RECV_F: KIND.send, RECV_B: KIND.send, REDUCE: KIND.send,
+};
+const NAME_OF_OP = {
+  F: "forward", B: "backward", I: "gradient of the inputs", W: "gradient of the weights", STEP: "update",
+  SEND_F: "send an activation", SEND_B: "send a gradient", RECV_F: "receive an activation",
+  RECV_B: "receive a gradient", REDUCE: "share gradients",
+};
+
+/** Round steps for an axis: about `count` of them between the ends. */
+function ticks(low, high, count) {
+  const raw = (high - low) / count || 1;
+  const scale = 10 ** Math.floor(Math.log10(raw));
+  const step = [1, 2, 2.5, 5, 10].map((factor) => factor * scale).find((candidate) => candidate >= raw);
+  const found = [];
+  for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
+  return found;
+}

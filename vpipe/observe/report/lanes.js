@@ -1,0 +1,159 @@
+"use strict";
+// The lanes of a timeline on a canvas. Only what is visible is drawn, and what is too narrow to be seen is added up.
+
+const LABELS = 104; // pixels left of the lanes
+const AXIS = 24;
+const LANE = 32;
+const STRIP = 16; // minibatches in flight and weight versions, below the lane
+const GAP = 12;
+const COLUMN = 2; // the width of a column in which many actions are added up
+const CROWDED = 4; // with fewer pixels an action, there are columns
+
+/** What drawing needs, made once: for each lane the kind of each action and sums over all before it. */
+function prepareLanes(timeline) {
+  return timeline.lanes.map((lane) => {
+    const count = lane.start.length;
+    const kind = new Uint8Array(count);
+    const sums = KINDS.map(() => new Float64Array(count + 1));
+    for (let i = 0; i < count; i++) {
+      kind[i] = lane.evaluation[i] ? KIND.evaluation : KIND_OF_OP[timeline.ops[lane.op[i]]];
+      for (const sum of sums) sum[i + 1] = sum[i];
+      sums[KIND.wait][i + 1] += lane.wait[i];
+      sums[kind[i]][i + 1] += Math.max(0, lane.duration[i] - lane.wait[i]);
+    }
+    return { ...lane, kind, sums, count };
+  });
+}
+
+/** The first action that ends after `time`. */
+function firstAfter(lane, time) {
+  let low = 0;
+  let high = lane.count;
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (lane.start[middle] + lane.duration[middle] > time) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+/** Microseconds of each kind between two times. */
+function timeOfKinds(lane, from, to) {
+  const begin = firstAfter(lane, from);
+  const end = firstAfter(lane, to);
+  const found = KINDS.map((_, place) => lane.sums[place][end] - lane.sums[place][begin]);
+  const add = (i, share) => {
+    found[KIND.wait] += share * lane.wait[i];
+    found[lane.kind[i]] += share * Math.max(0, lane.duration[i] - lane.wait[i]);
+  };
+  // The actions at the two ends are only partly between them.
+  if (end < lane.count && lane.start[end] < to) add(end, (to - lane.start[end]) / lane.duration[end]);
+  if (begin < lane.count && lane.start[begin] < from) add(begin, -(from - lane.start[begin]) / lane.duration[begin]);
+  return found;
+}
+
+function stripes(context) {
+  const tile = document.createElement("canvas");
+  tile.width = tile.height = 6;
+  const pen = tile.getContext("2d");
+  pen.fillStyle = colour("wait");
+  pen.fillRect(0, 0, 6, 6);
+  pen.strokeStyle = colour("stripe");
+  pen.lineWidth = 1.5;
+  for (const shift of [-6, 0, 6]) {
+    pen.beginPath();
+    pen.moveTo(shift - 1, 7);
+    pen.lineTo(shift + 7, -1);
+    pen.stroke();
+  }
+  return context.createPattern(tile, "repeat");
+}
+
+/** Colours as they are now, light or dark. */
+function palette(context) {
+  const fills = KINDS.map((kind) => colour(kind.key));
+  fills[KIND.wait] = stripes(context);
+  const names = ["between", "ink", "quiet", "line", "accent", "on", "card", "flight", "wait"];
+  return { fills, ...Object.fromEntries(names.map((name) => [name, colour(name)])) };
+}
+
+/** Draw one lane's actions into a box. `label(i, left, width)` writes on those that are wide enough. */
+function drawActions(context, lane, view, box, colours, dimmed, label) {
+  context.fillStyle = colours.between;
+  context.fillRect(box.x, box.y, box.width, box.height);
+  const begin = firstAfter(lane, view.from);
+  const end = Math.min(lane.count, firstAfter(lane, view.to) + 1);
+  if ((end - begin) * CROWDED > box.width) return drawColumns(context, lane, view, box, colours);
+  const scale = box.width / (view.to - view.from);
+  for (let i = begin; i < end; i++) {
+    const left = (lane.start[i] - view.from) * scale;
+    const width = lane.duration[i] * scale;
+    const from = Math.max(0, left);
+    const to = Math.min(box.width, left + width);
+    if (to <= from) continue;
+    const waited = Math.min(to, Math.max(from, left + lane.wait[i] * scale));
+    context.globalAlpha = dimmed(i) ? 0.22 : 1;
+    context.fillStyle = colours.fills[KIND.wait];
+    context.fillRect(box.x + from, box.y, waited - from, box.height);
+    context.fillStyle = colours.fills[lane.kind[i]];
+    context.fillRect(box.x + waited, box.y, Math.max(0, to - waited - (width > 4 ? 1 : 0)), box.height);
+    if (label && to - waited > 16) label(i, box.x + waited, to - waited);
+    context.globalAlpha = 1;
+  }
+}
+
+/** Actions too narrow to be seen: each column shows what its stretch of time went to, by height. */
+function drawColumns(context, lane, view, box, colours) {
+  const count = Math.ceil(box.width / COLUMN);
+  const span = ((view.to - view.from) * COLUMN) / box.width;
+  const tops = new Float64Array(count).fill(box.y + box.height);
+  const times = Array.from(tops, (_, at) => timeOfKinds(lane, view.from + at * span, view.from + (at + 1) * span));
+  KINDS.forEach((_, place) => {
+    context.fillStyle = place === KIND.wait ? colours.wait : colours.fills[place];
+    for (let at = 0; at < count; at++) {
+      const height = Math.min(1, times[at][place] / span) * box.height;
+      tops[at] -= height;
+      if (height > 0) context.fillRect(box.x + at * COLUMN, tops[at], COLUMN, height);
+    }
+  });
+}
+
+/** Steps below a lane: minibatches in flight as an area, weight versions held as a line. */
+function drawCounts(context, lane, view, box, highest, colours) {
+  const area = countPath(lane, view, box, 1, highest);
+  const filled = new Path2D(area);
+  filled.lineTo(box.x + box.width, box.y + box.height);
+  filled.lineTo(box.x, box.y + box.height);
+  context.fillStyle = colours.flight;
+  context.fill(filled);
+  context.lineWidth = 1.25;
+  context.strokeStyle = colours.quiet;
+  context.stroke(area);
+  context.strokeStyle = colours.accent;
+  context.stroke(countPath(lane, view, box, 2, highest));
+}
+
+function countPath(lane, view, box, place, highest) {
+  const scale = box.width / (view.to - view.from);
+  const steps = []; // x and the count from there on; of steps that lie on one pixel, the highest
+  let first = 0; // what holds at the left end
+  for (const entry of lane.counts) {
+    if (entry[0] > view.to) break;
+    const x = (entry[0] - view.from) * scale;
+    const last = steps[steps.length - 1];
+    if (x <= 0) first = entry[place];
+    else if (last && x - last[0] < 1) last[1] = Math.max(last[1], entry[place]);
+    else steps.push([x, entry[place]]);
+  }
+  const path = new Path2D();
+  const height = (count) => box.y + box.height - (count / highest) * (box.height - 2);
+  let y = height(first);
+  path.moveTo(box.x, y);
+  for (const [x, count] of steps) {
+    path.lineTo(box.x + x, y);
+    y = height(count);
+    path.lineTo(box.x + x, y);
+  }
+  path.lineTo(box.x + box.width, y);
+  return path;
+}

@@ -1,0 +1,123 @@
+"""What a report knows of one run: everything its folder holds, as plain values for the page."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vpipe.errors import ConfigError
+from vpipe.files import read_json, read_text
+from vpipe.observe.events import read_events
+from vpipe.observe.report.lanes import timeline
+
+POINTS = 2000
+"""Of a curve; a longer one is thinned out."""
+SHOWN = (
+    "loss", "evaluation_loss", "perplexity", "updates", "samples_per_s", "seconds_per_update", "of_limit",
+    "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
+)  # fmt: skip
+"""What is taken over from summary.json."""
+
+
+def run_data(folder: Path, name: str) -> dict[str, Any]:
+    """Parts that the folder has no file for are None or empty."""
+    summary = _json(folder / "summary.json")
+    plan = _json(folder / "plan.json")
+    metrics = _lines(folder / "metrics.jsonl")
+    train = [line for line in metrics if line.get("kind") == "train"]
+    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
+    return _finite(
+        {
+            "name": name,
+            "summary": {key: summary[key] for key in SHOWN if key in summary},
+            "plan": plan,
+            "blocks": summary.get("blocks") or plan.get("blocks") or [],
+            "config": _config(folder / "config.yml"),
+            "losses": _losses(summary, train),
+            "evaluations": _curve(evaluations, "loss"),
+            "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+            "learning_rate": _curve(train, "learning_rate"),
+            "timeline": timeline(read_events(folder)),
+        }
+    )
+
+
+def labels(folders: Sequence[Path]) -> list[str]:
+    """A name for each run: the last part of its path, with as many before it as it takes to tell them apart."""
+    paths = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"{folders[0]}: a run is named more than once: name each run once")
+
+
+def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:
+    """Of each update by the summary, else of each line of metrics; [updates made, loss]."""
+    if summary.get("losses"):
+        return thinned([[update + 1, loss] for update, loss in summary["losses"]])
+    return _curve(train, "loss")
+
+
+def _curve(lines: list[dict[str, Any]], key: str) -> list[list[float]]:
+    return thinned([[line["update"], line[key]] for line in lines if key in line])
+
+
+def thinned(points: list[list[float]]) -> list[list[float]]:
+    """At most POINTS of them, evenly spaced, the last one among them."""
+    step = -(-len(points) // POINTS)
+    return points if step < 2 else points[(len(points) - 1) % step :: step]
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    value = read_json(path)
+    if not isinstance(value, dict):
+        raise ConfigError(f"{path}: must hold an object, not {type(value).__name__}; remove it to do without")
+    return value
+
+
+def _lines(path: Path) -> list[dict[str, Any]]:
+    """A run that was ended has an unfinished last line: it is left out."""
+    if not path.is_file():
+        return []
+    lines = []
+    for line in read_text(path).splitlines():
+        try:
+            value = json.loads(line)
+        except ValueError:
+            continue
+        if isinstance(value, dict) and "update" in value:
+            lines.append(value)
+    return lines
+
+
+def _config(path: Path) -> dict[str, str]:
+    """The keys of a run as they would be written on the command line."""
+    if not path.is_file():
+        return {}
+    try:
+        values = yaml.safe_load(read_text(path))
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: cannot be read as YAML: {error}; remove it to do without") from None
+    if not isinstance(values, dict):
+        return {}
+    return {
+        str(key): value if isinstance(value, str) else json.dumps(value, default=str)
+        for key, value in values.items()
+    }
+
+
+def _finite(value: Any) -> Any:
+    """The same without nan and infinities, which JSON does not have: a loss may be one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

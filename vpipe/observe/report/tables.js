@@ -1,0 +1,91 @@
+"use strict";
+// Figures and tables: the run at a glance, runs side by side, the plan, the configuration.
+
+const FIGURES = [
+  { key: "loss", label: "loss", show: (v) => v.toFixed(4), better: Math.min },
+  { key: "evaluation_loss", label: "evaluation loss", show: (v) => v.toFixed(4), better: Math.min },
+  { key: "samples_per_s", label: "samples a second", show: number, better: Math.max },
+  { key: "seconds_per_update", label: "an update takes", show: (v) => duration(1e6 * v), better: null },
+  { key: "of_limit", label: "computing", show: percent, better: Math.max },
+  { key: "bubble_share", label: "waiting", show: percent, better: Math.min },
+  { key: "communication_share", label: "sending", show: percent, better: Math.min },
+  { key: "updates", label: "updates", show: number, better: null },
+];
+
+const INCIDENTAL = ["log_directory", "print_frequency", "verbose_frequency"]; // they make no run another
+
+function showFigures(run) {
+  const section = byId("figures");
+  const shown = FIGURES.filter((figure) => known(run.summary[figure.key]));
+  section.hidden = !shown.length;
+  section.replaceChildren(
+    ...shown.map(({ key, label, show }) =>
+      element("div", { class: "figure", "data-figure": key }, element("b", {}, show(run.summary[key])), element("span", {}, label)),
+    ),
+  );
+}
+
+function row(cells, tag = "td") {
+  return element("tr", {}, ...cells.map(([text, style]) => element(tag, style ? { class: style } : {}, text)));
+}
+
+/** A column a run: its figures, the best of each marked, and the settings in which the runs differ. */
+function showComparison(runs) {
+  byId("comparison").hidden = runs.length < 2;
+  if (runs.length < 2) return;
+  const peak = { key: "peak", label: "peak memory", show: bytes, better: Math.min };
+  const value = (run, key) => {
+    if (key !== "peak") return run.summary[key];
+    return run.summary.peak_memory ? Math.max(...run.summary.peak_memory) : null;
+  };
+  const lines = [];
+  for (const { key, label, show, better } of [...FIGURES, peak]) {
+    const found = runs.map((run) => value(run, key)).filter(known);
+    if (!found.length) continue;
+    const best = better && new Set(found).size > 1 ? better(...found) : null;
+    const cells = runs.map((run) => {
+      const own = value(run, key);
+      return [known(own) ? show(own) : "–", known(own) && own === best ? "number best" : "number"];
+    });
+    lines.push([[label], ...cells]);
+  }
+  for (const key of new Set(runs.flatMap((run) => Object.keys(run.config)))) {
+    if (INCIDENTAL.includes(key) || new Set(runs.map((run) => run.config[key])).size < 2) continue;
+    lines.push([[key, "setting"], ...runs.map((run) => [known(run.config[key]) ? run.config[key] : "–", "number"])]);
+  }
+  const head = [["run"], ...runs.map((run) => [run.name, "number"])];
+  byId("comparison-table").replaceChildren(row(head, "th"), ...lines.map((line) => row(line)));
+}
+
+/** For each stage where it lies, what becomes of its blocks' activations, and which blocks they are. */
+function showPlan(run) {
+  const { plan } = run;
+  const partition = plan.partition || run.summary.partition || [];
+  byId("plan").hidden = !partition.length;
+  const facts = ["schedule", "batch_size", "minibatches", "update_interval", "chunks", "replicas"]
+    .filter((key) => known(plan[key]))
+    .map((key) => `${key.replace("_", " ")} ${Array.isArray(plan[key]) ? plan[key].join(", ") : plan[key]}`);
+  byId("plan-note").textContent = facts.join(" · ");
+  const policies = plan.policies || [];
+  const ranks = (stage) =>
+    (run.summary.ranks || []).filter((rank) => rank.stages.includes(stage)).map((rank) => rank.rank).join(", ");
+  let block = 0;
+  const lines = partition.map((count, stage) => {
+    const own = policies.slice(block, block + count);
+    block += count;
+    const counted = ["keep", "recompute", "swap"].map((policy) => own.filter((each) => each === policy).length);
+    const names = (run.blocks[stage] || []).map((name, place) =>
+      element("span", { class: `block ${own[place] || "keep"}`, title: own[place] || "keep" }, name),
+    );
+    const blocks = names.length ? element("div", {}, ...names) : "–";
+    return [[stage, "name"], [ranks(stage) || "–"], [count, "number"], ...counted.map((each) => [own.length ? each : "–", "number"]), [blocks]];
+  });
+  const head = [["stage"], ["rank"], ["blocks", "number"], ["kept", "number"], ["recomputed", "number"], ["swapped", "number"], ["which"]];
+  byId("plan-table").replaceChildren(row(head, "th"), ...lines.map((line) => row(line)));
+}
+
+function showConfig(run) {
+  const entries = Object.entries(run.config);
+  byId("config").hidden = !entries.length;
+  byId("config-table").replaceChildren(...entries.map(([key, value]) => row([[key, "name"], [value]])));
+}
