@@ -42,7 +42,13 @@ def start(*arguments: object, cwd: Path, launcher: tuple[str, ...] = ()) -> "sub
         stderr=subprocess.PIPE,
         text=True,
         start_new_session=True,
+        preexec_fn=_heed_interrupts,
     )
+
+
+def _heed_interrupts() -> None:
+    """A shell that starts the tests in the background lets its children ignore Ctrl-C."""
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def end(process: "subprocess.Popen[str]") -> None:

@@ -8,6 +8,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.command import alive, vpipe
+from vpipe.config_file import read_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 TINY = {
@@ -166,10 +167,33 @@ def test_every_small_configuration_trains(name, tmp_path):
     assert len(losses(only_run(tmp_path))) == 3
 
 
+SYSTEMS = {
+    "bert_4gpipe": ([13, 13, 13, 10], 49),
+    "bert_4pipedream": ([13, 13, 13, 10], 0),
+    "bert_4vpipe": ([12, 13, 13, 11], 4),
+}
+"""The guides' partition of BERT's 49 blocks, and how many of them are recomputed."""
+
+
+@pytest.mark.parametrize("name", SYSTEMS)
+def test_the_guides_configurations_say_what_the_guides_say(name):
+    config = read_config(CONFIGS / f"{name}.yml")
+    partition, recomputed = SYSTEMS[name]
+    assert config.partition == partition
+    assert config.policies.count("recompute") == recomputed
+    assert len(config.policies) == sum(partition) == 49
+    assert (config.ranks, config.num_layers) == (4, 24)
+
+
 @pytest.mark.timeout(300)
 def test_the_guides_three_systems_side_by_side(tmp_path):
-    """The real partitions of 24 layers, with layers that are as thin as can be."""
+    """With four thin layers, so nine blocks, in place of 24, and on two ranks: starting one costs most."""
     small = {
+        "num_layers": 4,
+        "partition": [5, 4],
+        "machines": "[localhost:0, localhost:1]",
+        "module": "vgpus=2",
+        "config_file": "null",
         "hidden_size": 8,
         "num_heads": 1,
         "vocab_size": 64,
@@ -180,15 +204,12 @@ def test_the_guides_three_systems_side_by_side(tmp_path):
         "evaluation_samples": 2,
     }
     keys = [part for key, value in small.items() for part in ("--set", f"{key}={value}")]
-    files = [CONFIGS / f"bert_4{system}.yml" for system in ("gpipe", "pipedream", "vpipe")]
+    files = [CONFIGS / f"{name}.yml" for name in SYSTEMS]
     picture = tmp_path / "picture.png"
     ended = vpipe("compare", *files, *keys, "--plot", picture, "--json", cwd=tmp_path, timeout=280)
     assert ended.code == 0, ended.said
     results = json.loads(ended.out)
-    assert [result["label"] for result in results] == ["bert_4gpipe", "bert_4pipedream", "bert_4vpipe"]
-    assert [result["partition"] for result in results] == [
-        [13, 13, 13, 10],
-        [13, 13, 13, 10],
-        [12, 13, 13, 11],
-    ]
+    assert [result["label"] for result in results] == list(SYSTEMS)
+    assert [result["schedule"] for result in results] == ["gpipe", "pipedream", "vpipe"]
+    assert [result["partition"] for result in results] == [[5, 4]] * 3
     assert picture.read_bytes().startswith(b"\x89PNG")

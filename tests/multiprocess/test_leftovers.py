@@ -23,6 +23,10 @@ from vpipe.errors import VPipeError
 pytestmark = pytest.mark.timeout(120)
 
 
+OURS = ("torch_", "psm_", "sem.", "vpipe")
+"""Beginnings of names that torch, Python or we would give to shared memory; browsers have others."""
+
+
 @dataclass(frozen=True)
 class Held:
     """What this process holds that outlives a function."""
@@ -44,7 +48,7 @@ class Held:
             descriptors=Counter(map(_kind, os.listdir("/proc/self/fd"))),
             threads=[thread.name for thread in threading.enumerate()],
             tasks=len(os.listdir("/proc/self/task")),
-            shared_memory=sorted(os.listdir("/dev/shm")),
+            shared_memory=sorted(name for name in os.listdir("/dev/shm") if name.startswith(OURS)),
             mappings=_memfd_mappings(),
             tensors=Counter(f"{type(t).__name__} {tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors),
             process_group=dist.is_initialized(),
