@@ -122,6 +122,24 @@ def test_a_lost_peer_is_named_and_what_it_had_sent_still_arrives() -> None:
         b.receive(Key(0, 1), (5000,), torch.float32)
 
 
+def test_what_a_peer_sends_just_before_it_goes_arrives_though_it_cannot_be_told_anything() -> None:
+    a, b = shared_memory_pair(buffer=8, timeout=5.0)
+    a.send(Key(0, 0), torch.ones(2))
+    b.receive(Key(0, 0), (2,), torch.float32)  # a is still to be told
+    a.send(Key(0, 1), torch.ones(3))
+    a.close()
+    read, looked = b._pump, []
+
+    def read_too_early_the_first_time() -> None:
+        if looked:
+            read()
+        looked.append(True)
+
+    b._pump = read_too_early_the_first_time  # type: ignore[method-assign]
+    assert b.receive(Key(0, 1), (3,), torch.float32).tolist() == [1, 1, 1]
+    b.close()
+
+
 def test_slots_are_used_again_and_the_receiver_reads_them_in_place() -> None:
     a, b = shared_memory_pair(4, 5.0)
     for number in range(20):

@@ -22,6 +22,7 @@ import struct
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -132,12 +133,13 @@ class SharedMemoryChannel(Channel):
             self._tell()
 
     def _tell(self) -> None:
-        """Send the notices. They only help the peer: one that has gone needs no help."""
-        try:
-            if self._notices and not self._lost:
+        """Send the notices. They only help the peer: one that has gone needs no help.
+
+        That it has gone is found by reading, behind the last messages that it sent.
+        """
+        if self._notices and not self._lost:
+            with suppress(PeerError):
                 self._transmit(b"")
-        except PeerError:
-            self._lost = True
 
     def _transmit(self, message: bytes, descriptor: int | None = None) -> None:
         """Send a message, the notices in front of it."""
