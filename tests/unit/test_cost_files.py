@@ -65,7 +65,7 @@ def test_the_example_of_the_docs(file: Path) -> None:
 def test_what_is_written_is_read(file: Path) -> None:
     written = Profile(
         blocks=(
-            BlockCost("a", 1.5, 0.25, 0.5, 0.125, 100, 10, 40, 0.02),
+            BlockCost("a", 1.5, 0.25, 0.5, 0.125, 100, 10, 40, 0.02, 0),
             BlockCost("b", 1, 1, 1, 0, 0, 0, 0),
         ),
         device=DeviceCost(2**40, 1e10, 2e10),
@@ -105,6 +105,7 @@ def test_what_may_be_left_out(file: Path) -> None:
         ({"blocks": [block(weight_gradient=float("inf"))]}, "block 0: weight_gradient is inf"),
         ({"blocks": [block(kept_bytes=1.5)]}, "block 0: kept_bytes is 1.5: it must be bytes: a whole number"),
         ({"blocks": [block(kept_bytes=True)]}, "block 0: kept_bytes is true"),
+        ({"blocks": [block(deferred_bytes=-1)]}, "block 0: deferred_bytes is -1: it must be bytes"),
         ({"blocks": [block(forward="1")]}, 'block 0: forward is "1"'),
         ({"blocks": [block(foward=1)]}, "block 0: unknown key \"foward\": did you mean 'forward'?"),
         ({"blocks": [{"forward": 1}]}, "block 0: input_gradient is missing: it must be seconds, 0 or more"),

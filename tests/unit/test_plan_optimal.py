@@ -6,6 +6,7 @@ The brute force shares nothing with the planner but the model's statement (`vpip
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import lru_cache
 from itertools import combinations, pairwise, product
 from math import ceil, inf
@@ -17,6 +18,8 @@ from hypothesis import strategies as st
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
+from vpipe.plan.model import Load, Slice, stage_memory
+from vpipe.plan.policies import choose, least_memory
 
 SCHEDULES = ("pipedream", "2bw", "1f1b", "gpipe")
 MINIBATCHES = 5
@@ -90,17 +93,18 @@ class Brute:
             base += (stop < len(profile.blocks)) * (profile.link.latency + left / profile.link.bandwidth)
         best = inf
         for policies in product("KRS", repeat=len(blocks)):
-            held, again, swapped, room = 0, 0.0, 0, 0
-            for block, reads, policy in zip(blocks, entered, policies, strict=True):
+            held, again, swapped, room, behind = 0, 0.0, 0, 0, 0
+            for block, reads, policy in reversed(list(zip(blocks, entered, policies, strict=True))):
                 if policy == "K":
                     held += block.kept_bytes * flight
                 elif policy == "R":
                     held += reads * flight
-                    room = max(room, block.kept_bytes)
+                    room = max(room, block.kept_bytes - reads - behind)
                     again += block.forward
                 else:
                     held += block.kept_bytes * min(2, flight)
                     swapped += block.kept_bytes
+                behind += reads if policy == "R" else block.kept_bytes
             if fixed + held + room <= self.cap:
                 host = swapped / profile.device.to_host + swapped / profile.device.from_host
                 best = min(best, max(base + again, host, link))
@@ -200,3 +204,44 @@ def test_what_the_refusal_says_would_fit_does(problem: tuple[Profile, int, int],
         assert plan(profile, ranks, needed, schedule, minibatches=MINIBATCHES).cap == needed
         assert needed > cap
         assert planned(profile, ranks, needed - 1, schedule) is None
+
+
+def split_stage(
+    blocks: tuple[BlockCost, ...], load: Load, policies: tuple[str, ...]
+) -> tuple[int, float, int]:
+    """Bytes, seconds of recomputing and swapped bytes of a stage whose backward is split, block by block."""
+    numbers = range(len(blocks))
+    reads = [0, *(b.boundary_bytes for b in blocks)]
+    held = [reads[i] if policies[i] == "R" else blocks[i].kept_bytes for i in numbers]
+    after = [b.kept_bytes if b.deferred_bytes is None else b.deferred_bytes for b in blocks]
+    moments = [sum(held)]  # of the minibatch whose backward runs
+    for i in reversed(numbers):
+        if policies[i] == "R":
+            moments.append(sum(held[:i]) + blocks[i].kept_bytes + sum(after[i + 1 :]))
+        moments.append(sum(held[:i]) + sum(after[i:]))
+    there = [min(load.in_flight, 2) if policy == "S" else load.in_flight for policy in policies]
+    total = sum(held[i] * there[i] for i in numbers) + load.waiting * sum(after) + max(moments) - moments[0]
+    again = sum(blocks[i].forward for i in numbers if policies[i] == "R")
+    return total, again, sum(blocks[i].kept_bytes for i in numbers if policies[i] == "S")
+
+
+@settings(max_examples=200, deadline=None)
+@given(problems(most=5), st.lists(st.none() | st.integers(0, 9), min_size=5, max_size=5), st.data())
+def test_split_backwards_equal_brute_force(
+    problem: tuple[Profile, int, int], deferred: list[int | None], data: st.DataObject
+) -> None:
+    profile, _, cap = problem
+    blocks = tuple(replace(b, deferred_bytes=d) for b, d in zip(profile.blocks, deferred, strict=False))
+    profile = replace(profile, blocks=blocks)
+    load = Load(1, data.draw(st.integers(1, 4)), 1, data.draw(st.integers(0, 3)), True, 1.0)
+    piece = Slice(0, len(blocks), load, (0,), None, None)
+    fixed = ceil(sum(b.parameter_bytes for b in blocks) * (2 + profile.optimizer_ratio))
+    base = sum(b.forward + b.backward + b.update for b in blocks)
+    found = [split_stage(blocks, load, policies) for policies in product("KRS", repeat=len(blocks))]
+    assert least_memory(profile, [piece]) == fixed + min(total for total, _, _ in found)
+    per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
+    fitting = [max(base + again, moved * per_byte) for total, again, moved in found if fixed + total <= cap]
+    chosen = choose(profile, [piece], cap)
+    assert (inf if chosen is None else chosen[0]) == pytest.approx(min([inf, *fitting]), rel=1e-6, abs=1e-12)
+    if chosen is not None:
+        assert stage_memory(profile, [piece], chosen[1]).total <= cap

@@ -80,6 +80,8 @@ def test_bytes_are_those_of_the_formula() -> None:
     # The first block's input is the batch, which is not counted; the last keeps what the loss needs too.
     assert [block.kept_bytes for block in profile.blocks][:3] == [value, 2 * value, 2 * value]
     assert profile.blocks[-1].kept_bytes == 3 * value
+    # A product's weight gradient reads its input and its output's gradient.
+    assert [block.deferred_bytes for block in profile.blocks] == [value, 2 * value, 2 * value, 2 * value]
     assert [block.boundary_bytes for block in profile.blocks] == [value, value, value, 0]
     assert all(block.parameter_bytes == 4 * (16 * 16 + 16) for block in profile.blocks)
     assert profile.batch_size == 4

@@ -48,13 +48,14 @@ def test_in_flight_and_versions_are_the_schedules_own(name: str, replicas: int) 
 
 
 def test_recomputing_keeps_inputs_and_one_block_at_a_time() -> None:
-    """Two blocks of 10 and 30 bytes behind a boundary of 4: inputs while in flight, 30 while backward runs."""
+    """Two blocks of 10 and 30 bytes behind boundaries of 4: inputs while in flight, and in place of one of them
+    30 while backward runs."""
     blocks = [block(), block(), block(kept_bytes=30)]
     costs = profile(*blocks)
     kept = simulate(costs, Plan((1, 2), ("keep",) * 3), "gpipe", 5)
     again = simulate(costs, Plan((1, 2), ("keep", "recompute", "recompute")), "gpipe", 5)
     assert kept.ranks[1].memory.activations == 5 * 40
-    assert again.ranks[1].memory.activations == 5 * (4 + 4) + 30
+    assert again.ranks[1].memory.activations == 5 * (4 + 4) + 30 - 4
     # The model's first block reads the batch, which is not counted.
     assert (
         simulate(costs, Plan((1, 2), ("recompute", "keep", "keep")), "gpipe", 5).ranks[0].memory.activations
@@ -62,11 +63,29 @@ def test_recomputing_keeps_inputs_and_one_block_at_a_time() -> None:
     )
 
 
-def test_a_split_backward_holds_what_was_recomputed_until_w() -> None:
-    """ZB-H1's last of four stages is three W behind: with the one at work, four minibatches."""
-    result = simulate(chain(4), plan(*["recompute"] * 4), "zb-h1", 12)
-    held = result.in_flight[3] * 4
-    assert result.ranks[3].memory.activations == held + 4 * 10
+def test_what_is_given_back_makes_room_for_what_is_recomputed() -> None:
+    """Block 1 of 30 bytes runs again when block 2, of 20, is done: 30 less its input of 4, less those 20."""
+    costs = profile(block(), block(kept_bytes=30), block(kept_bytes=20))
+    result = simulate(costs, Plan((1, 2), ("keep", "recompute", "keep")), "gpipe", 5)
+    assert result.ranks[1].memory.activations == 5 * (4 + 20) + 30 - 4 - 20
+
+
+def test_a_split_backward_holds_what_w_reads() -> None:
+    """ZB-H1's last of four stages is three W behind: three minibatches wait while one is in flight."""
+    for deferred in (None, 7):
+        costs = chain(4) if deferred is None else chain(4, deferred_bytes=deferred)
+        waiting = 3 * (deferred or 10)
+        kept = simulate(costs, plan(*["keep"] * 4), "zb-h1", 12)
+        again = simulate(costs, plan(*["recompute"] * 4), "zb-h1", 12)
+        assert kept.ranks[3].memory.activations == 10 + waiting
+        assert again.ranks[3].memory.activations == 10 + waiting
+        # Its first stage waits for no W: of the inputs in flight there are none, and one block runs at a time.
+        assert again.ranks[0].memory.activations == 10
+
+
+def test_gradients_that_wait_may_need_more_than_was_kept() -> None:
+    result = simulate(chain(4, deferred_bytes=12), plan(*["keep"] * 4), "zb-h1", 12)
+    assert result.ranks[0].memory.activations == 3 * 10 + 12
 
 
 def test_swapping_leaves_one_in_use_and_one_on_its_way() -> None:

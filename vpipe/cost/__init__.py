@@ -1,7 +1,8 @@
 """The numbers that a profile holds, the plan that is made from them, and the files of both."""
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, broadcast_seconds
 from vpipe.cost.files import read_any_profile, read_profile, write_profile
+from vpipe.cost.held_bytes import backward_bytes, held_bytes, input_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import KEEP, POLICIES, RECOMPUTE, SWAP, Plan, read_plan, write_plan
 from vpipe.cost.scaling import for_batch_size
@@ -16,7 +17,11 @@ __all__ = [
     "LinkCost",
     "Plan",
     "Profile",
+    "backward_bytes",
+    "broadcast_seconds",
     "for_batch_size",
+    "held_bytes",
+    "input_bytes",
     "read_any_profile",
     "read_pipedream_graph",
     "read_plan",

@@ -5,7 +5,7 @@ All of a block's figures are those of one minibatch of `Profile.batch_size` samp
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 
@@ -25,6 +25,13 @@ class BlockCost:
     parameter_bytes: int
     spread: float = 0.0
     """How far the measured times lie apart, as a share of their median."""
+    deferred_bytes: int | None = None
+    """What is left between the two parts of a split backward: inputs and output gradients of products. None: as
+    much as is kept."""
+
+    @property
+    def deferred(self) -> int:
+        return self.kept_bytes if self.deferred_bytes is None else self.deferred_bytes
 
     @property
     def backward(self) -> float:
@@ -48,6 +55,12 @@ class LinkCost:
     def seconds(self, count: float) -> float:
         """How long so many bytes are under way."""
         return self.latency + count / self.bandwidth
+
+
+def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
+    """How long a rank sends the same bytes over each link: at the same time, unless it copies them itself."""
+    copied = sum(link.seconds(count) for link in links if link.sender_busy)
+    return max([copied, *(link.seconds(count) for link in links if not link.sender_busy)])
 
 
 @dataclass(frozen=True)

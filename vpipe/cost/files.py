@@ -91,6 +91,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         boundary_bytes=fields.count("boundary_bytes", "bytes"),
         parameter_bytes=fields.count("parameter_bytes", "bytes"),
         spread=fields.number("spread", "a share of the median", default=0.0),
+        deferred_bytes=fields.optional_count("deferred_bytes", "bytes", least=0),
     )
 
 

@@ -81,8 +81,8 @@ class Fields:
             raise self.fault(key, expected)
         return int(value)
 
-    def optional_count(self, key: str, unit: str) -> int | None:
-        return None if self.values.get(key) is None else self.count(key, unit, least=1)
+    def optional_count(self, key: str, unit: str, *, least: int = 1) -> int | None:
+        return None if self.values.get(key) is None else self.count(key, unit, least=least)
 
     def text(self, key: str, default: str) -> str:
         value = self.values.get(key, default)

@@ -13,8 +13,9 @@ from math import inf
 from typing import NamedTuple
 
 from vpipe.cost import Profile
+from vpipe.plan.groups import Policies
 from vpipe.plan.model import Load, Slice, link_seconds
-from vpipe.plan.policies import Policies, choose, least_memory
+from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
 Placement = tuple[tuple[int, ...], ...]

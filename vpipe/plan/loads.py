@@ -48,11 +48,11 @@ def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatche
     ahead = -(-behind // replicas)
     if name in ("pipedream", "vpipe"):
         # An update follows every minibatch of the stage with the most replicas; others have no more.
-        return Load(replicas, ahead, ahead, 1, False, 1.0)
+        return Load(replicas, ahead, ahead, 0, False, 1.0)
     if name == "2bw":
-        return Load(replicas, ahead, min(ahead, 2), 1, False, two_versions_interval(ranks) / replicas)
+        return Load(replicas, ahead, min(ahead, 2), 0, False, two_versions_interval(ranks) / replicas)
     own = -(-(minibatches or 1) // replicas)
-    return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 1, False, own)
+    return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 0, False, own)
 
 
 def two_versions_interval(ranks: int) -> int:
@@ -75,23 +75,39 @@ def schedule_loads(
     schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
     own = -(-minibatches // replicas)
     return tuple(
-        Load(replicas, held.in_flight, held.versions, max(1, begun), begun > 0, own)
-        for held, begun in zip(holdings(schedule), _begun(schedule), strict=True)
+        Load(replicas, found.in_flight, held.versions, found.waiting, found.split, own)
+        for held, found in zip(holdings(schedule), _counts(schedule), strict=True)
     )
 
 
-def _begun(schedule: Schedule) -> list[int]:
-    """For each stage, the most minibatches of a rank between their I and the end of their W."""
-    most = [0] * schedule.num_stages
+@dataclass
+class _Count:
+    """The most minibatches of any rank of a stage before and behind their I, while one runs F, B or I."""
+
+    in_flight: int = 0
+    waiting: int = 0
+    split: bool = False
+
+
+def _counts(schedule: Schedule) -> list[_Count]:
+    found = [_Count() for _ in range(schedule.num_stages)]
     for rank in range(schedule.num_ranks):
-        now = dict.fromkeys(schedule.stages_of(rank), 0)
+        now = {stage: [0, 0] for stage in schedule.stages_of(rank)}
         for stage, op, _ in schedule.program(rank):
+            most, own = found[stage], now[stage]
+            if op is Op.F:
+                own[0] += 1
+            if op in (Op.F, Op.I):
+                most.in_flight = max(most.in_flight, own[0])
+                most.waiting = max(most.waiting, own[1])
+            if op in (Op.I, Op.B):
+                own[0] -= 1
             if op is Op.I:
-                now[stage] += 1
-                most[stage] = max(most[stage], now[stage])
+                own[1] += 1
+                most.split = True
             elif op is Op.W:
-                now[stage] -= 1
-    return most
+                own[1] -= 1
+    return found
 
 
 def _numbered(ranks: int, found: Mapping[tuple[int, int], Load]) -> Loads:

@@ -6,17 +6,19 @@ trains, its memory holds, summed over its slices:
     weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio)
     buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
                  and the one under way; the gradient that comes back is as large and takes the same place
-    activations  for each minibatch in flight, that is from its F to the end of its B (or W)
+    activations  for each minibatch in flight, that is from its F to the end of its B (or I)
         keep       kept_bytes x in_flight
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
                    the model's first block, which reads the batch)
-        swap       kept_bytes x min(in_flight, begun + 1): those whose backward has begun, and one on its way
-                   between device and host; the others lie in host memory
-    recomputed   what recomputing makes again for a backward that has begun
-        whole backward (B)   once the largest kept_bytes of the rank's recomputed blocks: each is recomputed,
-                             used and dropped before the next, and one backward runs at a time
-        split (I, then W)    kept_bytes x begun of every recomputed block: W still reads it after I, and
-                             `begun` is the most minibatches of the slice between their I and the end of their W
+        swap       kept_bytes x min(in_flight, 2): one in use, and one on its way between device and host; the
+                   others lie in host memory
+        and        deferred_bytes x waiting, whatever the policy: those between the end of I and the end of W
+    backward     what a backward needs beyond that while it runs, one at a time: the most over the slices of
+                 `cost.backward_bytes`, that is, over their recomputed blocks, of kept_bytes less the input and
+                 less what the blocks behind it have given back by then
+
+The most in flight and the most waiting are taken to come together, as do the peaks of a rank's slices. That is so
+for whole backwards and for zb-h1; with chunks (interleaved, zb-v) it is more than the rank will need.
 
 A rank works on a minibatch for
 
@@ -36,7 +38,15 @@ from collections.abc import Sequence
 from math import ceil
 from typing import NamedTuple
 
-from vpipe.cost import KEEP, RECOMPUTE, SWAP, BlockCost, Profile
+from vpipe.cost import (
+    RECOMPUTE,
+    SWAP,
+    Profile,
+    backward_bytes,
+    broadcast_seconds,
+    held_bytes,
+    input_bytes,
+)
 
 
 class Load(NamedTuple):
@@ -44,9 +54,10 @@ class Load(NamedTuple):
 
     replicas: int
     in_flight: int
+    """Minibatches between their F and the end of their B or I, at most."""
     versions: int
-    begun: int
-    """Minibatches whose backward has begun and not ended, at most."""
+    waiting: int
+    """Minibatches between the end of their I and that of their W, at most, while others are in flight."""
     split: bool
     """Whether backward is split into I and W."""
     per_update: float
@@ -55,7 +66,7 @@ class Load(NamedTuple):
     @property
     def swapped_in(self) -> int:
         """Minibatches of a swapped block that lie on the device."""
-        return min(self.in_flight, self.begun + 1)
+        return min(self.in_flight, 2)
 
 
 class Slice(NamedTuple):
@@ -74,7 +85,7 @@ class Slice(NamedTuple):
 class Memory(NamedTuple):
     weights: int
     activations: int
-    recomputed: int
+    backward: int
     buffers: int
 
     @property
@@ -94,22 +105,17 @@ class Time(NamedTuple):
 
 def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Memory:
     """The peak memory of a rank that holds `slices`, with a policy for each of their blocks."""
-    weights = activations = together = largest = buffers = 0
+    weights = activations = backward = buffers = 0
     for piece, chosen in zip(slices, policies, strict=True):
         load = piece.load
         weights += weight_bytes(profile, piece)
         buffers += buffer_bytes(profile, piece)
         for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
-            kept = profile.blocks[number].kept_bytes
-            if policy == KEEP:
-                activations += kept * load.in_flight
-            elif policy == SWAP:
-                activations += kept * load.swapped_in
-            else:
-                activations += input_bytes(profile.blocks, number) * load.in_flight
-                together += kept * load.begun if load.split else 0
-                largest = max(largest, 0 if load.split else kept)
-    return Memory(weights, activations, together + largest, buffers)
+            minibatches = load.swapped_in if policy == SWAP else load.in_flight
+            activations += held_bytes(profile.blocks, number, policy) * minibatches
+            activations += profile.blocks[number].deferred * load.waiting
+        backward = max(backward, backward_bytes(profile.blocks, piece.start, chosen, load.split))
+    return Memory(weights, activations, backward, buffers)
 
 
 def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Time:
@@ -137,10 +143,6 @@ def buffer_bytes(profile: Profile, piece: Slice) -> int:
     return 2 * (received + sent)
 
 
-def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
-    return blocks[number - 1].boundary_bytes if number else 0
-
-
 def host_bandwidth(profile: Profile) -> float:
     """Bytes a second, out and back again."""
     return 1 / (1 / profile.device.to_host + 1 / profile.device.from_host)
@@ -155,10 +157,8 @@ def update_seconds(profile: Profile, piece: Slice) -> float:
 
 
 def reduce_seconds(profile: Profile, replicas: int, count: float) -> float:
-    """One replica's gradients to all the others: at the same time, unless it copies them itself."""
-    if replicas == 1:
-        return 0.0
-    return profile.link.seconds(count) * (replicas - 1 if profile.link.sender_busy else 1)
+    """One replica's gradients to all the others."""
+    return broadcast_seconds([profile.link] * (replicas - 1), count)
 
 
 def copy_seconds(profile: Profile, piece: Slice) -> tuple[float, float]:

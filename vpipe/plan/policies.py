@@ -1,22 +1,24 @@
 """The choice of keep, recompute or swap for each block of a rank: the least time that fits the memory.
 
-Blocks with equal figures are one group, and only counts are chosen. Where recomputing needs room for its largest
-block, that block is enumerated; for each, `branch.py` finds the best counts.
+Blocks with equal figures are one group, and `branch.py` chooses counts. That leaves out what a running backward
+needs, which depends on the order of the blocks. Where the counts fit with it as well they are the best; where they
+do not, few blocks are searched one by one (`exact.py`), and for many room is set aside until they do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
+from math import inf
 
 from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile
-from vpipe.plan.branch import GAP, Counts, Group, Search, efficiency
+from vpipe.plan.branch import GAP, Search, efficiency
+from vpipe.plan.exact import BlockSearch
+from vpipe.plan.groups import Members, Policies, ceilings, group_blocks, placed, saving_most
 from vpipe.plan.model import (
     Slice,
     buffer_bytes,
     copy_seconds,
     host_bandwidth,
-    input_bytes,
     stage_memory,
     stage_time,
     update_seconds,
@@ -26,45 +28,67 @@ from vpipe.plan.model import (
 FEW = 10
 """So many blocks are always worth an exact choice."""
 
-
-class Members(NamedTuple):
-    """Which blocks a group's counts speak of: (slice, block)."""
-
-    group: Group
-    places: list[tuple[int, int]]
-    transient: bool
-    """Whether recomputing needs room for the block itself, once."""
+Choice = tuple[float, Policies]
 
 
-Policies = list[list[str]]
-
-
-def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> tuple[float, Policies] | None:
+def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | None:
     """The least time, without the link's, and the policies that give it; None if nothing fits `memory`."""
-    members = group_blocks(profile, slices)
-    need = bytes_of_keeping(profile, slices) - memory
     compute = compute_seconds(profile, slices)
-    policies: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
-    if need <= 0:
-        return compute, policies
-    few = sum(found.group.blocks for found in members) <= FEW
-    search = Search(compute, host_bandwidth(profile), 0.0 if few else GAP)
-    best: tuple[Counts, list[Members]] | None = None
-    for room, allowed in rooms(members):
-        ordered = sorted(allowed, key=lambda found: (-efficiency(found.group), found.places))
-        counts = search.improve([found.group for found in ordered], need + room)
-        if counts is not None:
-            best = counts, ordered
-    if best is None:
-        return None
-    for (recomputed, swapped), found in zip(*best, strict=True):
-        # From the end, so that the choice has the shape of a recompute ratio where it can.
-        for position, (piece, block) in enumerate(reversed(found.places)):
-            if position < recomputed:
-                policies[piece][block - slices[piece].start] = RECOMPUTE
-            elif position >= len(found.places) - swapped:
-                policies[piece][block - slices[piece].start] = SWAP
-    return search.seconds, policies
+    keeping: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
+    if stage_memory(profile, slices, keeping).total <= memory:
+        return compute, keeping
+    members = group_blocks(profile, slices)
+    if not _few(slices):
+        return _with_room(profile, slices, members, memory)
+    best = _by_counts(profile, slices, members, memory, 0, inf)
+    if best is None or stage_memory(profile, slices, best[1]).total <= memory:
+        return best
+    search = BlockSearch(profile, slices, compute, host_bandwidth(profile))
+    found = search.fastest(memory - fixed_bytes(profile, slices), best[0])
+    return None if found is None else (found[0], _by_slice(found[1], slices))
+
+
+def _by_counts(
+    profile: Profile,
+    slices: Sequence[Slice],
+    members: Sequence[Members],
+    memory: int,
+    room: int,
+    limit: float,
+) -> Choice | None:
+    """The best counts below `limit` seconds that leave `room` bytes for the running backward."""
+    ordered = sorted(members, key=lambda found: (-efficiency(found.group), found.places))
+    search = Search(compute_seconds(profile, slices), host_bandwidth(profile), 0.0 if _few(slices) else GAP)
+    search.seconds = limit
+    search.set_limit()
+    need = bytes_of_keeping(profile, slices) + room - memory
+    counts = search.improve([found.group for found in ordered], need)
+    return None if counts is None else (search.seconds, placed(slices, ordered, counts))
+
+
+def _with_room(
+    profile: Profile, slices: Sequence[Slice], members: Sequence[Members], memory: int
+) -> Choice | None:
+    """The best of those where the room set aside is enough, under each ceiling for what is recomputed."""
+    best: Choice | None = None
+    for allowed in ceilings(members):
+        room, needed = -1, 0
+        while needed > room:
+            room = needed
+            found = _by_counts(profile, slices, allowed, memory, room, inf if best is None else best[0])
+            if found is None:
+                break
+            need = stage_memory(profile, slices, found[1])
+            if need.total <= memory:
+                best = found
+                break
+            needed = need.backward
+    if best is not None:
+        return best
+    policies = _smallest(profile, slices, members)
+    time = stage_time(profile, slices, policies)
+    fits = stage_memory(profile, slices, policies).total <= memory
+    return (max(time.compute, time.host), policies) if fits else None
 
 
 def from_the_end(profile: Profile, piece: Slice, policies: list[str], memory: int) -> list[str]:
@@ -82,19 +106,44 @@ def from_the_end(profile: Profile, piece: Slice, policies: list[str], memory: in
 
 
 def least_memory(profile: Profile, slices: Sequence[Slice]) -> int:
-    """The smallest memory in which the slices run at all."""
-    keeping = bytes_of_keeping(profile, slices)
-    return keeping - max(
-        sum(found.group.blocks * max(found.group.recompute, found.group.swap, 0) for found in allowed) - room
-        for room, allowed in rooms(group_blocks(profile, slices))
+    """The smallest memory in which the slices run at all; of many blocks, that `choose` finds."""
+    members = group_blocks(profile, slices)
+    least = stage_memory(profile, slices, _smallest(profile, slices, members)).total
+    if not _few(slices):
+        return least
+    fixed = fixed_bytes(profile, slices)
+    return fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
+
+
+def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Members]) -> Policies:
+    """The policies that save most, under the best ceiling for what is recomputed."""
+    offered = [placed(slices, allowed, saving_most(allowed)) for allowed in ceilings(members)]
+    return min(offered, key=lambda policies: stage_memory(profile, slices, policies).total)
+
+
+def _few(slices: Sequence[Slice]) -> bool:
+    return sum(piece.stop - piece.start for piece in slices) <= FEW
+
+
+def _by_slice(policies: Sequence[str], slices: Sequence[Slice]) -> Policies:
+    remaining = iter(policies)
+    return [[next(remaining) for _ in range(piece.start, piece.stop)] for piece in slices]
+
+
+def fixed_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What no policy changes."""
+    return sum(
+        weight_bytes(profile, piece)
+        + buffer_bytes(profile, piece)
+        + piece.load.waiting * sum(block.deferred for block in profile.blocks[piece.start : piece.stop])
+        for piece in slices
     )
 
 
 def bytes_of_keeping(profile: Profile, slices: Sequence[Slice]) -> int:
-    return sum(
-        weight_bytes(profile, piece)
-        + buffer_bytes(profile, piece)
-        + piece.load.in_flight * sum(block.kept_bytes for block in profile.blocks[piece.start : piece.stop])
+    """Without what a running backward needs."""
+    return fixed_bytes(profile, slices) + sum(
+        piece.load.in_flight * sum(block.kept_bytes for block in profile.blocks[piece.start : piece.stop])
         for piece in slices
     )
 
@@ -106,36 +155,3 @@ def compute_seconds(profile: Profile, slices: Sequence[Slice]) -> float:
         + sum(copy_seconds(profile, piece))
         for piece in slices
     )
-
-
-def group_blocks(profile: Profile, slices: Sequence[Slice]) -> list[Members]:
-    found: dict[tuple[float, ...], list[tuple[int, int]]] = {}
-    for index, piece in enumerate(slices):
-        load = piece.load
-        for number in range(piece.start, piece.stop):
-            block = profile.blocks[number]
-            kept, entered = block.kept_bytes, input_bytes(profile.blocks, number)
-            again = kept * load.begun if load.split else 0
-            recompute = load.in_flight * (kept - entered) - again
-            swap = (load.in_flight - load.swapped_in) * kept
-            key = (kept, block.forward, recompute, swap, load.split)
-            found.setdefault(key, []).append((index, number))
-    return [
-        Members(Group(int(kept), again, int(recompute), int(swap), len(places)), places, not split)
-        for (kept, again, recompute, swap, split), places in found.items()
-    ]
-
-
-def rooms(members: Sequence[Members]) -> Iterable[tuple[int, list[Members]]]:
-    """Each room that may be set aside for recomputing, with the groups as they may be used in it."""
-    sizes = {found.group.kept for found in members if found.transient and found.group.recompute > 0}
-    for room in sorted({0, *sizes}, reverse=True):
-        yield (
-            room,
-            [
-                found
-                if found.group.recompute > 0 and (not found.transient or found.group.kept <= room)
-                else found._replace(group=found.group._replace(recompute=0))
-                for found in members
-            ],
-        )

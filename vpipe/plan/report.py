@@ -35,6 +35,7 @@ def describe(result: PlanResult) -> dict[str, Any]:
                 "stages": [stage.number for stage in position.stages],
                 "blocks": [[stage.slice.start, stage.slice.stop] for stage in position.stages],
                 "in_flight": [stage.slice.load.in_flight for stage in position.stages],
+                "waiting": [stage.slice.load.waiting for stage in position.stages],
                 "versions": [stage.slice.load.versions for stage in position.stages],
                 "seconds": position.seconds,
                 "time": position.time._asdict(),

@@ -58,25 +58,39 @@ class Sums:
         in_flight = _column(load.in_flight for load in loads.loads)
         self.in_flight = in_flight
         self.swap_rate = in_flight - _column(load.swapped_in for load in loads.loads)
-        made_again = _column(load.begun if load.split else 0 for load in loads.loads)
-        saved = np.maximum(0.0, in_flight * (kept - entered) - made_again * kept)
+        self.deferred = _before([block.deferred for block in blocks])
+        self.waiting = _column(load.waiting for load in loads.loads)
+        saved = np.maximum(0.0, in_flight * (kept - entered))
         with np.errstate(divide="ignore"):
             self.efficiency = np.where(saved > 0, saved / np.where(saved > 0, again, 1.0), 0.0)
         self.savable = _before(np.maximum(saved, self.swap_rate * kept))
+        self.split = _column(load.split for load in loads.loads)
+        swapped = (in_flight - self.swap_rate - 1) * kept
+        self.others = _before(np.minimum((in_flight - 1) * np.minimum(kept, entered), swapped))
         copies = _column(load.versions for load in loads.loads) + 1 + profile.optimizer_ratio
         self.copies = copies
 
     def keeping(self, start: int, rows: Rows) -> Floats:
-        """The bytes of slices from `start` that keep everything, by load and stop (from start + 1 on)."""
+        """The bytes of slices from `start` that keep everything, by load and stop (from start + 1 on); what a
+        running backward adds is left out."""
         ends = slice(start + 1, None)
         weights = self.copies[rows] * (self.parameters[ends] - self.parameters[start])
         kept = self.in_flight[rows] * (self.kept[ends] - self.kept[start])
-        return np.asarray(weights + kept + (self.buffers[start] + self.buffers[ends]))
+        deferred = self.waiting[rows] * (self.deferred[ends] - self.deferred[start])
+        return np.asarray(weights + kept + deferred + (self.buffers[start] + self.buffers[ends]))
 
-    def savings(self, start: int, rows: Rows) -> Floats:
-        """More than policies could ever save of them."""
-        savable = self.savable[rows, start:]
-        return np.asarray(savable[:, 1:] - savable[:, :1])
+    def least(self, start: int, rows: Rows) -> Floats:
+        """Fewer bytes than any policies could do with.
+
+        When the first part of a split backward ends, the minibatch waits whole, beside what the others hold.
+        """
+        keeping = self.keeping(start, rows)
+        savable, others = self.savable[rows, start:], self.others[rows, start:]
+        least = keeping - (savable[:, 1:] - savable[:, :1])
+        ends = slice(start + 1, None)
+        kept, deferred = self.kept[ends] - self.kept[start], self.deferred[ends] - self.deferred[start]
+        waiting = keeping - self.in_flight[rows] * kept + deferred + (others[:, 1:] - others[:, :1])
+        return np.where(self.split[rows] > 0, np.maximum(least, waiting), least) - 1
 
 
 class SliceCosts(ABC):
@@ -158,7 +172,7 @@ class TimeCosts(SliceCosts):
         best = np.maximum.accumulate(sums.efficiency[rows, start:], axis=1) + rate * self.host
         with np.errstate(divide="ignore", invalid="ignore"):
             longer = np.where(need_more > 0, need_more / best, 0.0)
-        fits = need <= sums.savings(start, rows) + 1
+        fits = sums.least(start, rows) <= self.memory
         return np.where(fits, (compute + longer) / self.replicas[rows], np.inf)
 
     def solve(self, start: int, stop: int, load: int) -> float:
@@ -177,7 +191,7 @@ class MemoryCosts(SliceCosts):
         return 0.0
 
     def quick(self, start: int, rows: Rows) -> Floats:
-        return np.maximum(0.0, self.sums.keeping(start, rows) - self.sums.savings(start, rows) - 1)
+        return np.maximum(0.0, self.sums.least(start, rows))
 
     def solve(self, start: int, stop: int, load: int) -> float:
         return float(least_memory(self.profile, [self.slice(start, stop, load)]))

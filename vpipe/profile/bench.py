@@ -13,6 +13,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import address
+from vpipe.graph.split import waiting_tensors
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = "F", "B", "I", "W", "STEP"
@@ -96,6 +97,16 @@ class Bench:
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self.forward(self.whole)
         return saved, self._outputs
+
+    def deferred_bytes(self) -> int:
+        """What weight gradients that wait hold, without what is there anyway."""
+        outside = {address(tensor) for tensor in self.fields.values()}
+        self.forward(self.split)
+        self.backward()
+        waiting = {address(t): t.untyped_storage().nbytes() for t in waiting_tensors(self._context.deferred)}
+        self._context.deferred.clear()
+        self.weights.skip()
+        return sum(size for where, size in waiting.items() if where not in outside)
 
     def discard(self) -> None:
         """Let go of a forward that has no backward."""

@@ -27,12 +27,16 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 
 
 class Kept(NamedTuple):
-    """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it."""
+    """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
+
+    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait.
+    """
 
     own: int
     inputs: dict[int, int]
     """Number of an input: bytes of its storage."""
     outputs: frozenset[int]
+    deferred: int
 
 
 def profile_model(
@@ -89,8 +93,10 @@ def _set_up(
             own = {name: fields[name] for name in stage.fields}
             bench = Bench(stage, model, optimizer, dtype, values, own)
             saved, made = bench.saved_bytes()
-            kept.setdefault(shape.kind, _kept(shape, saved, {**bench.inputs, **bench.free, **made}))
             values.update({name: made[name].detach() for name in shape.outputs})
+            known = {**bench.inputs, **bench.free, **made}
+            if shape.kind not in kept:
+                kept[shape.kind] = _kept(shape, saved, known, bench.deferred_bytes())
             bench.discard()
             same.append(bench)
         else:
@@ -103,7 +109,7 @@ def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
     return found[bench.stage.index].outputs
 
 
-def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any]) -> Kept:
+def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any], deferred: int) -> Kept:
     left = dict(saved)
     inputs = {}
     for number, name in enumerate(shape.inputs):
@@ -111,7 +117,7 @@ def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any]) -> K
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs)
+    return Kept(sum(left.values()), inputs, outputs, deferred)
 
 
 def _costs(
@@ -136,6 +142,7 @@ def _costs(
                 boundary_bytes=block.cut_bytes,
                 parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
                 spread=time.spread,
+                deferred_bytes=memory.deferred,
             )
         )
     return tuple(costs)

@@ -38,7 +38,7 @@ class Stash:
     __slots__ = (
         "cost",
         "dropped_by_b",
-        "dropped_by_w",
+        "dropped_by_i",
         "made",
         "most_in_flight",
         "most_versions",
@@ -51,8 +51,8 @@ class Stash:
     def __init__(self, cost: StageCost) -> None:
         self.cost = cost
         self.made = cost.held + cost.swapped
-        self.dropped_by_b = self.made + cost.largest_recomputed
-        self.dropped_by_w = self.made + cost.recomputed
+        self.dropped_by_b = self.made + cost.whole_backward
+        self.dropped_by_i = self.made + cost.input_backward - cost.deferred
         self.newest = 0
         self.readers = 0  # of the newest version
         self.read: dict[int, int] = {}
@@ -115,17 +115,19 @@ class Ledger:
             stash.forward(minibatch)
             self.change(start, stash.made, 0)
         elif op is B:
-            if stash.cost.largest_recomputed:
-                self.change(start, stash.cost.largest_recomputed, 0)
+            if stash.cost.whole_backward:
+                self.change(start, stash.cost.whole_backward, 0)
             self.change(end, -stash.dropped_by_b, -stash.backward(minibatch))
         elif op is STEP:
             kept = stash.step()
             if kept:
                 self.change(end, 0, kept)
         elif op is I:
-            self.change(start, stash.cost.recomputed, 0)
+            if stash.cost.input_backward:
+                self.change(start, stash.cost.input_backward, 0)
+            self.change(end, -stash.dropped_by_i, 0)
         elif op is W:
-            self.change(end, -stash.dropped_by_w, -stash.backward(minibatch))
+            self.change(end, -stash.cost.deferred, -stash.backward(minibatch))
 
     def change(self, time: float, activations: int, versions: int) -> None:
         self.activations += activations

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from vpipe.cost import LinkCost, Profile
+from vpipe.cost import Profile, broadcast_seconds
 from vpipe.schedule import Action, Op, Rules, Schedule
 from vpipe.simulate.stage_cost import StageCost
 
@@ -88,8 +88,7 @@ def reduce_seconds(profile: Profile, ranks: Sequence[int], size: int) -> float:
     """How long the slowest of a stage's replicas sends its gradients to all the others."""
 
     def outgoing(sender: int) -> float:
-        links: list[LinkCost] = [profile.link_between(sender, other) for other in ranks if other != sender]
-        copied = sum(link.seconds(size) for link in links if link.sender_busy)
-        return max([copied, *(link.seconds(size) for link in links if not link.sender_busy)])
+        links = [profile.link_between(sender, other) for other in ranks if other != sender]
+        return broadcast_seconds(links, size)
 
     return max(map(outgoing, ranks))

@@ -6,7 +6,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from vpipe.cost import KEEP, RECOMPUTE, SWAP, BlockCost, Plan, Profile
+from vpipe.cost import (
+    KEEP,
+    POLICIES,
+    RECOMPUTE,
+    SWAP,
+    BlockCost,
+    Plan,
+    Profile,
+    backward_bytes,
+    held_bytes,
+    input_bytes,
+)
 from vpipe.schedule import Op
 
 
@@ -20,11 +31,12 @@ class StageCost:
     weight_gradient: float
     update: float
     held: int
-    """On the device from F to the end of backward: what is kept, and the inputs of what is recomputed."""
-    recomputed: int
-    """What recomputing makes again: W still reads all of it after a separate I."""
-    largest_recomputed: int
-    """A whole backward recomputes, uses and drops one block after the other."""
+    """On the device from F to the end of B or I: what is kept, and the inputs of what is recomputed."""
+    whole_backward: int
+    input_backward: int
+    """What B, or I, needs beyond what the minibatch holds: mostly the block that is being recomputed."""
+    deferred: int
+    """On the device from the end of I to the end of W."""
     swapped: int
     """On the host between F and backward."""
     parameters: int
@@ -50,27 +62,22 @@ def stage_costs(profile: Profile, plan: Plan) -> list[StageCost]:
 def stage_cost(blocks: Sequence[BlockCost], start: int, stop: int, policies: Sequence[str]) -> StageCost:
     """The stage of the blocks from `start` up to `stop`."""
     own = blocks[start:stop]
-    kept: dict[str, list[BlockCost]] = {KEEP: [], RECOMPUTE: [], SWAP: []}
-    inputs = 0
+    held: dict[str, int] = dict.fromkeys(POLICIES, 0)
+    again = 0.0
     for number, policy in enumerate(policies, start):
-        kept[policy].append(blocks[number])
-        inputs += input_bytes(blocks, number) if policy == RECOMPUTE else 0
-    again = kept[RECOMPUTE]
+        held[policy] += held_bytes(blocks, number, policy)
+        again += blocks[number].forward if policy == RECOMPUTE else 0.0
     return StageCost(
         forward=sum(block.forward for block in own),
-        input_gradient=sum(block.input_gradient for block in own) + sum(block.forward for block in again),
+        input_gradient=sum(block.input_gradient for block in own) + again,
         weight_gradient=sum(block.weight_gradient for block in own),
         update=sum(block.update for block in own),
-        held=sum(block.kept_bytes for block in kept[KEEP]) + inputs,
-        recomputed=sum(block.kept_bytes for block in again),
-        largest_recomputed=max((block.kept_bytes for block in again), default=0),
-        swapped=sum(block.kept_bytes for block in kept[SWAP]),
+        held=held[KEEP] + held[RECOMPUTE],
+        whole_backward=backward_bytes(blocks, start, policies, split=False),
+        input_backward=backward_bytes(blocks, start, policies, split=True),
+        deferred=sum(block.deferred for block in own),
+        swapped=held[SWAP],
         parameters=sum(block.parameter_bytes for block in own),
         received=input_bytes(blocks, start),
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
     )
-
-
-def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
-    """What a block reads of the one before it; the model's first reads the batch, which is not counted."""
-    return blocks[number - 1].boundary_bytes if number else 0

@@ -1,0 +1,242 @@
+"""How far the simulator is from the run: throughput and peak activation bytes, for every schedule.
+
+    python benchmarks/accuracy.py [--quick] [--ranks 2,3,4] [--layers 4] [--width 128] [--write docs/accuracy.md]
+
+A small transformer (`work.py`) is profiled in this process, each case is simulated, and then run by one process of
+one thread for each rank. *Bytes* are those that autograd holds, counted by the runtime on each rank. With more ranks
+than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone is compared.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import socket
+import statistics
+import sys
+import time
+from collections.abc import Sequence
+from itertools import cycle, islice
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.multiprocessing
+import work
+
+import vpipe
+from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
+from vpipe.profile import profile_model
+from vpipe.schedule import ASYNCHRONOUS, NAMES
+from vpipe.simulate import Simulation, simulate
+
+MINIBATCHES = 8
+VOCABULARY = 512
+HEAD = 64  # columns of an attention head
+LIMIT = 0.05
+WARM, COUNTED = 2, 3
+"""Steps before the timed ones, and behind them, where bytes are counted: counting takes time."""
+
+
+class Case(NamedTuple):
+    ranks: int
+    schedule: str
+    policy: str
+
+    def plan(self, blocks: int) -> Plan:
+        """Blocks dealt out evenly, the same policy for all."""
+        stages = self.ranks * (2 if self.schedule in ("interleaved", "zb-v") else 1)
+        partition = tuple(blocks // stages + (stage < blocks % stages) for stage in range(stages))
+        interval = MINIBATCHES if self.schedule == "2bw" else None
+        return Plan(partition, (self.policy,) * blocks, self.schedule, update_interval=interval)
+
+
+class Measured(NamedTuple):
+    samples_per_second: float
+    peaks: tuple[int, ...]
+    """Bytes, by rank."""
+
+
+class Row(NamedTuple):
+    case: Case
+    predicted: Simulation
+    measured: Measured
+
+    @property
+    def speed(self) -> float:
+        return self.predicted.samples_per_second / self.measured.samples_per_second
+
+    @property
+    def bytes(self) -> tuple[int, int]:
+        """Predicted and measured, of the rank where they lie furthest apart."""
+        pairs = zip(
+            (rank.memory.activations for rank in self.predicted.ranks), self.measured.peaks, strict=True
+        )
+        return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+
+    @property
+    def memory(self) -> float:
+        predicted, measured = self.bytes
+        return predicted / measured
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--quick", action="store_true", help="two ranks, three schedules, few steps")
+    parser.add_argument("--ranks", default="2,3,4")
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
+    parser.add_argument("--steps", type=int, default=12, help="timed steps of each case")
+    parser.add_argument("--write", type=Path, help="the table's file")
+    given = parser.parse_args()
+    torch.set_num_threads(1)
+    sizes = [2] if given.quick else [int(ranks) for ranks in given.ranks.split(",")]
+    names = ("1f1b", "zb-h1", "pipedream") if given.quick else NAMES
+    steps = 4 if given.quick else given.steps
+    load = os.getloadavg()[0]
+    resize(given.layers, given.width)
+    batch = work.batches(1)[0]
+    profile = profile_model(work.build_model(), batch, optimizer=work.build_optimizer)
+    rows: list[Row] = []
+    for ranks in sizes:
+        cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
+        timed = steps if ranks <= processors() else 1
+        measured = run(cases, len(profile.blocks), timed, given.layers, given.width)
+        rows += [
+            Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)
+        ]
+    shown = report(rows)
+    print(shown)
+    if given.write:
+        command = "python benchmarks/accuracy.py " + " ".join(sys.argv[1:])
+        given.write.write_text(page(shown, rows, command, load), encoding="utf-8")
+
+
+def resize(layers: int, width: int) -> None:
+    """Make the benchmark's transformer so small that a case takes a second."""
+    work.LAYERS, work.WIDTH, work.HEADS, work.VOCABULARY = layers, width, width // HEAD, VOCABULARY
+
+
+def predict(case: Case, profile: Profile) -> Simulation:
+    minibatches = 6 * MINIBATCHES if case.schedule in ASYNCHRONOUS else MINIBATCHES
+    return simulate(profile, case.plan(len(profile.blocks)), minibatches=minibatches)
+
+
+def run(cases: Sequence[Case], blocks: int, steps: int, layers: int, width: int) -> list[Measured]:
+    """All cases of one number of ranks, in the same processes."""
+    ranks = cases[0].ranks
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    context = torch.multiprocessing.get_context("spawn")
+    queue = context.SimpleQueue()
+    arguments = (tuple(cases), blocks, steps, layers, width, port, queue)
+    torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
+    found = dict(queue.get() for _ in range(ranks))
+    return [
+        Measured(
+            min(found[rank][case][0] for rank in range(ranks)),
+            tuple(found[rank][case][1] for rank in range(ranks)),
+        )
+        for case in cases
+    ]
+
+
+def work_as_rank(
+    rank: int,
+    cases: Sequence[Case],
+    blocks: int,
+    steps: int,
+    layers: int,
+    width: int,
+    port: int,
+    queue: torch.multiprocessing.SimpleQueue,
+) -> None:
+    torch.set_num_threads(1)
+    resize(layers, width)
+    world = {"RANK": rank, "WORLD_SIZE": cases[0].ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ |= {name: str(value) for name, value in world.items()}
+    queue.put((rank, {case: measure(case, case.plan(blocks), steps) for case in cases}))
+
+
+def measure(case: Case, plan: Plan, steps: int) -> tuple[float, int]:
+    """Samples a second and the most bytes that autograd holds, on this rank."""
+    batches = work.batches(MINIBATCHES)
+    options = {"update_interval": MINIBATCHES} if case.schedule == "2bw" else {"minibatches": MINIBATCHES}
+    updates = 1  # of a step
+    if case.schedule in ASYNCHRONOUS and case.schedule != "2bw":
+        options, updates = {}, MINIBATCHES
+    with vpipe.Pipeline(
+        work.build_model(),
+        batches[0],
+        optimizer=work.build_optimizer,
+        schedule=case.schedule,
+        partition=plan.partition,
+        policies=plan.policies,
+        **options,
+    ) as pipe:
+        training = pipe.train(islice(cycle(batches), MINIBATCHES * (WARM + steps + COUNTED)))
+        taken = []
+        for _ in range(WARM + steps):
+            start = time.perf_counter()
+            list(islice(training, updates))
+            taken.append(time.perf_counter() - start)
+        held = pipe.runtime.count_held()
+        list(training)
+    return MINIBATCHES * work.MINIBATCH / statistics.median(taken[WARM:]), held.peak
+
+
+def report(rows: Sequence[Row]) -> str:
+    cores = processors()
+    lines = [
+        "| ranks | schedule | blocks | samples/s predicted | measured | ratio | bytes predicted | measured | ratio |",
+        "|---|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        case = row.case
+        speed = ["memory only", "", ""]
+        if case.ranks <= cores:
+            figures = (row.predicted.samples_per_second, row.measured.samples_per_second)
+            speed = [f"{figures[0]:.1f}", f"{figures[1]:.1f}", f"{row.speed:.3f}"]
+        predicted, measured = row.bytes
+        cells = [str(case.ranks), case.schedule, case.policy, *speed]
+        lines.append(
+            "| " + " | ".join([*cells, f"{predicted:,}", f"{measured:,}", f"{row.memory:.3f}"]) + " |"
+        )
+    return "\n".join(lines)
+
+
+def page(shown: str, rows: Sequence[Row], command: str, load: float) -> str:
+    timed = [row for row in rows if row.case.ranks <= processors()]
+    fast = sum(abs(row.speed - 1) <= LIMIT for row in timed)
+    missed = [row for row in rows if abs(row.memory - 1) > LIMIT]
+    shared = ""
+    if load > 0.5:
+        shared = (
+            f"\n**The machine was shared**: its load was {load:.1f} before the run began, and it changed between "
+            "profile and runs.\nSo the throughput columns neither show nor refute the simulator: measure them on a "
+            "quiet machine.\n"
+        )
+    misses = "".join(f"\n- {row.case.ranks} ranks, {row.case.schedule}, {row.case.policy}" for row in missed)
+    return f"""# How accurate the simulator is
+
+`{command}`,
+on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH} wide, {MINIBATCHES} minibatches of
+{work.MINIBATCH} a step, one process of one thread for each rank, every block kept or every block recomputed.
+*Bytes* are what autograd holds at its peak, on the rank where prediction and count lie furthest apart. A ratio is
+the prediction over the measurement. With more ranks than processors the ranks take turns, and throughput says
+nothing about the simulator: memory only.
+{shared}
+Within {LIMIT:.0%}: memory in {len(rows) - len(missed)} of {len(rows)} cases, throughput in {fast} of {len(timed)}.
+{"Memory is further off in:" + misses if missed else ""}
+
+{shown}
+"""
+
+
+def processors() -> int:
+    return len(os.sched_getaffinity(0))
+
+
+if __name__ == "__main__":
+    main()

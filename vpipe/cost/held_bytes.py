@@ -1,0 +1,40 @@
+"""The bytes that blocks hold between forward and backward: one statement, for the simulator and the planner.
+
+A backward goes through a stage's blocks from the last to the first. Here the second of three is recomputed:
+
+    block 0     block 1            block 2
+    kept        input ▶ kept       given back; of a split backward `deferred` is left, until W
+
+Before it runs again it holds its input, which is among what it keeps. So that moment needs, beyond what the stage
+holds between forward and backward, its kept bytes less its input and less what the blocks behind it gave back.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from vpipe.cost.costs import BlockCost
+from vpipe.cost.plan_file import RECOMPUTE
+
+
+def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
+    """What a block reads of the one before it; the model's first reads the batch, which is not counted."""
+    return blocks[number - 1].boundary_bytes if number else 0
+
+
+def held_bytes(blocks: Sequence[BlockCost], number: int, policy: str) -> int:
+    """What a block holds of a minibatch that is on the device and whose backward has not come to it."""
+    return input_bytes(blocks, number) if policy == RECOMPUTE else blocks[number].kept_bytes
+
+
+def backward_bytes(blocks: Sequence[BlockCost], start: int, policies: Sequence[str], split: bool) -> int:
+    """The most that the backward of a stage from block `start` on needs beyond what its minibatch held before."""
+    most = gone = 0
+    for number in range(start + len(policies) - 1, start - 1, -1):
+        policy = policies[number - start]
+        held = held_bytes(blocks, number, policy)
+        if policy == RECOMPUTE:
+            most = max(most, blocks[number].kept_bytes - held - gone)
+        gone += held - (blocks[number].deferred if split else 0)
+        most = max(most, -gone)  # gradients that wait may need more than was held
+    return most

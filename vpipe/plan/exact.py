@@ -1,0 +1,110 @@
+"""The exact choice for few blocks: block by block from the last, as a backward goes through them.
+
+What a running backward needs of a block depends on the policies of those behind it, so the order tells all there is
+to know when a block's turn comes. What is left is bounded by the least that its blocks can hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import inf
+from typing import NamedTuple
+
+from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, held_bytes
+from vpipe.plan.model import Slice
+
+ROUNDING = 1e-9
+
+
+class Choice(NamedTuple):
+    """What a policy means for one block."""
+
+    policy: str
+    held: int
+    """Of all minibatches on the device."""
+    given_back: int
+    """By a backward when it is through with the block."""
+    again: int
+    """Of the block while it is recomputed, beyond its input."""
+    seconds: float
+    swapped: int
+
+
+class Turn(NamedTuple):
+    """A block's turn, with the bytes that all later turns hold at least."""
+
+    choices: tuple[Choice, ...]
+    last_of_slice: bool
+    least_after: int
+
+
+class BlockSearch:
+    """Depth first, within limits of memory and time that every find lowers."""
+
+    def __init__(self, profile: Profile, slices: Sequence[Slice], compute: float, host: float) -> None:
+        self.turns: list[Turn] = []
+        self.compute = compute
+        self.host = host
+        after = 0
+        for piece in slices:
+            for number in range(piece.start, piece.stop):
+                choices = _choices(profile, piece, number)
+                self.turns.append(Turn(choices, number == piece.stop - 1, after))
+                after += min(choice.held for choice in choices)
+        self.turns.reverse()
+        self.seen: set[tuple[float, ...]] = set()
+        self.found: list[str] | None = None
+
+    def fastest(self, memory: int, floor: float) -> tuple[float, list[str]] | None:
+        """The least time within `memory` bytes, which is at least `floor`, and the policies of all blocks."""
+        self.memory, self.seconds, self.smaller = memory, inf, False
+        self.floor = floor
+        self.visit(0, 0, 0, 0, 0.0, 0, [])
+        return None if self.found is None else (self.seconds, self.found)
+
+    def smallest(self, memory: int) -> int:
+        """The least memory, which is at most `memory`."""
+        self.memory, self.seconds, self.smaller = memory, inf, True
+        self.floor = 0.0
+        self.visit(0, 0, 0, 0, 0.0, 0, [])
+        return self.memory + (self.found is not None)
+
+    def visit(
+        self, index: int, held: int, gone: int, backward: int, again: float, swapped: int, taken: list[str]
+    ) -> None:
+        if index == len(self.turns):
+            self.found = taken[::-1]
+            if self.smaller:
+                self.memory = held + backward - 1
+            else:
+                self.seconds = max(self.compute + again, swapped / self.host)
+            return
+        state = (index, held, gone, backward, again, swapped)
+        if state in self.seen or self.seconds <= self.floor * (1 + ROUNDING):
+            return  # equal blocks lead to the same in any order
+        self.seen.add(state)
+        turn = self.turns[index]
+        gone = 0 if turn.last_of_slice else gone
+        for choice in turn.choices:
+            now = held + choice.held
+            after = gone + choice.given_back
+            most = max(backward, choice.again - gone, -after)
+            longer, moved = again + choice.seconds, swapped + choice.swapped
+            seconds = max(self.compute + longer, moved / self.host)
+            if now + most + turn.least_after <= self.memory and seconds < self.seconds * (1 - ROUNDING):
+                self.visit(index + 1, now, after, most, longer, moved, [*taken, choice.policy])
+
+
+def _choices(profile: Profile, piece: Slice, number: int) -> tuple[Choice, ...]:
+    """Those that can be of use: the quickest first."""
+    blocks, load = profile.blocks, piece.load
+    block = blocks[number]
+    kept, entered = block.kept_bytes, held_bytes(blocks, number, RECOMPUTE)
+    deferred = block.deferred if load.split else 0
+    choices = [Choice(KEEP, kept * load.in_flight, kept - deferred, 0, 0.0, 0)]
+    if load.swapped_in < load.in_flight and kept:
+        choices.append(Choice(SWAP, kept * load.swapped_in, kept - deferred, 0, 0.0, kept))
+    if entered < kept:
+        held = entered * load.in_flight
+        choices.append(Choice(RECOMPUTE, held, entered - deferred, kept - entered, block.forward, 0))
+    return tuple(choices)
