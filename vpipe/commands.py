@@ -8,6 +8,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vpipe.errors import VPipeError
+
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
@@ -49,6 +51,8 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     trainer = Trainer(config)
     try:
         restored = trainer.restore(resume)
+        if not trainer.pipe.updates:
+            raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
         loss = trainer.evaluate()
     finally:
         trainer.close()
@@ -74,12 +78,14 @@ def compare_runs(
 ) -> None:
     """Train each variant in ranks of its own, one after the other, and tell how they differ."""
     from vpipe.compare import comparison_table, variants
-    from vpipe.compare_plot import plot
+    from vpipe.compare_plot import can_plot, plot
     from vpipe.config_file import read_config
     from vpipe.launch import launch
     from vpipe.settings import rank_arguments, read_settings
     from vpipe.tables import show
 
+    if picture is not None and not can_plot():
+        raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
     chosen = variants(configs, sweeps, settings)
     runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]  # all mistakes come first
     results = []
@@ -91,6 +97,8 @@ def compare_runs(
         print(json.dumps(results))
     else:
         show(comparison_table(results))
+    if not can_plot():
+        return  # nobody asked for a picture
     picture = picture or folder.parent / f"comparison-{folder.name}.png"
     plot(results, picture)
     print(f"picture {picture}", file=sys.stderr)

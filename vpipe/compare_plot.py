@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,10 @@ if TYPE_CHECKING:
 # Okabe and Ito's colours, which nearly everybody can tell apart; further curves use them again, dashed.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
+
+
+def can_plot() -> bool:
+    return find_spec("matplotlib") is not None
 
 
 def plot(results: Sequence[Result], path: Path) -> None:

@@ -43,9 +43,11 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
     told: dict[str, Any] = {"partition": list(plan.partition)}
     if config.recompute_ratio is None and config.recompute is not False:
         told["policies"] = list(plan.policies)
-    if plan.fingerprint:  # a whole plan, not the guides' two keys
-        told |= {"schedule": plan.schedule, "replicas": list(plan.replicas) or None}
+    if config.schedule is None and config.sync_mode is None and not config.macrobatch and plan.scheduled:
+        told["schedule"] = plan.schedule
+    if plan.schedule == told.get("schedule", config.chosen_schedule):
         told |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
+    told["replicas"] = list(plan.replicas) or None
     given = config.model_dump(exclude_unset=True)
     kept = {key: value for key, value in given.items() if key != "partition"}
     checked = check_values({key: v for key, v in told.items() if v is not None} | kept, config.source)

@@ -57,9 +57,8 @@ class Trainer:
         if config.max_updates is not None:
             self.minibatches = min(self.minibatches, config.max_updates * self.interval)
         self.updates = -(-self.minibatches // self.interval)
-        self.offset = (
-            0  # minibatches of earlier runs beyond what this run's interval counts for their updates
-        )
+        # Minibatches of earlier runs beyond what this run's interval counts for their updates.
+        self.offset = 0
         self.pipe = self._build_pipeline()
 
     def restore(self, resume: str | None) -> str | None:
@@ -230,21 +229,21 @@ class Trainer:
         """The resolved configuration and the plan, for whoever looks at the run later."""
         if self.rank == 0:
             write_text(self.folder / "config.yml", resolved_yaml(self.config))
-            if not (
-                self.folder / "plan.json"
-            ).exists():  # the launcher has written one with `partition: auto`
-                write_plan(self._plan(), self.folder / "plan.json")
+            plan = self.folder / "plan.json"
+            if not plan.exists():  # with `partition: auto` the launcher has written it
+                write_plan(self._plan(), plan)
 
     def _plan(self) -> Plan:
+        """This run as a plan, which another run may name as its partition."""
         layout, schedule = self.pipe.layout, self.pipe.schedule
         return Plan(
             layout.partition,
             layout.policies,
             schedule.name,
-            tuple(len(ranks) for ranks in schedule.placement) if self.config.replicas else (),
-            schedule.minibatches,
+            tuple(self.config.replicas or ()),
+            schedule.minibatches if schedule.synchronous else None,
             self.config.chunks,
-            schedule.update_interval,
+            None if schedule.synchronous else schedule.update_interval,
             self.config.batch_size,
             layout.graph.fingerprint,
         )

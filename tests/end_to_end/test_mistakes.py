@@ -114,6 +114,13 @@ def test_nothing_to_resume_from(mistaken, tmp_path):
     assert "there is no good checkpoint" in mistaken("run.yml", "--resume", "other")
 
 
+def test_nothing_to_evaluate(tmp_path):
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"data_dir": None, "synthetic_data": True}))
+    ended = vpipe("eval", "run.yml", cwd=tmp_path)
+    assert ended.code == 2, ended.said
+    assert "there is no checkpoint to evaluate" in ended.err
+
+
 # Faults.
 
 

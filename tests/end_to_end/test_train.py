@@ -144,7 +144,8 @@ def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny):
     assert model.config.hidden_size == 32
     tokenizer = AutoTokenizer.from_pretrained(str(exported), local_files_only=True)
     assert "fox" in tokenizer.decode(tokenizer("the quick brown fox")["input_ids"])
-    keys = ("--set", f"pretrained={exported}", "--set", "log_directory=again")
+    plan = exported.parent / "plan.json"  # of one run is a plan for another
+    keys = ("--set", f"pretrained={exported}", "--set", f"partition={plan}", "--set", "log_directory=again")
     again = vpipe("train", "run.yml", *keys, cwd=folder)
     assert again.code == 0, again.said
     assert "started from" in again.out

@@ -256,3 +256,23 @@ def refusal(values: dict[str, Any]) -> str | None:
 def test_torch_is_not_needed() -> None:
     code = "import sys, vpipe.config_file, vpipe.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+WHOLE = '{"partition": [1, 2], "schedule": "1f1b", "minibatches": 6, "replicas": [2, 1]}'
+
+
+def test_a_plan_gives_its_schedule_and_replicas(tmp_path: Path) -> None:
+    write(tmp_path, WHOLE, "plan.json")
+    config = read_config(write(tmp_path, {"partition": "plan.json"}))
+    assert (config.chosen_schedule, config.minibatches, config.replicas) == ("1f1b", 6, [2, 1])
+
+
+def test_the_files_own_mode_goes_before_the_plans_schedule(tmp_path: Path) -> None:
+    write(tmp_path, WHOLE, "plan.json")
+    config = read_config(write(tmp_path, {"partition": "plan.json", "sync_mode": "asp"}))
+    assert (config.chosen_schedule, config.minibatches) == ("vpipe", None)
+
+
+def test_the_guides_two_keys_choose_no_schedule(tmp_path: Path) -> None:
+    write(tmp_path, '{"partition": [1, 2]}', "vpipe.json")
+    assert read_config(write(tmp_path, {"partition": "vpipe.json"})).chosen_schedule == "1f1b"

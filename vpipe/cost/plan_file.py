@@ -53,6 +53,8 @@ class Plan:
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
     prediction: dict[str, float | list[Any]] = field(default_factory=dict)
+    scheduled: bool = field(default=True, compare=False)
+    """Whether it says which schedule it is for; the guides' file of two keys does not."""
 
     def stage_policies(self) -> list[tuple[str, ...]]:
         ends = list(accumulate(self.partition))
@@ -104,6 +106,7 @@ def read_plan(path: Path) -> Plan:
         batch_size=fields.count("batch_size", "samples of a minibatch", default=0),
         fingerprint=fields.text("fingerprint", ""),
         prediction=_prediction(fields),
+        scheduled="schedule" in fields,
     )
 
 

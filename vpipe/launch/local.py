@@ -21,6 +21,8 @@ from vpipe.errors import ConfigError, VPipeError
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
 """Set for a child: the folder of its run."""
+LAUNCHER = "VPIPE_LAUNCHER"
+"""Set for a child: the process that started it."""
 PEER_FAILED = 3
 """The exit code of a child that ends because another one failed."""
 GRACE = 5.0
@@ -85,6 +87,7 @@ def _environment(ranks: int, folder: Path, port: int) -> dict[str, str]:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         LAUNCHED: str(folder.absolute()),
+        LAUNCHER: str(os.getpid()),
     }
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from vpipe.arguments import build_schedule
 from vpipe.config_file import AUTO
 from vpipe.errors import ConfigError
-from vpipe.launch.local import LAUNCHED, run_ranks_here
+from vpipe.launch.local import LAUNCHED, LAUNCHER, run_ranks_here
 from vpipe.observe.folder import make_run_folder
 
 if TYPE_CHECKING:
@@ -103,5 +103,5 @@ def _end_with_launcher() -> None:
     """Be killed by the kernel if the launcher dies, however that happens."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if os.getppid() == 1:
-            sys.exit(1)
+        if not Path("/proc", os.environ[LAUNCHER]).exists():
+            sys.exit(1)  # it died before the kernel was told
