@@ -1,23 +1,29 @@
 """What the runtime itself costs: an action's overhead, and the making of a weight version.
 
-    python benchmarks/overhead.py [--json]
+    python benchmarks/overhead.py [--json | --profile]
 
 *An action.* Two processes train a model of two tiny layers, so that nearly nothing is computed, with 1f1b. What a
 rank computes for an action over what the bare modules take is the runtime's overhead; the wall clock adds the
 waiting for the other rank, which with real layers is hidden behind their computation. *A version.* The
 optimizer of half of the benchmark's transformer makes an update in place, and into a new version because a
 backward still needs the old one; the difference is compared with a minibatch's forward and backward.
+`--profile` shows where an action's time goes, by room of the code (the profiler itself makes Python about
+twice as slow: read the shares, not the sum).
 """
 
 from __future__ import annotations
 
 import argparse
+import cProfile
 import json
 import os
+import pstats
 import socket
 import statistics
 import time
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 
 import torch
 import torch.multiprocessing
@@ -29,20 +35,23 @@ from vpipe.graph import RandomContext, capture
 from vpipe.weights import OptimizerWithWeightStashing
 
 MINIBATCHES = 16
-UPDATES = 100
+UPDATES = 40
+ROUNDS = 7
+"""Training and the bare modules take turns: the machine's pace moves from second to second."""
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", action="store_true")
+    parser.add_argument("--profile", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    figures = {**action_overhead(), **version_cost()}
+    figures = train_tiny(profile=True) if arguments.profile else {**train_tiny(), **version_cost()}
     if arguments.json:
         print(json.dumps(figures, indent=2))
         return
     for name, value in figures.items():
-        print(f"{name:<40} {value:10.3f}")
+        print(f"{name[:66]:<66} {value:10.3f}")
 
 
 def median_seconds(work: Callable[[], object], repeats: int) -> float:
@@ -60,21 +69,22 @@ def tiny() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
     return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.randn(2, 8), torch.randn(2, 8))
 
 
-def action_overhead() -> dict[str, float]:
-    """Microseconds of overhead for each action (F, B, SEND, RECV, STEP) of a rank."""
+def train_tiny(*, profile: bool = False) -> dict[str, float]:
+    """Microseconds of overhead for each action (F, B, SEND, RECV, STEP) of a rank, or where they go."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    torch.multiprocessing.spawn(_train_tiny, (port, queue), nprocs=2)
+    torch.multiprocessing.spawn(_train_tiny, (port, queue, profile), nprocs=2)
     return queue.get()
 
 
-def _train_tiny(rank: int, port: int, queue: torch.multiprocessing.SimpleQueue) -> None:
+def _train_tiny(rank: int, port: int, queue: torch.multiprocessing.SimpleQueue, profile: bool) -> None:
     torch.set_num_threads(1)
     os.environ |= {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     model, batch = tiny()
+    bare = BareModules()
     with vpipe.Pipeline(
         model,
         batch,
@@ -84,41 +94,70 @@ def _train_tiny(rank: int, port: int, queue: torch.multiprocessing.SimpleQueue) 
         optimizer=lambda params: torch.optim.SGD(params, 0.0, fused=True),
     ) as pipe:
         actions = sum(1 for _ in pipe.schedule.program(rank))
-        training = pipe.train(batch for _ in range(MINIBATCHES * (UPDATES + 1)))
+        training = pipe.train(batch for _ in range(MINIBATCHES * (ROUNDS * UPDATES + 1)))
         next(training)
-        taken = []
-        for _ in range(UPDATES):
-            start = (time.perf_counter(), time.process_time())
-            next(training)
-            taken.append((time.perf_counter() - start[0], time.process_time() - start[1]))
+        profiler = cProfile.Profile()
+        rounds = []
+        for _ in range(ROUNDS):
+            if profile:
+                profiler.enable()
+            taken = [seconds_of(lambda: next(training)) for _ in range(UPDATES)]
+            profiler.disable()
+            wall, processor = (statistics.median(times) / actions for times in zip(*taken, strict=True))
+            rounds.append((wall, processor, MINIBATCHES * bare.seconds() / actions))
         list(training)
-    bare = MINIBATCHES * bare_seconds()
     if rank == 0:
-        wall, processor = (statistics.median(times) for times in zip(*taken, strict=True))
-        undisturbed = statistics.quantiles((processor for _, processor in taken), n=10)[0]
         figures = {
             "actions of an update on a rank": actions,
-            "bare modules, us an action": bare / actions * 1e6,
-            "overhead, us an action": (processor - bare) / actions * 1e6,
-            "overhead, quickest tenth of updates": (undisturbed - bare) / actions * 1e6,
-            "wall clock, us an action": wall / actions * 1e6,
+            "bare modules, us an action": 1e6 * statistics.median(alone for _, _, alone in rounds),
+            "overhead, us an action": 1e6 * statistics.median(used - alone for _, used, alone in rounds),
+            "overhead, the quickest round": 1e6 * min(used - alone for _, used, alone in rounds),
+            "overhead, the slowest round": 1e6 * max(used - alone for _, used, alone in rounds),
+            "wall clock, us an action": 1e6 * statistics.median(wall for wall, _, _ in rounds),
         }
-        queue.put(figures)
+        queue.put(by_room(profiler, ROUNDS * UPDATES * actions) if profile else figures)
 
 
-def bare_seconds() -> float:
-    """What one rank's part of a minibatch takes, forward and backward, if nothing is around it."""
-    model, batch = tiny()
-    modules = [stage.build(model) for stage in capture(model, batch, nn.functional.mse_loss).stages([1, 1])]
-    fields = dict(zip(("input", "target"), batch, strict=True))
+def seconds_of(work: Callable[[], object]) -> tuple[float, float]:
+    """Of the clock and of the processor."""
+    start = (time.perf_counter(), time.process_time())
+    work()
+    return time.perf_counter() - start[0], time.process_time() - start[1]
 
-    def bare() -> None:
+
+def by_room(profiler: cProfile.Profile, actions: int) -> dict[str, float]:
+    """Microseconds an action spent in each file of vpipe, in torch, in the system's calls, the largest first."""
+    rooms: Counter[str] = Counter()
+    for (file, _, function), (_, _, own, _, _) in pstats.Stats(profiler).stats.items():  # type: ignore[attr-defined]
+        path = Path(file)
+        if "vpipe" in path.parts:
+            room = "/".join(path.parts[-2:])
+        elif file == "~":
+            room = f"built in: {function}"
+        else:
+            room = "torch, in Python" if "torch" in path.parts else "standard library"
+        rooms[room] += own / actions * 1e6
+    return dict(rooms.most_common(24))
+
+
+class BareModules:
+    """What the ranks compute for a minibatch, forward and backward, with nothing around it."""
+
+    def __init__(self) -> None:
+        model, batch = tiny()
+        graph = capture(model, batch, nn.functional.mse_loss)
+        self.modules = [stage.build(model) for stage in graph.stages([1, 1])]
+        self.fields = dict(zip(("input", "target"), batch, strict=True))
+
+    def __call__(self) -> None:
         values: dict[str, torch.Tensor] = {}
-        for module in modules:
-            values = module(values, fields, RandomContext())
+        for module in self.modules:
+            values = module(values, self.fields, RandomContext())
         values["loss"].backward()
 
-    return median_seconds(bare, 1000) / len(modules)
+    def seconds(self) -> float:
+        """One rank's part."""
+        return median_seconds(self, 300) / len(self.modules)
 
 
 def version_cost() -> dict[str, float]:

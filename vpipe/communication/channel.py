@@ -23,6 +23,9 @@ class Channel(ABC):
     changed after it was sent. A received tensor belongs to the channel and may be read until `release`.
     """
 
+    takes_expectations = False
+    """Whether `expect` does anything: a channel that pushes needs no such hint."""
+
     def __init__(self, peer: int, buffer: int, timeout: float) -> None:
         self.peer = peer
         self.buffer = buffer
@@ -33,7 +36,7 @@ class Channel(ABC):
         """Hand a tensor over; blocks only while the stream's buffer is full."""
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> None:  # noqa: B027
-        """Say ahead of need that this message will be received (channels that push need no such hint)."""
+        """Say ahead of need that this message will be received."""
 
     @abstractmethod
     def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -31,6 +31,8 @@ def _tag(key: Key) -> int:
 
 
 class DistributedChannel(Channel):
+    takes_expectations = True
+
     def __init__(self, peer: int, buffer: int, timeout: float) -> None:
         super().__init__(peer, buffer, timeout)
         self._sent: dict[int, deque[tuple[Key, Any, Tensor]]] = defaultdict(deque)

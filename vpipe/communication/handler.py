@@ -31,6 +31,7 @@ class CommunicationHandler:
         self.waited = 0.0  # seconds spent in waiting for messages
         self.buffer = buffer
         self._channels: dict[int, Channel] = world.channels(buffer)
+        self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
     def register_tensor(self, name: str) -> None:

@@ -14,6 +14,8 @@ A system call costs as much as the rest of a message, so notices (TAKEN, FREE) r
 message or wait until there are a few, and the socket is read only when something is missing.
 """
 
+import array
+import ctypes
 import mmap
 import os
 import select
@@ -49,6 +51,7 @@ _HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number,
 _DATA, _INLINE, _TAKEN, _FREE = range(4)
 _INLINE_BYTES = 1024
 _NOTICES = 4  # that may wait together
+_ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)  # one descriptor
 _MESSAGE_BYTES = _HEADER.size * (_NOTICES + 1) + 8 * 64 + _INLINE_BYTES
 
 
@@ -79,7 +82,8 @@ class SharedMemoryChannel(Channel):
         dtype = _DTYPE_CODES[tensor.dtype]
         if size <= _INLINE_BYTES:
             header = _HEADER.pack(_INLINE, dtype, tensor.dim(), key.stream, key.number, -1, size)
-            self._transmit(header + shape + bytes(tensor.contiguous().view(-1).view(torch.uint8).numpy()))
+            whole = tensor.contiguous()
+            self._transmit(header + shape + ctypes.string_at(whole.data_ptr(), size))
             return
         slot, descriptor = self._slot_of(size)
         target = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
@@ -143,14 +147,17 @@ class SharedMemoryChannel(Channel):
 
     def _transmit(self, message: bytes, descriptor: int | None = None) -> None:
         """Send a message, the notices in front of it."""
-        message = b"".join((*self._notices, message))
-        self._notices.clear()
-        descriptors = [] if descriptor is None else [descriptor]
+        if self._notices:
+            message = b"".join((*self._notices, message))
+            self._notices.clear()
         deadline = time.monotonic() + self.timeout
         try:
             while True:
                 try:
-                    socket.send_fds(self._link, [message], descriptors)
+                    if descriptor is None:
+                        self._link.send(message)
+                    else:
+                        socket.send_fds(self._link, [message], [descriptor])
                     return
                 except BlockingIOError:
                     # The socket is full: take in what the peer sends meanwhile, or both would wait for ever.
@@ -164,14 +171,13 @@ class SharedMemoryChannel(Channel):
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
         deadline = time.monotonic() + self.timeout
-        self._pump()
-        if not ready():
-            self._tell()  # or both would wait for ever
         while not ready():
+            if self._take_next():
+                continue
             if self._lost:
                 raise self._peer_is_gone()
+            self._tell()  # or both would wait for ever
             self._wait_for(select.POLLIN, deadline, what)
-            self._pump()
 
     def _wait_for(self, events: int, deadline: float, what: str) -> None:
         self._poll.register(self._link, events)
@@ -180,19 +186,26 @@ class SharedMemoryChannel(Channel):
 
     def _pump(self) -> None:
         """Take in every message that has arrived."""
-        while not self._lost:
-            try:
-                message, descriptors, _, _ = socket.recv_fds(self._link, _MESSAGE_BYTES, 1)
-            except BlockingIOError:
-                return
-            except ConnectionResetError:
-                continue  # said once, by a peer that closed without reading all: what it sent is still there
-            except OSError:
-                message, descriptors = b"", []
-            if not message:
-                self._lost = True  # what had arrived before may still be received
-                return
-            self._take_in(message, descriptors)
+        while self._take_next():
+            pass
+
+    def _take_next(self) -> bool:
+        """Take in one message, if one has arrived."""
+        if self._lost:
+            return False
+        try:
+            message, ancillary, _, _ = self._link.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES)
+        except BlockingIOError:
+            return False
+        except ConnectionResetError:
+            return True  # said once, by a peer that closed without reading all: what it sent is still there
+        except OSError:
+            message, ancillary = b"", []
+        if not message:
+            self._lost = True  # what had arrived before may still be received
+            return False
+        self._take_in(message, array.array("i", ancillary[0][2]).tolist() if ancillary else [])
+        return True
 
     def _take_in(self, message: bytes, descriptors: list[int]) -> None:
         start = 0

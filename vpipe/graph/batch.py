@@ -162,12 +162,14 @@ class FieldCheck:
                     " what is not a tensor must stay the same (capture again for another value)"
                 )
         fields = {name: entries[name] for name in self.layout.tensors}
-        for name, value in fields.items():
-            self._check_type(name, value)
-        shapes = tuple(value.shape for value in fields.values())
-        if shapes not in self._passed:  # symbolic arithmetic is slow, and batches are alike
+        kinds = tuple(
+            (getattr(value, "shape", None), getattr(value, "dtype", None)) for value in fields.values()
+        )
+        if kinds not in self._passed:  # symbolic arithmetic is slow, and batches are alike
+            for name, value in fields.items():
+                self._check_type(name, value)
             self._check_shapes(fields)
-            self._passed.add(shapes)
+            self._passed.add(kinds)
         traced = {name: self.specs[name].dtype for name in fields}
         return {n: t if t.dtype is traced[n] else t.to(traced[n]) for n, t in fields.items()}
 

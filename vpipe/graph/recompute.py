@@ -103,4 +103,4 @@ def run_recomputed(
     """Run the segment without keeping what its backward reads."""
     replay = _Replay(segment, context, arguments, saver)
     with saved_tensors_hooks(replay.pack, replay.unpack):
-        return segment.function(context, *arguments)
+        return segment.function.forward(context, *arguments)

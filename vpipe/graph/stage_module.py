@@ -79,10 +79,12 @@ class StageModule(nn.Module):
 
     def free_values(self, fields: Mapping[str, Tensor], context: RandomContext) -> dict[str, Tensor]:
         """What the stage computes for itself from the batch alone."""
+        if not self._free:
+            return {}
         sources = self._sources(fields)
         known: dict[str, Tensor] = {}
         for segment in self._free:
-            made = segment.function(context, *_arguments(segment, sources, known))
+            made = segment.function.forward(context, *_arguments(segment, sources, known))
             known.update(zip(segment.outputs, made, strict=True))
         return known
 
@@ -101,12 +103,12 @@ class StageModule(nn.Module):
                 made = run_recomputed(segment, context, arguments, saver)
             elif segment.swap and graded and context.swap is not None:
                 with context.swap.saving(saver, inputs):
-                    made = segment.function(context, *arguments)
+                    made = segment.function.forward(context, *arguments)
             elif graded and context.held is not None:
                 with saver.saving():
-                    made = segment.function(context, *arguments)
+                    made = segment.function.forward(context, *arguments)
             else:
-                made = segment.function(context, *arguments)
+                made = segment.function.forward(context, *arguments)
             known.update(zip(segment.outputs, made, strict=True))
         results = {name: known[name] for name in self.stage.writes}
         if graded:

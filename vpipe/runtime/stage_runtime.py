@@ -96,7 +96,8 @@ class StageRuntime:
         for relative in program:
             action = Action(relative.stage, relative.op, relative.minibatch + feed.offset)
             ahead.append(action)
-            self._post_receives(action)
+            if self.handler.takes_expectations:
+                self._post_receives(action)
             if len(ahead) > LOOK_AHEAD:
                 yield self._execute(ahead.popleft(), ahead)
         while ahead:
