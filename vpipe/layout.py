@@ -110,47 +110,34 @@ class Layout:
         return list(entries.values())
 
 
+@dataclass(frozen=True)
+class Options:
+    """How a model is cut, placed and scheduled: arguments of `Pipeline`, under the same names."""
+
+    stages: int | None
+    schedule: str | Schedule
+    minibatches: int | None
+    update_interval: int | None
+    chunks: int | None
+    replicas: Sequence[int] | None
+    partition: Sequence[int] | None
+    recompute_ratio: Sequence[float] | float
+    policies: Sequence[str] | None
+    precision: str
+
+
 def make_layout(
     model: nn.Module,
     example_batch: Any,
-    *,
     loss_fn: Callable[..., Tensor] | None,
     ranks: int,
-    stages: int | None,
-    schedule: str | Schedule,
-    minibatches: int | None,
-    update_interval: int | None,
-    chunks: int | None,
-    replicas: Sequence[int] | None,
-    partition: Sequence[int] | None,
-    recompute_ratio: Sequence[float] | float,
-    policies: Sequence[str] | None,
-    precision: str,
+    options: Options,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
-    dtype = compute_dtype(precision)
+    dtype = compute_dtype(options.precision)
     graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
-    if isinstance(schedule, Schedule):
-        for_count = partial(_only, schedule)
-        plain = schedule
-    else:
-        positions = _positions(stages, replicas, ranks)
-        for_count = partial(
-            build, schedule, positions, chunks=chunks, replicas=replicas, update_interval=update_interval
-        )
-        plain = for_count(_count(schedule, minibatches, positions))
-    if plain.num_ranks != ranks:
-        raise ScheduleError(
-            f"schedule {plain.name!r} needs {plain.num_ranks} ranks and {ranks} were started: "
-            f"use torchrun --nproc-per-node {plain.num_ranks}, or other stages or replicas"
-        )
-    if partition is None:
-        partition = graph.partition_for_ranks(plain.placement)
-    elif len(partition) != plain.num_stages:
-        raise PartitionError(
-            f"partition {list(partition)} has {len(partition)} stages, schedule {plain.name!r} "
-            f"has {plain.num_stages}: give one count of blocks for each"
-        )
+    plain, for_count = _schedule(options, ranks)
+    partition = _partition(options.partition, graph, plain)
     stage_graphs = graph.stages(partition)
     trained = {name for name, info in graph.parameters.items() if info.requires_grad}
     ties = {name: holders for name, holders in tied(stage_graphs).items() if name in trained}
@@ -165,13 +152,48 @@ def make_layout(
         tuple(partition),
         stage_graphs,
         plain if plain.lowered else lower(plain, links, shared),
-        _policies(stage_graphs, recompute_ratio, policies),
+        _policies(stage_graphs, options.recompute_ratio, options.policies),
         ties,
-        precision,
+        options.precision,
         lowered,
     )
     check(layout.schedule, buffer=layout.buffer)
     return layout
+
+
+def _schedule(options: Options, ranks: int) -> tuple[Schedule, Callable[[int], Schedule]]:
+    """The schedule, and how it is made for an update of fewer minibatches."""
+    name = options.schedule
+    if isinstance(name, Schedule):
+        plain, for_count = name, partial(_only, name)
+    else:
+        positions = _positions(options.stages, options.replicas, ranks)
+        for_count = partial(
+            build,
+            name,
+            positions,
+            chunks=options.chunks,
+            replicas=options.replicas,
+            update_interval=options.update_interval,
+        )
+        plain = for_count(_count(name, options.minibatches, positions))
+    if plain.num_ranks != ranks:
+        raise ScheduleError(
+            f"schedule {plain.name!r} needs {plain.num_ranks} ranks and {ranks} were started: "
+            f"use torchrun --nproc-per-node {plain.num_ranks}, or other stages or replicas"
+        )
+    return plain, for_count
+
+
+def _partition(partition: Sequence[int] | None, graph: ModelGraph, schedule: Schedule) -> Sequence[int]:
+    if partition is None:
+        return graph.partition_for_ranks(schedule.placement)
+    if len(partition) != schedule.num_stages:
+        raise PartitionError(
+            f"partition {list(partition)} has {len(partition)} stages, schedule {schedule.name!r} "
+            f"has {schedule.num_stages}: give one count of blocks for each"
+        )
+    return partition
 
 
 def programs_digest(schedule: Schedule) -> str:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from vpipe.assembly import assemble
 from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
 from vpipe.errors import VPipeError
-from vpipe.layout import Layout, make_layout
+from vpipe.layout import Layout, Options, make_layout
 from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
 from vpipe.runtime.stage import StageState
 from vpipe.schedule import Action, Op, Schedule
@@ -54,25 +54,22 @@ class Pipeline:
     ) -> None:
         self.world = world or ProcessWorld(channel, timeout)
         self.loss_weight = loss_weight
+        options = Options(
+            stages=stages,
+            schedule=schedule,
+            minibatches=minibatches,
+            update_interval=update_interval,
+            chunks=chunks,
+            replicas=replicas,
+            partition=partition,
+            recompute_ratio=recompute_ratio,
+            policies=policies,
+            precision=precision,
+        )
 
         def lay_out() -> Layout:
             with self.world.exclusive:
-                return make_layout(
-                    model,
-                    example_batch,
-                    loss_fn=loss_fn,
-                    ranks=self.world.size,
-                    stages=stages,
-                    schedule=schedule,
-                    minibatches=minibatches,
-                    update_interval=update_interval,
-                    chunks=chunks,
-                    replicas=replicas,
-                    partition=partition,
-                    recompute_ratio=recompute_ratio,
-                    policies=policies,
-                    precision=precision,
-                )
+                return make_layout(model, example_batch, loss_fn, self.world.size, options)
 
         self.layout = agree(self.world, "layout", lay_out)
         for what, value, fix in self.layout.must_agree(model, seed, clip_norm):

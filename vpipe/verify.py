@@ -130,11 +130,9 @@ def verify(
     `options` are those of Pipeline. Dropout stays on. Without a number of `updates` there are five, and in
     an asynchronous schedule as many more as it takes until every stage works on stale weights.
     """
-    if dtype not in BOUNDS:
-        raise VPipeError(f"dtype is {dtype!r}: choose from {', '.join(BOUNDS)}")
+    kind = _read_dtype(dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
-    kind = getattr(torch, dtype)
     model = copy.deepcopy(model).to(kind)
 
     def batch(number: int) -> Any:
@@ -161,18 +159,13 @@ def verify(
         layout, batches = runs[0].layout, runs[0].batches
         common = {"seed": seed, "clip_norm": clip_norm, "weigh": loss_weight}
         expected = _train_plainly(model, batches, layout, optimizer, loss_fn, common)
-    return Verification(
-        schedule=layout.schedule.name,
-        partition=layout.partition,
-        ranks=ranks,
-        updates=len(expected.losses),
-        minibatches=len(batches),
-        dtype=dtype,
-        bound=BOUNDS[dtype],
-        loss=_compare_losses(runs, expected.losses),
-        gradients=_compare_gradients(runs, expected.gradients),
-        weights=_compare_weights(runs, expected),
-    )
+    return _compare_runs(runs, expected, dtype)
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    if name not in BOUNDS:
+        raise VPipeError(f"dtype is {name!r}: choose from {', '.join(BOUNDS)}")
+    return getattr(torch, name)
 
 
 def _converted(batch: Any, dtype: torch.dtype) -> Any:
@@ -232,6 +225,22 @@ def _train_plainly(
     versions = versions_read(schedule, len(batches))
     return train_asynchronously(
         *plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag, **common
+    )
+
+
+def _compare_runs(runs: Sequence[_RankRun], expected: Trained, dtype: str) -> Verification:
+    layout = runs[0].layout
+    return Verification(
+        schedule=layout.schedule.name,
+        partition=layout.partition,
+        ranks=len(runs),
+        updates=len(expected.losses),
+        minibatches=len(runs[0].batches),
+        dtype=dtype,
+        bound=BOUNDS[dtype],
+        loss=_compare_losses(runs, expected.losses),
+        gradients=_compare_gradients(runs, expected.gradients),
+        weights=_compare_weights(runs, expected),
     )
 
 
