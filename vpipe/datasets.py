@@ -29,7 +29,7 @@ class Datasets(NamedTuple):
 
 
 def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
-    """Training and validation samples; a tokenizer that has to be trained is kept in `cache`."""
+    """Training and validation samples; a tokenizer that has to be trained and the tokens are kept in `cache`."""
     samples, tokenizer = _samples(config, model, cache)
     if config.max_samples is not None and config.max_samples < len(samples):
         samples = data.Subset(samples, np.arange(config.max_samples))
@@ -62,8 +62,8 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dat
     documents = data.read_documents(path)
     tokenizer = tokenizer_of(documents)
     if masked:
-        return data.masked_text(documents, tokenizer, length, config.seed, path), tokenizer
-    return data.causal_text(documents, tokenizer, length, path), tokenizer
+        return data.masked_text(documents, tokenizer, length, config.seed, path, cache), tokenizer
+    return data.causal_text(documents, tokenizer, length, path, cache), tokenizer
 
 
 def _check_reads_text(model: nn.Module, config: RunConfig) -> None:

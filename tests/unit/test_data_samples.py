@@ -190,3 +190,24 @@ def test_too_little_text(wordpiece: Tokenizer, bpe: Tokenizer) -> None:
         causal_text(["one two"], bpe, 64, Path("texts"))
     with pytest.raises(ConfigError, match="sequence_length is 3: give 4 or more"):
         masked_text(["one two"], wordpiece, 3, 0, Path("texts"))
+
+
+def test_a_text_is_encoded_once_whatever_the_length(
+    tmp_path: Path, bpe: Tokenizer, wordpiece: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts = corpus(3, 50)
+    plain = causal_text(texts, bpe, 8, None).tokens
+    assert np.array_equal(causal_text(texts, bpe, 8, None, tmp_path / "cache").tokens, plain)
+    (file,) = (tmp_path / "cache").iterdir()
+    whole = file.read_bytes()
+    with monkeypatch.context() as patch:
+        patch.setattr("vpipe.data.windows._encode", lambda *_: pytest.fail("it was encoded again"))
+        assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
+        assert np.array_equal(causal_text(texts, bpe, 4, None, file.parent).tokens[: 2 * len(plain)], plain.reshape(-1, 4))
+    for damaged in (whole[:100], b"", whole[:-1]):
+        file.write_bytes(damaged)
+        assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
+        assert file.read_bytes() == whole
+    causal_text(texts[:2], bpe, 8, None, file.parent)
+    masked_text(texts, wordpiece, 8, 0, None, file.parent)
+    assert len(list(file.parent.iterdir())) == 3  # by text and by tokenizer

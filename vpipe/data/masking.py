@@ -75,14 +75,19 @@ class MaskedText:
 
 
 def masked_text(
-    documents: Sequence[str], tokenizer: Tokenizer, length: int, seed: int, path: Path | None
+    documents: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int,
+    path: Path | None,
+    cache: Path | None = None,
 ) -> MaskedText:
     """Windows of the text at `path` (for messages) with `length` tokens each, [CLS] and [SEP] included."""
     if length < SHORTEST:
         raise ConfigError(f"sequence_length is {length}: give {SHORTEST} or more")
     specials = special_ids(tokenizer)
     return MaskedText(
-        windows(documents, tokenizer, length - 2, length, path),
+        windows(documents, tokenizer, length - 2, length, path, cache),
         begin=special_id(tokenizer, "begin"),
         end=special_id(tokenizer, "end"),
         mask=special_id(tokenizer, "mask"),

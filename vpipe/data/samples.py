@@ -37,9 +37,15 @@ class CausalText:
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
 
 
-def causal_text(documents: Sequence[str], tokenizer: Tokenizer, length: int, path: Path | None) -> CausalText:
+def causal_text(
+    documents: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    path: Path | None,
+    cache: Path | None = None,
+) -> CausalText:
     """Windows of `length` tokens of the text at `path` (for messages)."""
-    return CausalText(windows(documents, tokenizer, length, length, path))
+    return CausalText(windows(documents, tokenizer, length, length, path, cache))
 
 
 @dataclass(frozen=True, eq=False)

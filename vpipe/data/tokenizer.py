@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-import uuid
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.data.cache import content_hash, keep
+from vpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -89,33 +88,15 @@ def _read_given(given: Path, vocab_size: int) -> Tokenizer:
 def _cached(documents: Sequence[str], kind: Kind, vocab_size: int, cache: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
-    file = cache / f"{_digest(documents, kind, vocab_size)}.json"
+    file = cache / f"{content_hash(documents, f'{kind} {vocab_size}')}.json"
     if os.path.isfile(file):
         with suppress(Exception):  # cut short or damaged: it is made anew below
             return Tokenizer.from_file(str(file))
     tokenizer = (
         _train_bpe(documents, vocab_size) if kind == "bpe" else _train_wordpiece(documents, vocab_size)
     )
-    # All ranks of a run may be here at once: each writes a file of its own, and all of them are the same.
-    partial = file.with_name(f"{file.name}.{uuid.uuid4().hex}")
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        partial.write_text(tokenizer.to_str(), encoding="utf-8")
-        os.replace(partial, file)
-    except OSError as error:
-        with suppress(OSError):
-            partial.unlink()
-        raise VPipeError(f"the tokenizer cannot be kept in {cache}: {error.strerror}") from None
+    keep(file, "the tokenizer", lambda path: path.write_text(tokenizer.to_str(), encoding="utf-8"))
     return tokenizer
-
-
-def _digest(documents: Sequence[str], kind: Kind, vocab_size: int) -> str:
-    digest = hashlib.sha256(f"{kind} {vocab_size}".encode())
-    for document in documents:
-        raw = document.encode()
-        digest.update(f" {len(raw)} ".encode())
-        digest.update(raw)
-    return digest.hexdigest()
 
 
 def _train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
