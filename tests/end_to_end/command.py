@@ -7,6 +7,8 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from tests.end_to_end.forked import Forked
+
 TIMEOUT = 110
 
 
@@ -21,19 +23,30 @@ class Ended:
         return self.out + self.err
 
 
-def vpipe(*arguments: object, cwd: Path, timeout: float = TIMEOUT, launcher: tuple[str, ...] = ()) -> Ended:
-    """Run `vpipe` with these arguments to its end."""
-    process = start(*arguments, cwd=cwd, launcher=launcher)
+def vpipe(
+    *arguments: object,
+    cwd: Path,
+    timeout: float = TIMEOUT,
+    launcher: tuple[str, ...] = (),
+    new: bool = False,
+) -> Ended:
+    """Run `vpipe` with these arguments to its end; in new interpreters, or in processes that have all imported."""
+    process = start(*arguments, cwd=cwd, launcher=launcher, new=new or bool(launcher))
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
         end(process)
+    assert process.returncode is not None
     return Ended(process.returncode, out, err)
 
 
-def start(*arguments: object, cwd: Path, launcher: tuple[str, ...] = ()) -> "subprocess.Popen[str]":
-    command = [sys.executable, "-m", *(launcher or ("vpipe",)), *map(str, arguments)]
+def start(
+    *arguments: object, cwd: Path, launcher: tuple[str, ...] = (), new: bool = True
+) -> "subprocess.Popen[str] | Forked":
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
+    if not new:
+        return Forked([str(argument) for argument in arguments], cwd, environment)
+    command = [sys.executable, "-m", *(launcher or ("vpipe",)), *map(str, arguments)]
     return subprocess.Popen(
         command,
         cwd=cwd,
@@ -51,7 +64,7 @@ def _heed_interrupts() -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
-def end(process: "subprocess.Popen[str]") -> None:
+def end(process: "subprocess.Popen[str] | Forked") -> None:
     """Whatever is still there of the command and its children."""
     try:
         os.killpg(process.pid, signal.SIGKILL)
@@ -61,15 +74,26 @@ def end(process: "subprocess.Popen[str]") -> None:
 
 
 def alive(marker: str) -> list[str]:
-    """Processes that bear the marker (a test's own folder) in their arguments or environment."""
+    """Processes that bear the marker (a test's own folder) in their arguments or environment, or are in it."""
     found = []
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and int(entry.name) != os.getpid():
             try:
                 text = (entry / "cmdline").read_bytes() + (entry / "environ").read_bytes()
+                text += os.fsencode(os.readlink(entry / "cwd"))
                 state = (entry / "stat").read_text().rpartition(")")[2].split()[0]
             except OSError:
                 continue
             if marker.encode() in text and state != "Z":
                 found.append(entry.name)
     return found
+
+
+def rank_process(rank: int, folder: Path) -> int | None:
+    """The process of a rank of the run that was started in this folder, by its environment or its name."""
+    for process in alive(str(folder)):
+        entry = Path("/proc", process)
+        environment = (entry / "environ").read_bytes().split(b"\0")
+        if f"RANK={rank}".encode() in environment or (entry / "comm").read_text() == f"rank {rank}\n":
+            return int(process)
+    return None

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from tests.end_to_end.command import alive, end, start, vpipe
+from tests.end_to_end.command import alive, end, rank_process, start, vpipe
 from tests.end_to_end.test_train import POEM, TINY
 
 
@@ -133,7 +133,7 @@ def endless(tmp_path):
 
 
 def test_a_killed_rank_ends_the_run(endless, tmp_path):
-    process = start("train", "run.yml", cwd=tmp_path)
+    process = start("train", "run.yml", cwd=tmp_path, new=False)
     try:
         victim = _wait_for_rank(1, tmp_path)
         os.kill(victim, signal.SIGKILL)
@@ -147,7 +147,7 @@ def test_a_killed_rank_ends_the_run(endless, tmp_path):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
 def test_no_rank_outlives_the_launcher(number, endless, tmp_path):
-    process = start("train", "run.yml", cwd=tmp_path)
+    process = start("train", "run.yml", cwd=tmp_path, new=number == signal.SIGKILL)
     try:
         _wait_for_rank(0, tmp_path)
         os.kill(process.pid, number)
@@ -162,12 +162,11 @@ def test_no_rank_outlives_the_launcher(number, endless, tmp_path):
 
 def _wait_for_rank(rank: int, folder: Path) -> int:
     """The process of a rank, once it trains."""
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         time.sleep(0.2)
         if any("Iteration" in log.read_text() for log in folder.glob("runs/*/output.log.0")):
-            for process in alive(str(folder)):
-                environment = (Path("/proc") / process / "environ").read_bytes().split(b"\0")
-                if f"RANK={rank}".encode() in environment:
-                    return int(process)
+            process = rank_process(rank, folder)
+            assert process is not None
+            return process
     raise AssertionError("the run does not train")

@@ -65,7 +65,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
         warmup_updates=2,
         clip_norm=1.0,
     )
-    ended = vpipe("train", "run.yml", cwd=folder)
+    ended = vpipe("train", "run.yml", cwd=folder, new=True)
     assert ended.code == 0, ended.said
     assert "2 CPU ranks" in ended.out
     assert "share of the limit" in ended.out

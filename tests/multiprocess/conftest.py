@@ -10,7 +10,7 @@ from tests.multiprocess.pool import Pool
 
 @pytest.fixture(scope="session")
 def pool() -> Iterator[Pool]:
-    made = Pool("tests.multiprocess.preload")
+    made = Pool()
     try:
         yield made
     finally:

@@ -29,6 +29,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from tests.server import server_context
+
 _START_TIMEOUT = 60.0
 
 
@@ -79,9 +81,8 @@ class _Worker:
 
 
 class Pool:
-    def __init__(self, preload: str) -> None:
-        self._context = multiprocessing.get_context("forkserver")
-        self._context.set_forkserver_preload([preload])
+    def __init__(self) -> None:
+        self._context = server_context()
         forkserver.ensure_running()  # it imports while the tests do something else
         self._workers: list[_Worker] = []
 

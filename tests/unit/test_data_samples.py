@@ -203,7 +203,9 @@ def test_a_text_is_encoded_once_whatever_the_length(
     with monkeypatch.context() as patch:
         patch.setattr("vpipe.data.windows._encode", lambda *_: pytest.fail("it was encoded again"))
         assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
-        assert np.array_equal(causal_text(texts, bpe, 4, None, file.parent).tokens[: 2 * len(plain)], plain.reshape(-1, 4))
+        assert np.array_equal(
+            causal_text(texts, bpe, 4, None, file.parent).tokens[: 2 * len(plain)], plain.reshape(-1, 4)
+        )
     for damaged in (whole[:100], b"", whole[:-1]):
         file.write_bytes(damaged)
         assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
