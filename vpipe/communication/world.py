@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
-from functools import lru_cache
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
 from vpipe.communication.channel import Channel
-from vpipe.communication.distributed import DistributedChannel
+from vpipe.communication.distributed import DistributedChannel, gloo_on_loopback
+from vpipe.communication.job import Job, join
 from vpipe.communication.shared_memory import connect_all
 from vpipe.errors import PeerError, VPipeError
 
@@ -73,31 +73,20 @@ class ProcessWorld:
         self._timeout = timeout
         self._meetings: Counter[str] = Counter()
         self._owns_group = False
-        self._store = self._open_store()
-
-    def _open_store(self) -> dist.Store:
-        if self.size == 1:
-            return dist.HashStore()
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        store = _job_store(
-            os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), self.rank, self.size, attempt
-        )
-        store.set_timeout(timedelta(seconds=self._timeout))
-        # Each world of a job meets under names of its own: a script may build several pipelines.
-        nth = store.add(f"vpipe/worlds/{self.rank}", 1)
-        return dist.PrefixStore(f"vpipe/{attempt}/{nth}", store)
+        self._job: Job | None = None
+        self._store: dist.Store = dist.HashStore()
+        if self.size > 1:
+            self._job = join(self.rank, self.size, timeout)
+            # Each world of a job meets under names of its own: a script may build several pipelines.
+            self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
+            self._store = dist.PrefixStore(self._name, self._job.store)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
+        if self._job is None:
+            return [json.loads(json.dumps(value))]
         self._meetings[name] += 1
-        place = f"{name}#{self._meetings[name]}"
-        self._store.set(f"{place}/{self.rank}", json.dumps(value))
-        values = []
-        for rank in range(self.size):
-            try:
-                values.append(json.loads(self._store.get(f"{place}/{rank}")))
-            except (RuntimeError, dist.DistStoreError) as error:
-                raise PeerError(f"rank {rank} did not come to {name!r} within {self._timeout:g} s") from error
-        return values
+        place = f"{self._name}/{name}#{self._meetings[name]}"
+        return self._job.meeting.gather(place, value, name, self._timeout)
 
     def channels(self, buffer: int) -> dict[int, Channel]:
         if self.size == 1:
@@ -112,13 +101,14 @@ class ProcessWorld:
         far = [r for r in range(self.size) if r != self.rank and r not in near]
         # Every rank must take part in making a process group, also one that needs none.
         if any(self.all_gather("gloo", bool(far))) and not dist.is_initialized():
-            dist.init_process_group(
-                "gloo",
-                store=dist.PrefixStore("gloo", self._store),
-                rank=self.rank,
-                world_size=self.size,
-                timeout=timedelta(seconds=self._timeout),
-            )
+            with gloo_on_loopback() if len(set(hosts)) == 1 else nullcontext():
+                dist.init_process_group(
+                    "gloo",
+                    store=dist.PrefixStore("gloo", self._store),
+                    rank=self.rank,
+                    world_size=self.size,
+                    timeout=timedelta(seconds=self._timeout),
+                )
             self._owns_group = True
         return {**near, **{peer: DistributedChannel(peer, buffer, self._timeout) for peer in far}}
 
@@ -126,15 +116,6 @@ class ProcessWorld:
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
-
-
-@lru_cache(maxsize=1)
-def _job_store(address: str, port: int, rank: int, size: int, attempt: str) -> dist.TCPStore:
-    """The store of the job. It lives as long as the process: a world that ends may be followed by another,
-    and a rank that is early must not meet the others at a store that is about to close.
-    """
-    served = dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    return dist.TCPStore(address, port, size, is_master=rank == 0 and not served, multi_tenant=True)
 
 
 def _host() -> str:

@@ -7,6 +7,7 @@ them that fails ends the run: the others would wait for it for ever. Whatever ha
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -17,6 +18,7 @@ from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 
+from vpipe.environment import LISTENER, SECRET
 from vpipe.errors import ConfigError, VPipeError
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
@@ -43,38 +45,42 @@ def run_ranks_here(
 ) -> None:
     """Run `vpipe` with these arguments on every rank; raises what the first failing one says."""
     command = [*interpreter, "-m", "vpipe", *arguments]
-    environment = _environment(ranks, folder, free_port(port))
     children: list[subprocess.Popen[bytes]] = []
     with _ended_in_the_end(children), ExitStack() as files:
+        listener = files.enter_context(listen_here(port))
+        environment = _environment(ranks, folder, listener.getsockname()[1])
         for rank in range(ranks):
             log = files.enter_context(open(folder / f"output.log.{rank}", "ab"))
+            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+            if rank == 0:
+                own[LISTENER] = str(listener.fileno())
             children.append(
                 subprocess.Popen(
                     command,
-                    env=environment | {"RANK": str(rank), "LOCAL_RANK": str(rank)},
+                    env=environment | own,
                     cwd=directory,
+                    pass_fds=() if rank else (listener.fileno(),),
                     stdin=subprocess.DEVNULL,
                     stdout=log if rank or quiet else None,  # the first rank talks to the user
                     stderr=log,
                 )
             )
+        listener.close()  # it is rank 0's now, and ends with it
         _wait(children)
     codes = [child.returncode for child in children]
     if any(codes):
         raise _failure(codes, folder)
 
 
-def free_port(wanted: int) -> int:
-    """A port of the loopback interface that nobody listens on."""
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        try:
-            probe.bind(("127.0.0.1", wanted))
-        except OSError as error:
-            raise ConfigError(
-                f"port is {wanted}: it cannot be used ({error.strerror}): give another, or 0 for any"
-            ) from None
-        return int(probe.getsockname()[1])
+def listen_here(port: int) -> socket.socket:
+    """A socket of the loopback interface, for the ranks to meet at: from now on the port is this job's."""
+    try:
+        return socket.create_server(("127.0.0.1", port))
+    except OSError as error:
+        raise ConfigError(
+            f"port is {port}: it cannot be used ({error.strerror}): another job or program has it; give another, "
+            "or 0 for any"
+        ) from None
 
 
 def _environment(ranks: int, folder: Path, port: int) -> dict[str, str]:
@@ -86,6 +92,7 @@ def _environment(ranks: int, folder: Path, port: int) -> dict[str, str]:
         "LOCAL_WORLD_SIZE": str(ranks),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
+        SECRET: secrets.token_hex(32),
         LAUNCHED: str(folder.absolute()),
         LAUNCHER: str(os.getpid()),
     }

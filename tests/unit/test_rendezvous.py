@@ -1,0 +1,365 @@
+"""The rendezvous: ranks meet, strangers are turned away (rows 12 and 13 of docs/reliability.md)."""
+
+import json
+import logging
+import secrets
+import socket
+import struct
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from vpipe.communication import rendezvous as server
+from vpipe.communication.handshake import GREETING_BYTES, INTRODUCTION_BYTES, MAGIC, YES, RefusedError
+from vpipe.communication.job import _listener
+from vpipe.communication.meeting import Meeting, Place
+from vpipe.communication.rendezvous import LARGEST, Rendezvous
+from vpipe.communication.store import MeetingStore
+from vpipe.errors import ConfigError, PeerError
+from vpipe.launch.local import listen_here
+
+SECRET = b"of this job"
+SIZE = 3
+
+
+class Job:
+    """A rendezvous, and ranks that are threads."""
+
+    def __init__(self) -> None:
+        self.listener = listen_here(0)
+        self.port: int = self.listener.getsockname()[1]
+        self.rendezvous = Rendezvous(self.listener, SIZE, SECRET)
+        self.ranks = [self.meeting(rank) for rank in range(SIZE)]
+        for rank in self.ranks:
+            rank.tell("check", "")  # each has a connection of this thread, which stays
+
+    def meeting(self, rank: int, secret: bytes = SECRET, timeout: float = 10.0) -> Meeting:
+        return Meeting(rank, lambda: Place("127.0.0.1", self.port, secret), timeout)
+
+    def gather(self, name: str, ranks: list[int], timeout: float = 10.0) -> list[Any]:
+        """What each of these ranks gets when it brings ten times its number."""
+
+        def come(rank: int) -> Any:
+            try:
+                return self.ranks[rank].gather(name, 10 * rank, name, timeout)
+            except PeerError as error:
+                return str(error)
+
+        with ThreadPoolExecutor(SIZE) as threads:
+            return list(threads.map(come, ranks))
+
+    def call(self) -> socket.socket:
+        """A stranger's connection."""
+        return socket.create_connection(("127.0.0.1", self.port), 10)
+
+    def close(self) -> None:
+        for rank in self.ranks:
+            rank.close()
+        self.rendezvous.close()
+
+
+@pytest.fixture
+def job() -> Iterator[Job]:
+    made = Job()
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def logged() -> Iterator[list[str]]:
+    lines: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: lines.append(record.getMessage())  # type: ignore[method-assign]
+    server.log.addHandler(handler)
+    yield lines
+    server.log.removeHandler(handler)
+
+
+def wait_for(ready: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + 10
+    while not ready():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def exactly(link: socket.socket, count: int) -> bytes:
+    said = b""
+    while len(said) < count and (more := link.recv(count - len(said))):
+        said += more
+    return said
+
+
+def hangs_up(link: socket.socket) -> bool:
+    """Whether the other end closes, after whatever it still says."""
+    try:
+        while link.recv(4096):
+            pass
+    except ConnectionResetError:
+        pass
+    return True
+
+
+# Ranks
+
+
+def test_ranks_meet_in_any_order_and_again(job: Job) -> None:
+    for number in range(3):
+        assert job.gather(f"meeting {number}", [2, 0, 1]) == [[0, 10, 20]] * 3
+    assert not job.rendezvous._gathered  # nothing is kept of what everybody has
+
+
+def test_who_is_missing_is_told(job: Job) -> None:
+    (told,) = job.gather("model", [1], timeout=0.2)
+    assert told == "ranks 0, 2 did not come to 'model' within 0.2 s"
+
+
+def test_a_rank_that_ends_is_told_at_once(job: Job) -> None:
+    job.gather("first", [0, 1, 2])
+    began = time.monotonic()
+    threading.Timer(0.1, lambda: job.ranks[2].close()).start()
+    assert (
+        job.gather("data", [0, 1], timeout=30.0)
+        == ["rank 2 ended or was killed before 'data'; see its own output"] * 2
+    )
+    assert time.monotonic() - began < 5
+
+
+def test_a_rendezvous_that_ends_is_told_at_once(job: Job) -> None:
+    job.gather("first", [0, 1, 2])
+    threading.Timer(0.1, job.rendezvous.close).start()
+    for told in job.gather("data", [1, 2], timeout=30.0):
+        assert "rank 0, which keeps the rendezvous, has gone" in told
+
+
+def test_nobody_opens_the_rendezvous() -> None:
+    with closing(listen_here(0)) as free:
+        port = free.getsockname()[1]
+    lonely = Meeting(1, lambda: Place("127.0.0.1", port, SECRET), 0.3)
+    with pytest.raises(
+        PeerError, match=rf"rank 0 did not open the rendezvous at 127.0.0.1:{port} within 0.3 s"
+    ):
+        lonely.gather("model", None, "model", 0.3)
+
+
+def test_threads_of_a_rank_do_not_hold_each_other_up(job: Job) -> None:
+    """One thread of rank 0 waits for 'a' and another for 'b'; the others come to them the other way round."""
+    with ThreadPoolExecutor(6) as threads:
+        names = ["a", "b", "b", "a", "b", "a"]
+        met = threads.map(lambda i: job.ranks[i // 2].gather(names[i], i // 2, names[i], 10.0), range(6))
+        assert list(met) == [[0, 1, 2]] * 6
+
+
+def test_the_store_is_one_that_torch_understands(job: Job) -> None:
+    inner = MeetingStore(job.ranks[0])  # torch does not keep it alive
+    store = dist.PrefixStore("inner", inner)
+    value = bytes(range(256))
+    store.set("key", value.decode("latin-1"))
+    store.set("other", "汉字")
+    assert store.get("other") == "汉字".encode()
+    assert store.check(["key"])
+    assert not store.check(["key", "none"])
+    assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
+    assert store.delete_key("key")
+    threading.Timer(0.1, lambda: MeetingStore(job.ranks[1]).set("inner/late", value)).start()
+    store.wait(["late"])
+    assert store.get("late") == value
+
+
+# Strangers
+
+
+def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
+    job: Job, logged: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(server, "PATIENCE", 0.3)
+    says = {
+        "nothing": b"",
+        "little": b"x",
+        "HTTP": b"GET / HTTP/1.1\r\nHost: there\r\n\r\n" + b" " * INTRODUCTION_BYTES,
+        "a question": struct.pack(">I", 30) + b'{"op": "set", "key": "a"}'.ljust(INTRODUCTION_BYTES),
+        "a lot": secrets.token_bytes(1 << 20),
+    }
+    links = []
+    for said in says.values():
+        link = job.call()
+        try:
+            link.sendall(said)
+        except OSError:
+            assert said == says["a lot"]  # it was turned away before it had said it all
+        links.append(link)
+    assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
+    assert all(map(hangs_up, links))
+    wait_for(lambda: len(logged) == len(says))
+    assert all(
+        line.startswith("rendezvous: 127.0.0.1:") and "was turned away: it d" in line for line in logged
+    )
+    assert not job.rendezvous._values
+    for link in links:
+        link.close()
+
+
+def test_a_wrong_secret_is_turned_away(job: Job, logged: list[str]) -> None:
+    stranger = job.meeting(1, b"of another job")
+    with pytest.raises(
+        RefusedError, match="belongs to another job and turned rank 1 away: give each job a port"
+    ):
+        stranger.gather("meeting", None, "meeting", 5)
+    assert "it does not know the job's secret" in logged[0]
+    assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
+
+
+def test_a_second_process_for_one_rank_is_turned_away(job: Job, logged: list[str]) -> None:
+    job.gather("meeting", [0, 1, 2])
+    for rank in (1, SIZE):
+        with pytest.raises(RefusedError, match=f"turned rank {rank} away"):
+            job.meeting(rank).gather("meeting", None, "meeting", 5)
+    assert "rank 1 is here already" in logged[0]
+
+
+def test_what_was_overheard_is_of_no_use(job: Job) -> None:
+    """Somebody between a rank and the rendezvous passes everything on, and later says the same again."""
+    between, overheard = listen_here(0), []
+
+    def pass_on() -> None:
+        link, _ = between.accept()
+        with link, job.call() as inner:
+            link.sendall(exactly(inner, GREETING_BYTES))
+            overheard.append(exactly(link, INTRODUCTION_BYTES))
+            inner.sendall(overheard[0])
+            link.sendall(inner.recv(100))
+
+    thread = threading.Thread(target=pass_on)
+    thread.start()
+    victim = Meeting(0, lambda: Place("127.0.0.1", between.getsockname()[1], SECRET), 5)
+    with pytest.raises(PeerError):
+        victim.gather("meeting", None, "meeting", 0.1)
+    thread.join()
+    between.close()
+    with job.call() as stranger:
+        exactly(stranger, GREETING_BYTES)
+        stranger.sendall(overheard[0])
+        assert exactly(stranger, 4) == b"NO.\n"
+
+
+def test_a_rank_tells_nothing_to_a_rendezvous_that_does_not_know_the_secret() -> None:
+    heard = b""
+
+    def pretend(listener: socket.socket) -> None:
+        nonlocal heard
+        link, _ = listener.accept()
+        with link:
+            link.sendall(MAGIC + bytes(32))
+            heard = exactly(link, INTRODUCTION_BYTES)
+            link.sendall(YES + bytes(32))
+            heard += link.recv(1000)
+
+    with closing(listen_here(0)) as listener:
+        thread = threading.Thread(target=pretend, args=(listener,))
+        thread.start()
+        rank = Meeting(1, lambda: Place("127.0.0.1", listener.getsockname()[1], SECRET), 5)
+        with pytest.raises(RefusedError, match="does not know this job's secret: it is told nothing"):
+            rank.gather("meeting", "confidential", "meeting", 5)
+        thread.join()
+    assert len(heard) == INTRODUCTION_BYTES
+    assert SECRET not in heard
+
+
+def test_another_program_on_the_port() -> None:
+    with closing(listen_here(0)) as listener:
+
+        def answer() -> None:
+            link, _ = listener.accept()
+            with link:
+                link.sendall(b"SSH-2.0-OpenSSH_9.6\r\n" * 9)
+                hangs_up(link)
+
+        thread = threading.Thread(target=answer)
+        thread.start()
+        rank = Meeting(1, lambda: Place("127.0.0.1", listener.getsockname()[1], SECRET), 5)
+        with pytest.raises(RefusedError, match="is no rendezvous of vpipe: give the job another port"):
+            rank.gather("meeting", None, "meeting", 5)
+        thread.join()
+
+
+def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> None:
+    flood = [job.call() for _ in range(server.STRANGERS + 40)]
+    assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
+    for link in flood:
+        link.close()
+    wait_for(lambda: len(job.rendezvous._callers) == SIZE)
+    assert len(logged) == server.TOLD  # and the disk is not filled
+    assert logged[-1].endswith("further ones are not told")
+
+
+def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: list[str]) -> None:
+    with pytest.raises(PeerError, match=r"has \d+ bytes: 16777216 may be told"):
+        job.ranks[0].gather("meeting", "x" * LARGEST, "meeting", 5)
+    job.gather("meeting", [0, 1, 2])
+    job.ranks[1]._own.link.sendall(struct.pack(">I", LARGEST + 1))
+    wait_for(lambda: logged)
+    assert "it announced a message of 16777217 bytes" in logged[0]
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@given(noise=st.lists(st.binary(max_size=300), min_size=1, max_size=3))
+def test_noise(job: Job, noise: list[bytes]) -> None:
+    with job.call() as stranger:
+        try:
+            for part in noise:
+                stranger.sendall(part)
+        except OSError:
+            return
+        if sum(map(len, noise)) >= INTRODUCTION_BYTES:
+            assert hangs_up(stranger)
+    assert job.rendezvous._thread.is_alive()
+
+
+def test_even_a_rank_may_only_ask_what_there_is_to_ask(job: Job, logged: list[str]) -> None:
+    job.gather("meeting", [0, 1, 2])
+    for question in ([], {"op": "eval", "key": "1"}, {"op": "gather"}, {"op": "set", "key": {}, "value": 1}):
+        rank = job.meeting(0)
+        rank._me = job.ranks[0]._me
+        raw = json.dumps(question).encode()
+        rank._connect().sendall(struct.pack(">I", len(raw)) + raw)
+        with pytest.raises(PeerError):
+            rank.tell("check", "x")
+    wait_for(lambda: len(logged) == 4)
+    assert all("it sent what is no question" in line for line in logged)
+    assert job.gather("again", [0, 1, 2]) == [[0, 10, 20]] * 3
+
+
+# Ports and interfaces
+
+
+def test_two_jobs_one_port(job: Job) -> None:
+    """Row 12: whoever starts the second is told so, by the launcher or by its rank 0."""
+    with pytest.raises(
+        ConfigError, match=f"port is {job.port}: it cannot be used .* another job or program has it"
+    ):
+        listen_here(job.port)
+    with pytest.raises(
+        PeerError, match=f"port {job.port} of 127.0.0.1 is taken: another job or program listens"
+    ):
+        _listener("127.0.0.1", job.port)
+
+
+def test_nobody_listens_on_other_interfaces(job: Job) -> None:
+    assert job.listener.getsockname()[0] == "127.0.0.1"
+    with closing(_listener("localhost", 0)) as listener:
+        assert listener.getsockname()[0] in ("127.0.0.1", "::1")
+
+
+@pytest.mark.parametrize("address", ["192.0.2.1", "nowhere.invalid"])
+def test_an_address_that_is_not_ours(address: str) -> None:
+    with pytest.raises(
+        PeerError, match=f"MASTER_ADDR is '{address}', where rank 0 cannot listen .*: give an address"
+    ):
+        _listener(address, 0)
