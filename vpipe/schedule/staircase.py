@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from functools import partial
 
 from vpipe.schedule.action import Action, Op
 from vpipe.schedule.program import Exists
@@ -35,29 +36,32 @@ def staircase(
 ) -> Iterator[Action]:
     """One rank's program; `depth` None is endless, `interval` the number of minibatches of an update."""
     F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
+    make = partial(tuple.__new__, Action)  # as Action(...) does, without its detour
     stage, replica = seat(placement, rank)
     count = len(placement[stage])
     forward = backward = replica
+    group_end = (backward // interval + 1) * interval
     ahead = None if depth is None else replica + depth[stage] * count
     late: deque[int] = deque()  # minibatches whose weight gradients are still to be made
     more = True
     while more or backward < forward:
         if more := more and exists(forward):
-            yield Action(stage, F, forward)
+            yield make((stage, F, forward))
             forward += count
             if ahead is None or forward <= ahead:
                 continue
         if backward >= forward:
             break
         if split:
-            yield Action(stage, I, backward)
+            yield make((stage, I, backward))
             late.append(backward)
             if len(late) > stage:
-                yield Action(stage, W, late.popleft())
+                yield make((stage, W, late.popleft()))
         else:
-            yield Action(stage, B, backward)
+            yield make((stage, B, backward))
         following = backward + count
-        if following // interval != backward // interval or not exists(following):
+        if following >= group_end or not exists(following):
+            group_end = (following // interval + 1) * interval
             yield from (Action(stage, W, minibatch) for minibatch in late)
             late.clear()
             yield Action(stage, Op.STEP, last_of_group(backward, interval, exists))

@@ -99,8 +99,6 @@ class _Ties(NamedTuple):
     computes: bool
 
 
-_Ready = tuple[float, int, float, Action, _Ties]
-
 TILE = 16
 """Where the order of ranks is free, minibatches that neighbours run before the next ranks have their turn.
 
@@ -142,9 +140,14 @@ class _Walk:
         done, gathered, interval = self.done, self.gathered, self.interval
         cost, make_event = self.cost, partial(tuple.__new__, Event)
         replicas = [len(ranks) for ranks in self.schedule.placement]
+        # Stages whose updates concern one rank alone.
+        lone = [count == 1 and stage not in self.schedule.reduced for stage, count in enumerate(replicas)]
         free = [0.0] * len(programs)
-        ready: list[_Ready] = []
-        rank, last = -1, self.schedule.num_stages - 1
+        # Ranks that can go on, by start or by tile, and what each would do.
+        timed: list[tuple[float, int]] = []
+        tiled: list[int] = []
+        starts, found = [0.0] * len(programs), [self.ties[0][0][F]] * len(programs)
+        rank, ranks, last = -1, len(programs), self.schedule.num_stages - 1
         turned = list(range(len(programs)))
         waiters = [-1.0 - number for number in turned]
         for number in turned:
@@ -167,23 +170,34 @@ class _Walk:
                     if time > start:
                         start = time
                 else:
-                    if not tied[3]:
+                    if op is STEP and lone[stage]:
+                        group = minibatch // interval
+                        if gathered[stage].get(group) != minibatch + 1 - group * interval:
+                            continue  # for good: what is missing stands later in the same program
+                    elif not tied[3]:
                         gate = self.gate(number, action)
                         if gate is None:
                             continue
                         if gate > start:
                             start = gate
-                    if by_start:
-                        heappush(ready, (start, number, start, action, tied))
-                    elif number == rank:
+                    if number == rank and not by_start:
                         goes_on = True
+                        continue
+                    starts[number], found[number] = start, tied
+                    if by_start:
+                        heappush(timed, (start, number))
                     else:
                         tile = (minibatch - (last if op is F else stage)) // TILE
-                        heappush(ready, (tile, number, start, action, tied))
+                        heappush(tiled, tile * ranks + number)
             if not goes_on:
-                if not ready:
+                if timed:
+                    rank = heappop(timed)[1]
+                elif tiled:
+                    rank = heappop(tiled) % ranks
+                else:
                     break
-                _, rank, start, action, tied = heappop(ready)
+                start, tied, action = starts[rank], found[rank], pending[rank]
+                assert action is not None
                 stage, op, minibatch = action
             assert action is not None
             needs, makes, sends, computes = tied
@@ -208,6 +222,8 @@ class _Walk:
                 groups = gathered[stage]
                 turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]
                 groups[turn] = groups.get(turn, 0) + 1
+            elif op is STEP and lone[stage]:
+                del gathered[stage][minibatch // interval]
             elif not computes:
                 turned += self.freed(rank, action, end)
             turned.append(rank)
