@@ -2,7 +2,7 @@
 
 The ranks' times no longer fall apart into stages one after the other, so there is no exact search. Cuts start where
 all chunks work equally long. Then the worst rank (the one that lacks most memory, or else takes longest) hands its
-first or last block to a stage nearby, all cuts between moving by one, as long as that helps.
+first or last block to a stage nearby, all cuts between moving by one, as long as that helps and `EFFORT` lasts.
 """
 
 from __future__ import annotations
@@ -12,12 +12,15 @@ from itertools import accumulate
 from math import inf
 from typing import NamedTuple
 
-from vpipe.cost import Profile
+from vpipe.cost import KEEP, Profile
 from vpipe.plan.groups import Policies
-from vpipe.plan.model import Load, Slice, link_seconds
+from vpipe.plan.model import Load, Memory, Slice, stage_time
+from vpipe.plan.moments import Moment, at_moments, peak_memory
 from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
+EFFORT = 20_000
+"""Blocks of all ranks that were looked at, after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -26,6 +29,7 @@ class Seat(NamedTuple):
 
     slices: tuple[Slice, ...]
     policies: Policies | None
+    memory: Memory | None
     seconds: float
     missing: int
 
@@ -39,35 +43,54 @@ class Score(NamedTuple):
 
 
 def search_chunks(
-    profile: Profile, placement: Placement, loads: Sequence[Load], memory: int
+    profile: Profile,
+    placement: Placement,
+    loads: Sequence[Load],
+    moments: Sequence[Sequence[Moment]],
+    memory: int,
 ) -> list[Seat] | None:
-    """The seats by position, with bytes missing where nothing fits; None if there are too few blocks."""
+    """The seats by position, with bytes missing where nothing fits; None if there are too few blocks.
+
+    `moments` are those of each position.
+    """
     if len(placement) > len(profile.blocks):
         return None
-    return _Climb(profile, placement, loads, memory).seats()
+    return _Climb(profile, placement, loads, moments, memory).seats()
 
 
 class _Climb:
-    def __init__(self, profile: Profile, placement: Placement, loads: Sequence[Load], memory: int) -> None:
+    def __init__(
+        self,
+        profile: Profile,
+        placement: Placement,
+        loads: Sequence[Load],
+        moments: Sequence[Sequence[Moment]],
+        memory: int,
+    ) -> None:
         self.profile = profile
         self.placement = placement
         self.loads = loads
+        self.moments = moments
         self.memory = memory
-        self.positions = sorted(set(placement))
-        self.stages = [
-            [stage for stage, ranks in enumerate(placement) if ranks == own] for own in self.positions
-        ]
-        self.known: dict[tuple[Slice, ...], Seat] = {}
+        positions = sorted(set(placement))
+        self.position_of = [positions.index(own) for own in placement]
+        self.stages: list[list[int]] = [[] for _ in positions]
+        for stage, position in enumerate(self.position_of):
+            self.stages[position].append(stage)
+        self.known: dict[tuple[int, ...], Seat] = {}
+        self.effort = EFFORT
 
     def seats(self) -> list[Seat]:
         cuts = self.even()
-        seats = self.at(cuts)
+        seats = [self.seat(position, cuts) for position in range(len(self.stages))]
         score = self.score(seats)
         improved = True
-        while improved:
+        while improved and self.effort > 0:
             improved = False
-            for moved in self.moves(cuts, seats):
-                found = self.at(moved)
+            for moved, changed in self.moves(cuts, seats):
+                found = list(seats)
+                for position in changed:
+                    found[position] = self.seat(position, moved)
                 if (reached := self.score(found)) < score:
                     cuts, seats, score, improved = moved, found, reached, True
                     break
@@ -84,22 +107,22 @@ class _Climb:
             cuts.append(min(allowed, key=lambda cut: abs(before[cut] - share)))
         return [*cuts, blocks]
 
-    def moves(self, cuts: list[int], seats: Sequence[Seat]) -> Iterator[list[int]]:
+    def moves(self, cuts: list[int], seats: Sequence[Seat]) -> Iterator[tuple[list[int], set[int]]]:
+        """Cuts with one block of the worst rank handed on, and the positions that this changes."""
         worst = max(range(len(seats)), key=lambda index: (seats[index].missing, seats[index].seconds))
         for stage in self.stages[worst]:
             if cuts[stage + 1] - cuts[stage] == 1:
                 continue
             for other in range(max(0, stage - NEARBY), min(len(self.placement), stage + NEARBY + 1)):
+                if other == stage:
+                    continue
                 moved = list(cuts)
                 for cut in range(stage + 1, other + 1):
                     moved[cut] -= 1
                 for cut in range(other + 1, stage + 1):
                     moved[cut] += 1
-                if moved != cuts:
-                    yield moved
-
-    def at(self, cuts: Sequence[int]) -> list[Seat]:
-        return [self.seat(tuple(self.slice(stage, cuts) for stage in held)) for held in self.stages]
+                first, last = sorted((stage, other))
+                yield moved, set(self.position_of[first : last + 1])
 
     def slice(self, stage: int, cuts: Sequence[int]) -> Slice:
         own = self.placement[stage]
@@ -114,17 +137,34 @@ class _Climb:
             None if after == own else after[0],
         )
 
-    def seat(self, slices: tuple[Slice, ...]) -> Seat:
-        if slices not in self.known:
-            chosen = choose(self.profile, slices, self.memory)
-            if chosen is None:
-                missing = least_memory(self.profile, slices) - self.memory
-                self.known[slices] = Seat(slices, None, inf, missing)
-            else:
-                link = sum(link_seconds(self.profile, piece) for piece in slices)
-                seconds = max(chosen[0], link) / slices[0].load.replicas
-                self.known[slices] = Seat(slices, chosen[1], seconds, 0)
-        return self.known[slices]
+    def seat(self, position: int, cuts: Sequence[int]) -> Seat:
+        ends = tuple(cut for stage in self.stages[position] for cut in cuts[stage : stage + 2])
+        key = (position, *ends)
+        if key not in self.known:
+            slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
+            self.effort -= sum(piece.stop - piece.start for piece in slices)
+            self.known[key] = self.solve(slices, self.moments[position])
+        return self.known[key]
+
+    def solve(self, slices: tuple[Slice, ...], moments: Sequence[Moment]) -> Seat:
+        """Chosen for the worst moment of keeping everything, and for each that turns out to be worse then."""
+        profile, memory = self.profile, self.memory
+        policies: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
+        taken: list[Moment] = []
+        pieces = list(slices)
+        while True:
+            peak, worst = peak_memory(profile, slices, policies, moments)
+            if peak.total <= memory:
+                time = stage_time(profile, slices, policies)
+                return Seat(slices, policies, peak, time.seconds / slices[0].load.replicas, 0)
+            if worst in taken:
+                break
+            taken.append(worst)
+            pieces = at_moments(slices, taken)
+            if (chosen := choose(profile, pieces, memory)) is None:
+                break
+            policies = chosen[1]
+        return Seat(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
 
     @staticmethod
     def score(seats: Sequence[Seat]) -> Score:

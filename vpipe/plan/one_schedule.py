@@ -17,8 +17,9 @@ from vpipe.plan.loads import (
     two_versions_interval,
 )
 from vpipe.plan.model import Slice
+from vpipe.plan.moments import schedule_moments
 from vpipe.plan.policies import from_the_end
-from vpipe.plan.result import PlanResult, assemble
+from vpipe.plan.result import PlanResult, Position, assemble
 from vpipe.plan.slices import MemoryCosts, TimeCosts
 from vpipe.plan.stages import Stage, search
 from vpipe.schedule import ASYNCHRONOUS, build
@@ -62,7 +63,11 @@ def _plans(task: Task) -> Iterator[PlanResult]:
     if task.schedule in CHUNKED:
         for positions in _divisors(task):
             seats = _seats(task, positions)
-            chosen = [(seat.slices, seat.policies) for seat in seats if seat.policies is not None]
+            chosen = [
+                Position(seat.slices, seat.policies, seat.memory)
+                for seat in seats
+                if seat.policies is not None
+            ]
             if seats and len(chosen) == len(seats):
                 chunks = len(seats[0].slices)
                 yield assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
@@ -87,7 +92,7 @@ def _plans(task: Task) -> Iterator[PlanResult]:
                 task.minibatches if asynchronous else task.update,
                 None,
                 interval,
-                [([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
+                [Position([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
             )
 
 
@@ -120,7 +125,8 @@ def _seats(task: Task, positions: int) -> list[Seat]:
     chunks = task.chunks if task.schedule == "interleaved" else None
     schedule = build(task.schedule, positions, task.update, chunks=chunks, replicas=[replicas] * positions)
     loads = schedule_loads(task.schedule, positions, replicas, task.update, chunks)
-    return search_chunks(task.profile, schedule.placement, loads, task.memory) or []
+    moments = schedule_moments(task.schedule, positions, replicas, task.update, chunks)
+    return search_chunks(task.profile, schedule.placement, loads, moments, task.memory) or []
 
 
 def _divisors(task: Task) -> list[int]:

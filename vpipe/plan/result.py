@@ -21,6 +21,14 @@ LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
 
 
+class Position(NamedTuple):
+    """What the search found for one position: its slices, a policy for each of their blocks, its memory if known."""
+
+    slices: Sequence[Slice]
+    policies: Sequence[Sequence[str]]
+    memory: Memory | None = None
+
+
 class StagePlan(NamedTuple):
     number: int
     slice: Slice
@@ -101,13 +109,14 @@ def assemble(
     minibatches: int | None,
     chunks: int | None,
     update_interval: int | None,
-    positions: Sequence[tuple[Sequence[Slice], Sequence[Sequence[str]]]],
+    positions: Sequence[Position],
 ) -> PlanResult:
     """The result for the slices and policies of each position."""
-    order = sorted(piece.start for slices, _ in positions for piece in slices)
+    starts = sorted(piece.start for position in positions for piece in position.slices)
+    order = {start: number for number, start in enumerate(starts)}
     planned = tuple(
-        position_plan(profile, slices, policies, [order.index(piece.start) for piece in slices])
-        for slices, policies in positions
+        position_plan(profile, position, [order[piece.start] for piece in position.slices])
+        for position in positions
     )
     stages = sorted(stage for position in planned for stage in position.stages)
     replicas = tuple(len(position.ranks) for position in planned)
@@ -134,9 +143,8 @@ def assemble(
     return replace(result, seconds=(step + (minibatches - few) * slowest) / minibatches)
 
 
-def position_plan(
-    profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]], numbers: Sequence[int]
-) -> RankPlan:
+def position_plan(profile: Profile, position: Position, numbers: Sequence[int]) -> RankPlan:
+    slices, policies, memory = position
     time = stage_time(profile, slices, policies)
     bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
     limit = "link" if time.link > time.compute else "compute"
@@ -146,4 +154,5 @@ def position_plan(
         StagePlan(number, piece, tuple(chosen))
         for number, piece, chosen in zip(numbers, slices, policies, strict=True)
     )
-    return RankPlan(slices[0].ranks, stages, stage_memory(profile, slices, policies), time, limit)
+    memory = memory or stage_memory(profile, slices, policies)
+    return RankPlan(slices[0].ranks, stages, memory, time, limit)
