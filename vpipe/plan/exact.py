@@ -1,7 +1,11 @@
-"""The exact choice for few blocks: block by block from the last, as a backward goes through them.
+"""The exact choice: block by block from the last, as a backward goes through them.
 
 What a running backward needs of a block depends on the policies of those behind it, so the order tells all there is
-to know when a block's turn comes. What is left is bounded by the least that its blocks can hold.
+to know when a block's turn comes. What is left is bounded twice: by the least that its blocks can hold, and by the
+time in which their best could save the bytes that are too many.
+
+Equal blocks lead to the same in any order, so that a model of a few kinds of blocks takes few steps. Where they would
+be too many the search gives up after `steps` of them, and what it has found is the best that is known.
 """
 
 from __future__ import annotations
@@ -31,11 +35,16 @@ class Choice(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """A block's turn, with the bytes that all later turns hold at least."""
+    """A block's turn, with what all later turns hold at least, hold if they keep all, and save at best."""
 
     choices: tuple[Choice, ...]
     last_of_slice: bool
     least_after: int
+    keeping_after: int
+    saved_a_second: float
+    """Bytes, by recomputing."""
+    saved_a_byte: int
+    """Bytes, by swapping one."""
 
 
 class BlockSearch:
@@ -45,27 +54,40 @@ class BlockSearch:
         self.turns: list[Turn] = []
         self.compute = compute
         self.host = host
-        after = 0
+        least = keeping = rate = 0
+        again = 0.0
         for piece in slices:
             for number in range(piece.start, piece.stop):
                 choices = _choices(profile, piece, number)
-                self.turns.append(Turn(choices, number == piece.stop - 1, after))
-                after += min(choice.held for choice in choices)
+                self.turns.append(Turn(choices, number == piece.stop - 1, least, keeping, again, rate))
+                least += min(choice.held for choice in choices)
+                keeping += choices[0].held
+                for choice in choices[1:]:
+                    if choice.policy == SWAP:
+                        rate = max(rate, piece.load.in_flight - piece.load.swapped_in)
+                    else:
+                        saved = choices[0].held - choice.held
+                        again = max(again, saved / choice.seconds if choice.seconds else inf)
         self.turns.reverse()
         self.seen: set[tuple[float, ...]] = set()
         self.found: list[str] | None = None
 
-    def fastest(self, memory: int, floor: float) -> tuple[float, list[str]] | None:
-        """The least time within `memory` bytes, which is at least `floor`, and the policies of all blocks."""
-        self.memory, self.seconds, self.smaller = memory, inf, False
-        self.floor = floor
+    def fastest(
+        self, memory: int, floor: float, limit: float = inf, steps: float = inf
+    ) -> tuple[float, list[str]] | None:
+        """The least time within `memory` bytes, and the policies of all blocks: below `limit`, not below `floor`.
+
+        None: there is none, or it was not found within so many `steps`.
+        """
+        self.memory, self.seconds, self.smaller = memory, limit, False
+        self.floor, self.steps = floor, steps
         self.visit(0, 0, 0, 0, 0.0, 0, [])
         return None if self.found is None else (self.seconds, self.found)
 
     def smallest(self, memory: int) -> int:
         """The least memory, which is at most `memory`."""
         self.memory, self.seconds, self.smaller = memory, inf, True
-        self.floor = 0.0
+        self.floor, self.steps = 0.0, inf
         self.visit(0, 0, 0, 0, 0.0, 0, [])
         return self.memory + (self.found is not None)
 
@@ -80,9 +102,10 @@ class BlockSearch:
                 self.seconds = max(self.compute + again, swapped / self.host)
             return
         state = (index, held, gone, backward, again, swapped)
-        if state in self.seen or self.seconds <= self.floor * (1 + ROUNDING):
-            return  # equal blocks lead to the same in any order
+        if state in self.seen or self.seconds <= self.floor * (1 + ROUNDING) or self.steps <= 0:
+            return
         self.seen.add(state)
+        self.steps -= 1
         turn = self.turns[index]
         gone = 0 if turn.last_of_slice else gone
         for choice in turn.choices:
@@ -90,9 +113,25 @@ class BlockSearch:
             after = gone + choice.given_back
             most = max(backward, choice.again - gone, -after)
             longer, moved = again + choice.seconds, swapped + choice.swapped
-            seconds = max(self.compute + longer, moved / self.host)
-            if now + most + turn.least_after <= self.memory and seconds < self.seconds * (1 - ROUNDING):
+            if now + most + turn.least_after > self.memory:
+                continue
+            excess = now + most + turn.keeping_after - self.memory
+            if self.least_seconds(turn, excess, longer, moved) < self.seconds * (1 - ROUNDING):
                 self.visit(index + 1, now, after, most, longer, moved, [*taken, choice.policy])
+
+    def least_seconds(self, turn: Turn, excess: int, again: float, swapped: int) -> float:
+        """A bound for the time of all choices in which later turns save `excess` bytes."""
+        computed = self.compute + again
+        seconds = max(computed, swapped / self.host)
+        missing = excess - (seconds * self.host - swapped) * turn.saved_a_byte
+        if missing <= 0 or turn.saved_a_second == inf:
+            return seconds
+        # Until it has computed as long as it swaps, recomputing comes for free as well.
+        missing -= (seconds - computed) * turn.saved_a_second
+        rate = turn.saved_a_second + turn.saved_a_byte * self.host
+        if missing <= 0:
+            return seconds
+        return seconds + missing / rate if rate else inf
 
 
 def _choices(profile: Profile, piece: Slice, number: int) -> tuple[Choice, ...]:

@@ -2,7 +2,9 @@
 
 Blocks with equal figures are one group, and `branch.py` chooses counts. That leaves out what a running backward
 needs, which depends on the order of the blocks. Where the counts fit with it as well they are the best; where they
-do not, few blocks are searched one by one (`exact.py`), and for many room is set aside until they do.
+do not, blocks are searched one by one (`exact.py`). Few are searched to the end. For many, room is set aside until the
+counts fit, and the search looks for something better for `STEPS` steps: most models have a few kinds of blocks, and
+then that is to the end as well.
 """
 
 from __future__ import annotations
@@ -27,6 +29,9 @@ from vpipe.plan.model import (
 
 FEW = 10
 """So many blocks are always worth an exact choice."""
+MANY = 300
+"""With more, not even a short search."""
+STEPS = 5000
 
 Choice = tuple[float, Policies]
 
@@ -38,14 +43,18 @@ def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | N
     if stage_memory(profile, slices, keeping).total <= memory:
         return compute, keeping
     members = group_blocks(profile, slices)
+    bound = _by_counts(profile, slices, members, memory, 0, inf)
+    if bound is None or stage_memory(profile, slices, bound[1]).total <= memory:
+        return bound
+    limit, steps, known = inf, inf, None
     if not _few(slices):
-        return _with_room(profile, slices, members, memory)
-    best = _by_counts(profile, slices, members, memory, 0, inf)
-    if best is None or stage_memory(profile, slices, best[1]).total <= memory:
-        return best
+        known = _with_room(profile, slices, members, memory)
+        if _count(slices) > MANY:
+            return known
+        limit, steps = inf if known is None else known[0], STEPS
     search = BlockSearch(profile, slices, compute, host_bandwidth(profile))
-    found = search.fastest(memory - fixed_bytes(profile, slices), best[0])
-    return None if found is None else (found[0], _by_slice(found[1], slices))
+    found = search.fastest(memory - fixed_bytes(profile, slices), bound[0], limit, steps)
+    return known if found is None else (found[0], _by_slice(found[1], slices))
 
 
 def _by_counts(
@@ -121,8 +130,12 @@ def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Membe
     return min(offered, key=lambda policies: stage_memory(profile, slices, policies).total)
 
 
+def _count(slices: Sequence[Slice]) -> int:
+    return sum(piece.stop - piece.start for piece in slices)
+
+
 def _few(slices: Sequence[Slice]) -> bool:
-    return sum(piece.stop - piece.start for piece in slices) <= FEW
+    return _count(slices) <= FEW
 
 
 def _by_slice(policies: Sequence[str], slices: Sequence[Slice]) -> Policies:
