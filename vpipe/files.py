@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -35,5 +36,17 @@ def read_json(path: Path) -> Any:
         raise ConfigError(f"{path}: cannot be read as JSON: {error}") from None
 
 
-def write_json(path: Path, value: Any) -> None:
-    write_text(path, json.dumps(value, indent=1, ensure_ascii=False) + "\n")
+def write_json(path: Path, values: Mapping[str, Any]) -> None:
+    """An object, a line for each key and for each entry of its lists of objects: easy to read and to compare."""
+    lines = [f"  {_text(key)}: {_entries(value)}" for key, value in values.items()]
+    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def _entries(value: Any) -> str:
+    if isinstance(value, list) and value and isinstance(value[0], dict):
+        return "[\n" + ",\n".join(f"    {_text(entry)}" for entry in value) + "\n  ]"
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    return json.dumps(value, ensure_ascii=False)

@@ -53,15 +53,8 @@ class Layout:
 
     @property
     def lag(self) -> int:
-        """After how many updates everything that stage 0 did for an update is known to all.
-
-        Stage 0 starts a minibatch only when the one that many places before it has come back.
-        """
-        if self.schedule.synchronous:
-            return 0
-        ranks = [len(ranks) for ranks in self.schedule.placement]
-        under_way = -(-sum(ranks) // ranks[0]) * ranks[0]
-        return -(-under_way // self.schedule.update_interval)
+        """After how many updates everything that stage 0 did for an update is known to all."""
+        return self.schedule.lag
 
     def program(self, rank: int, count: int) -> Iterator[Action]:
         """The program of a synchronous update with this many minibatches; the last update may have fewer."""

@@ -10,7 +10,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_any_profile, read_profile, write_profile
+from vpipe.cost import (
+    BlockCost,
+    DeviceCost,
+    LinkCost,
+    Profile,
+    Tie,
+    read_any_profile,
+    read_profile,
+    write_profile,
+)
 from vpipe.errors import VPipeError
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -74,6 +83,7 @@ def test_what_is_written_is_read(file: Path) -> None:
         optimizer_ratio=1.0,
         links={(0, 1): LinkCost(2e9, 0.0), (1, 0): LinkCost(3e9, 1e-3)},
         fingerprint="abc",
+        tied=(Tie(40, (0, 1)),),
     )
     write_profile(written, file)
     assert read_any_profile(file) == written
@@ -122,6 +132,16 @@ def test_what_may_be_left_out(file: Path) -> None:
             "link 0 of links: to is 1: it must be another rank",
         ),
         ({"format": "other"}, "format is \"other\": it must be 'vpipe profile 1', or left out"),
+        (
+            {"tied": [{"bytes": 1, "blocks": [0, 2]}]},
+            "parameter 0 of tied: blocks is [0, 2]: it must be different",
+        ),
+        (
+            {"tied": [{"bytes": 1, "blocks": [1, 1]}]},
+            "parameter 0 of tied: blocks is [1, 1]: it must be different",
+        ),
+        ({"tied": [{"bytes": 1, "blocks": ["0", 1]}]}, "parameter 0 of tied: blocks is ['0', 1]: it must be"),
+        ({"tied": [{"blocks": [0, 1]}]}, "parameter 0 of tied: bytes is missing"),
         ({"blocs": 1}, "unknown key \"blocs\": did you mean 'blocks'?"),
     ],
 )

@@ -11,11 +11,12 @@ from functools import lru_cache
 from itertools import combinations, pairwise, product
 from math import ceil, inf
 
+import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
 from vpipe.plan.model import Load, Slice, stage_memory
@@ -77,11 +78,20 @@ class Brute:
         )
         entered = [profile.blocks[i - 1].boundary_bytes if i else 0 for i in range(start, stop)]
         parameters = sum(b.parameter_bytes for b in blocks)
+        exchanged = 0
+        for tie in profile.tied:
+            here = sum(start <= number < stop for number in tie.blocks)
+            parameters -= tie.bytes * max(0, here - 1)
+            exchanged += tie.bytes if 0 < here < len(tie.blocks) else 0
+        lag = {"pipedream": self.ranks, "2bw": 2}.get(self.schedule, 0)
         left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
         fixed = parameters * (versions + 1 + profile.optimizer_ratio) + 2 * (entered[0] + left)
+        fixed += (2 + lag) * exchanged
         messages = (copies - 1) if profile.link.sender_busy else min(1, copies - 1)
         reduce = messages * (profile.link.latency + parameters / profile.link.bandwidth)
         base = sum(b.forward + b.input_gradient + b.weight_gradient for b in blocks)
+        if exchanged and profile.link.sender_busy:
+            reduce += 2 * (profile.link.latency + exchanged / profile.link.bandwidth)
         base += (sum(b.update for b in blocks) + reduce) / per_update
         link = 0.0
         if start > 0:
@@ -128,7 +138,13 @@ def problems(draw: st.DrawFn, most: int = 6) -> tuple[Profile, int, int]:
     link = LinkCost(
         draw(st.sampled_from([0.5, 4.0, 100.0])), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans())
     )
-    profile = Profile(blocks, device, link, 1, optimizer_ratio=draw(st.sampled_from([0.0, 1.0, 2.0])))
+    tied = ()
+    if len(blocks) > 1 and draw(st.booleans()):
+        # What is shared is a part of each: the first and the last, as embeddings are.
+        shared = min(blocks[0].parameter_bytes, blocks[-1].parameter_bytes)
+        tied = (Tie(shared, (0, len(blocks) - 1)),) if shared else ()
+    ratio = draw(st.sampled_from([0.0, 1.0, 2.0]))
+    profile = Profile(blocks, device, link, 1, optimizer_ratio=ratio, tied=tied)
     cap = draw(st.integers(1, 20 + 12 * len(blocks)))
     return profile, draw(st.integers(1, 4)), cap
 
@@ -235,7 +251,8 @@ def test_split_backwards_equal_brute_force(
     profile = replace(profile, blocks=blocks)
     load = Load(1, data.draw(st.integers(1, 4)), 1, data.draw(st.integers(0, 3)), True, 1.0)
     piece = Slice(0, len(blocks), load, (0,), None, None)
-    fixed = ceil(sum(b.parameter_bytes for b in blocks) * (2 + profile.optimizer_ratio))
+    parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
+    fixed = ceil(parameters * (2 + profile.optimizer_ratio))
     base = sum(b.forward + b.backward + b.update for b in blocks)
     found = [split_stage(blocks, load, policies) for policies in product("KRS", repeat=len(blocks))]
     assert least_memory(profile, [piece]) == fixed + min(total for total, _, _ in found)
@@ -245,3 +262,43 @@ def test_split_backwards_equal_brute_force(
     assert (inf if chosen is None else chosen[0]) == pytest.approx(min([inf, *fitting]), rel=1e-6, abs=1e-12)
     if chosen is not None:
         assert stage_memory(profile, [piece], chosen[1]).total <= cap
+
+
+def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
+    """The least time of one stage of all blocks, over every policy of every block at once."""
+    blocks, flight = profile.blocks, load.in_flight
+    chosen = np.indices((3,) * len(blocks), dtype=np.int8).reshape(len(blocks), -1)  # keep, recompute, swap
+    held, again, swapped, room, behind = (np.zeros(chosen.shape[1]) for _ in range(5))
+    for number in reversed(range(len(blocks))):
+        one = blocks[number]
+        kept, reads = one.kept_bytes, blocks[number - 1].boundary_bytes if number else 0
+        recomputed, moved = chosen[number] == 1, chosen[number] == 2
+        held += np.where(recomputed, reads * flight, np.where(moved, kept * min(2, flight), kept * flight))
+        room = np.where(recomputed, np.maximum(room, kept - reads - behind), room)
+        again += recomputed * one.forward
+        swapped += moved * kept
+        behind += np.where(recomputed, reads, kept)
+    parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
+    fits = parameters * (2 + profile.optimizer_ratio) + held + room <= cap
+    base = sum(b.forward + b.backward + b.update for b in blocks)
+    per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
+    return float(np.where(fits, np.maximum(base + again, swapped * per_byte), inf).min())
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(most=12), st.integers(1, 4), st.floats(0, 1))
+def test_many_blocks_of_few_kinds_equal_brute_force(
+    problem: tuple[Profile, int, int], in_flight: int, room: float
+) -> None:
+    profile, _, _ = problem
+    repeated = (profile.blocks * 12)[: 11 if len(profile.blocks) % 2 else 12]
+    profile = replace(profile, blocks=repeated, tied=())
+    load = Load(1, in_flight, 1, 0, False, 1.0)
+    piece = Slice(0, len(repeated), load, (0,), None, None)
+    least = least_memory(profile, [piece])
+    most = stage_memory(profile, [piece], [["keep"] * len(repeated)]).total
+    cap = least + round(room * (most - least))
+    expected, chosen = fastest_of_all(profile, load, cap), choose(profile, [piece], cap)
+    assert chosen is not None
+    assert chosen[0] == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert stage_memory(profile, [piece], chosen[1]).total <= cap

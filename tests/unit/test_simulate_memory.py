@@ -1,13 +1,16 @@
 """Simulated memory against what the schedule says of itself, and by hand."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_simulate_time import block, profile
-from vpipe.cost import BlockCost, LinkCost, Plan, Profile
+from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie
 from vpipe.schedule import NAMES, build, holdings
-from vpipe.simulate import Memory, simulate
+from vpipe.simulate import Memory, RankFigures, Simulation, simulate
 
 
 def chain(stages: int, **more: int) -> Profile:
@@ -34,6 +37,29 @@ def test_what_makes_up_the_peak() -> None:
     ]
     assert result.ranks[0].memory.total == 638
     assert (result.in_flight, result.versions) == ((3, 2, 1), (3, 2, 1))
+
+
+def _with_times(
+    one: Simulation, other: Simulation
+) -> Iterator[tuple[RankFigures, RankFigures, float, float]]:
+    for a, b in zip(one.ranks, other.ranks, strict=True):
+        yield a, b, one.step_time, other.step_time
+
+
+def test_a_shared_parameter_is_held_once_and_its_gradients_wait() -> None:
+    """Blocks 0 and 2 share 60 of their 100 bytes: one copy on one rank, an exchange between two."""
+    costs = replace(chain(3), tied=(Tie(60, (0, 2)),), link=LinkCost(60.0, 0.5, sender_busy=True))
+    (alone,) = simulate(costs, Plan((3,), ("keep",) * 3), "1f1b", 4).ranks
+    assert alone.memory == Memory(240, 0, 240, 480, 30, 0)
+    bare = simulate(replace(costs, tied=()), plan("keep", "keep", "keep"), "pipedream", 12)
+    tied = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12)
+    lag = build("pipedream", 3, 12).lag
+    more = [a.memory.total - b.memory.total for a, b in zip(tied.ranks, bare.ranks, strict=True)]
+    assert more == [(2 + lag) * 60, 0, (2 + lag) * 60]
+    assert (lag, build("1f1b", 3, 12).lag) == (3, 0)
+    # Each update of the outer stages sends 60 bytes, and adds as many; the inner one is no busier than before.
+    work = [a.compute * a_time - b.compute * b_time for a, b, a_time, b_time in _with_times(tied, bare)]
+    assert work == pytest.approx([2 * 1.5, 0.0, 2 * 1.5])
 
 
 @pytest.mark.parametrize("name", NAMES)

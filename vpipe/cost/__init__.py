@@ -1,6 +1,6 @@
 """The numbers that a profile holds, the plan that is made from them, and the files of both."""
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, broadcast_seconds
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, broadcast_seconds
 from vpipe.cost.files import read_any_profile, read_profile, write_profile
 from vpipe.cost.held_bytes import backward_bytes, held_bytes, input_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
@@ -17,6 +17,7 @@ __all__ = [
     "LinkCost",
     "Plan",
     "Profile",
+    "Tie",
     "backward_bytes",
     "broadcast_seconds",
     "for_batch_size",

@@ -64,6 +64,18 @@ def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
 
 
 @dataclass(frozen=True)
+class Tie:
+    """A parameter that several blocks share; each of them counts its bytes."""
+
+    bytes: int
+    blocks: tuple[int, ...]
+
+    def inside(self, start: int, stop: int) -> int:
+        """How many of its blocks are among those from `start` up to `stop`."""
+        return sum(start <= block < stop for block in self.blocks)
+
+
+@dataclass(frozen=True)
 class Profile:
     blocks: tuple[BlockCost, ...]
     device: DeviceCost
@@ -76,6 +88,20 @@ class Profile:
     """By sending and receiving rank."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
+    tied: tuple[Tie, ...] = ()
+
+    def parameter_bytes(self, start: int, stop: int) -> int:
+        """Of the blocks from `start` up to `stop`, what they share counted once."""
+        counted = sum(block.parameter_bytes for block in self.blocks[start:stop])
+        return counted - sum(tie.bytes * max(0, tie.inside(start, stop) - 1) for tie in self.tied)
+
+    def exchanged_bytes(self, start: int, stop: int) -> int:
+        """Gradients that a stage of these blocks and another one add up for each update."""
+        return sum(tie.bytes for tie in self.tied if 0 < tie.inside(start, stop) < len(tie.blocks))
+
+    def exchange_seconds(self, count: int) -> float:
+        """How long a rank that copies its messages itself sends gradients and adds those of another stage."""
+        return 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
 
     def link_between(self, sender: int, receiver: int) -> LinkCost:
         return self.links.get((sender, receiver), self.link)

@@ -7,14 +7,16 @@ from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
-from vpipe.cost.json_fields import Fields, write_json
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie
+from vpipe.cost.json_fields import Fields
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
 from vpipe.errors import ConfigError
-from vpipe.files import read_json, read_text
+from vpipe.files import read_json, read_text, write_json
 
 FORMAT = "vpipe profile 1"
-KEYS = ("format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks")
+KEYS = (
+    "format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks", "tied",
+)  # fmt: skip
 DEVICE_KEYS = ("memory", "to_host", "from_host")
 LINK_KEYS = ("bandwidth", "latency", "sender_busy")
 BLOCK_KEYS = tuple(entry.name for entry in dataclass_fields(BlockCost))
@@ -59,6 +61,7 @@ def read_profile(path: Path) -> Profile:
         optimizer_ratio=top.number("optimizer_ratio", "bytes for each byte of parameters", default=2.0),
         links=_links(top, path),
         fingerprint=top.text("fingerprint", ""),
+        tied=_ties(top, path, len(blocks)),
     )
 
 
@@ -72,8 +75,9 @@ def write_profile(profile: Profile, path: Path) -> None:
         "device": asdict(profile.device),
         "link": asdict(profile.link),
     }
-    blocks = [asdict(block) for block in profile.blocks]
-    write_json(values | ({"links": links} if links else {}) | {"blocks": blocks}, path)
+    tied = [asdict(tie) for tie in profile.tied]
+    values |= {key: entries for key, entries in (("links", links), ("tied", tied)) if entries}
+    write_json(path, values | {"blocks": [asdict(block) for block in profile.blocks]})
 
 
 def _block(index: int, values: Any, path: Path) -> BlockCost:
@@ -106,6 +110,25 @@ def _links(top: Fields, path: Path) -> dict[tuple[int, int], LinkCost]:
             raise fields.fault("to", f"another rank than {ends[0]}, and each pair must stand once")
         found[ends] = _link(fields)
     return found
+
+
+def _ties(top: Fields, path: Path, blocks: int) -> tuple[Tie, ...]:
+    example = '{"bytes": 4000, "blocks": [0, 8]}'
+    entries = top.items("tied", f"a list of {example}", empty=True) if "tied" in top else []
+    ties = []
+    for index, values in enumerate(entries):
+        fields = Fields(values, f"{path}: parameter {index} of tied", ("bytes", "blocks"), example)
+        expected = f"different numbers of two or more blocks, each from 0 to {blocks - 1}"
+        numbers = fields.items("blocks", expected)
+        plain = all(isinstance(number, int) and not isinstance(number, bool) for number in numbers)
+        if (
+            not plain
+            or len(set(numbers)) < max(2, len(numbers))
+            or not 0 <= min(numbers) <= max(numbers) < blocks
+        ):
+            raise fields.fault("blocks", expected)
+        ties.append(Tie(fields.count("bytes", "bytes"), tuple(sorted(numbers))))
+    return tuple(ties)
 
 
 def _link(fields: Fields) -> LinkCost:

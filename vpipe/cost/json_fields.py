@@ -6,7 +6,6 @@ import json
 import math
 from collections.abc import Collection
 from difflib import get_close_matches
-from pathlib import Path
 from reprlib import Repr
 from typing import Any
 
@@ -101,18 +100,3 @@ class Fields:
         if not isinstance(value, list) or not (value or empty):
             raise self.fault(key, expected)
         return value
-
-
-def write_json(values: dict[str, Any], path: Path) -> None:
-    """Write an object a line for each entry of its lists of objects: easy to read, to edit and to compare."""
-    lines = [f"  {json.dumps(key)}: {_written(value)}" for key, value in values.items()]
-    try:
-        path.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
-
-
-def _written(value: Any) -> str:
-    if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(f"    {json.dumps(entry)}" for entry in value) + "\n  ]"
-    return json.dumps(value)

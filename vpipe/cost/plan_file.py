@@ -12,9 +12,9 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
-from vpipe.cost.json_fields import Fields, finite, shown, write_json
+from vpipe.cost.json_fields import Fields, finite, shown
 from vpipe.errors import ConfigError
-from vpipe.files import read_json
+from vpipe.files import read_json, write_json
 from vpipe.schedule import NAMES
 
 KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
@@ -127,7 +127,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         "fingerprint": plan.fingerprint or None,
         "prediction": plan.prediction or None,
     }
-    write_json({key: value for key, value in values.items() if value is not None}, path)
+    write_json(path, {key: value for key, value in values.items() if value is not None})
 
 
 def _counts(fields: Fields, key: str, expected: str) -> tuple[int, ...]:

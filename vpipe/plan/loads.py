@@ -48,9 +48,9 @@ def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatche
     ahead = -(-behind // replicas)
     if name in ("pipedream", "vpipe"):
         # An update follows every minibatch of the stage with the most replicas; others have no more.
-        return Load(replicas, ahead, ahead, 0, False, 1.0)
+        return Load(replicas, ahead, ahead, 0, False, 1.0, ranks)
     if name == "2bw":
-        return Load(replicas, ahead, min(ahead, 2), 0, False, two_versions_interval(ranks) / replicas)
+        return Load(replicas, ahead, min(ahead, 2), 0, False, two_versions_interval(ranks) / replicas, 2)
     own = -(-(minibatches or 1) // replicas)
     return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 0, False, own)
 

@@ -3,9 +3,10 @@
 One rank holds one slice of consecutive blocks, or several where the schedule puts chunks on a rank. While it
 trains, its memory holds, summed over its slices:
 
-    weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio)
+    weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio), what blocks share once
     buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
-                 and the one under way; the gradient that comes back is as large and takes the same place
+                 and the one under way; the gradient that comes back is as large and takes the same place;
+                 (2 + lag) x the parameters that it shares with slices elsewhere: their gradients are exchanged
     activations  for each minibatch in flight, that is from its F to the end of its B (or I)
         keep       kept_bytes x in_flight
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
@@ -17,8 +18,8 @@ trains, its memory holds, summed over its slices:
                  `cost.backward_bytes`, that is, over their recomputed blocks, of kept_bytes less the input and
                  less what the blocks behind it have given back by then
 
-The most in flight and the most waiting are taken to come together, as do the peaks of a rank's slices. That is so
-for whole backwards and for zb-h1; with chunks (interleaved, zb-v) it is more than the rank will need.
+The most in flight and the most waiting are taken to come together. That is so for whole backwards and for zb-h1; where
+a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes together.
 
 A rank works on a minibatch for
 
@@ -62,6 +63,8 @@ class Load(NamedTuple):
     """Whether backward is split into I and W."""
     per_update: float
     """A rank's own minibatches between two updates."""
+    lag: int = 0
+    """Updates that the first stage may be behind the last."""
 
     @property
     def swapped_in(self) -> int:
@@ -133,14 +136,15 @@ def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Seq
 
 
 def weight_bytes(profile: Profile, piece: Slice) -> int:
-    parameters = sum(block.parameter_bytes for block in profile.blocks[piece.start : piece.stop])
+    parameters = profile.parameter_bytes(piece.start, piece.stop)
     return ceil(parameters * (piece.load.versions + 1 + profile.optimizer_ratio))
 
 
 def buffer_bytes(profile: Profile, piece: Slice) -> int:
     received = 0 if piece.before is None else input_bytes(profile.blocks, piece.start)
     sent = 0 if piece.after is None else profile.blocks[piece.stop - 1].boundary_bytes
-    return 2 * (received + sent)
+    shared = (2 + piece.load.lag) * profile.exchanged_bytes(piece.start, piece.stop)
+    return 2 * (received + sent) + shared
 
 
 def host_bandwidth(profile: Profile) -> float:
@@ -151,8 +155,9 @@ def host_bandwidth(profile: Profile) -> float:
 def update_seconds(profile: Profile, piece: Slice) -> float:
     """The share of one minibatch in the update, and in the reduction where there are replicas."""
     blocks = profile.blocks[piece.start : piece.stop]
-    parameters = sum(block.parameter_bytes for block in blocks)
+    parameters = profile.parameter_bytes(piece.start, piece.stop)
     spent = sum(block.update for block in blocks) + reduce_seconds(profile, piece.load.replicas, parameters)
+    spent += profile.exchange_seconds(profile.exchanged_bytes(piece.start, piece.stop))
     return spent / piece.load.per_update
 
 

@@ -69,12 +69,21 @@ class Sums:
         self.others = _before(np.minimum((in_flight - 1) * np.minimum(kept, entered), swapped))
         copies = _column(load.versions for load in loads.loads) + 1 + profile.optimizer_ratio
         self.copies = copies
+        self.profile = profile
+
+    def shared(self, start: int) -> Floats:
+        """Parameter bytes that slices from `start` count more than once, by stop."""
+        found = np.zeros(self.blocks - start)
+        for tie in self.profile.tied:
+            for block in [block for block in tie.blocks if block >= start][1:]:
+                found[block - start :] += tie.bytes
+        return found
 
     def keeping(self, start: int, rows: Rows) -> Floats:
         """The bytes of slices from `start` that keep everything, by load and stop (from start + 1 on); what a
-        running backward adds is left out."""
+        running backward adds, and what is shared with other slices, is left out."""
         ends = slice(start + 1, None)
-        weights = self.copies[rows] * (self.parameters[ends] - self.parameters[start])
+        weights = self.copies[rows] * (self.parameters[ends] - self.parameters[start] - self.shared(start))
         kept = self.in_flight[rows] * (self.kept[ends] - self.kept[start])
         deferred = self.waiting[rows] * (self.deferred[ends] - self.deferred[start])
         return np.asarray(weights + kept + deferred + (self.buffers[start] + self.buffers[ends]))
@@ -162,7 +171,7 @@ class TimeCosts(SliceCosts):
         sums, ends = self.sums, slice(start + 1, None)
         need = sums.keeping(start, rows) - self.memory
         kept = sums.kept[ends] - sums.kept[start]
-        parameters = sums.parameters[ends] - sums.parameters[start]
+        parameters = sums.parameters[ends] - sums.parameters[start] - sums.shared(start)
         spent = sums.update[ends] - sums.update[start] + self.reduce_byte[rows] * parameters
         compute = sums.compute[ends] - sums.compute[start] + self.copies[start] + self.copies[ends]
         compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows]

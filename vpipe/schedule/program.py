@@ -74,6 +74,18 @@ class Schedule:
         return self.order(rank, exists or self.exists)
 
     @property
+    def lag(self) -> int:
+        """After how many updates everything that stage 0 did for an update is known to all.
+
+        Stage 0 starts a minibatch only when the one that many places before it has come back.
+        """
+        if self.synchronous:
+            return 0
+        ranks = [len(ranks) for ranks in self.placement]
+        under_way = -(-sum(ranks) // ranks[0]) * ranks[0]
+        return -(-under_way // self.update_interval)
+
+    @property
     def exists(self) -> Exists:
         return always if self.minibatches is None else range(self.minibatches).__contains__
 

@@ -1,7 +1,9 @@
 """The memory of a rank, followed through its events: what every minibatch in flight holds, and old weights.
 
 Always there are the weights, as much again for their gradients, the optimizer's state, and for each cut to
-another rank room for two messages each way: the one in use and the one under way.
+another rank room for two messages each way: the one in use and the one under way. A stage that shares a parameter
+with another one holds two gradients more of it, the other's and the sum, and in asynchronous schedules one for each
+update that the other is behind.
 """
 
 from __future__ import annotations

@@ -99,6 +99,7 @@ class _Run:
         for stage, ranks in enumerate(schedule.placement):
             if len(ranks) > 1:
                 self.seconds[stage][Op.REDUCE] = reduce_seconds(profile, ranks, costs[stage].parameters)
+            self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
         self.ledgers: list[Ledger] = []
         self.hosts: dict[int, HostLink] = {}
         for rank in range(schedule.num_ranks):
@@ -220,7 +221,7 @@ class _Run:
         return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
 
     def buffers(self, rank: int) -> int:
-        """Two messages for each cut to another rank, each way."""
+        """Two messages for each cut to another rank, each way; of shared gradients two, and those that wait."""
         total = 0
         rules = self.network.rules
         for stage in self.schedule.stages_of(rank):
@@ -228,6 +229,7 @@ class _Run:
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
+            total += (2 + self.schedule.lag) * cost.exchanged
         return total
 
     def most(self, what: str) -> tuple[int, ...]:

@@ -11,7 +11,6 @@ from vpipe.cost import (
     POLICIES,
     RECOMPUTE,
     SWAP,
-    BlockCost,
     Plan,
     Profile,
     backward_bytes,
@@ -43,6 +42,8 @@ class StageCost:
     received: int
     sent: int
     """Across the cuts before and behind the stage; gradients are as large."""
+    exchanged: int
+    """Gradients of parameters that it shares with other stages, for each update."""
 
     @property
     def seconds(self) -> dict[Op, float]:
@@ -54,13 +55,14 @@ class StageCost:
 def stage_costs(profile: Profile, plan: Plan) -> list[StageCost]:
     ends = list(accumulate(plan.partition))
     return [
-        stage_cost(profile.blocks, end - count, end, policies)
+        stage_cost(profile, end - count, end, policies)
         for count, end, policies in zip(plan.partition, ends, plan.stage_policies(), strict=True)
     ]
 
 
-def stage_cost(blocks: Sequence[BlockCost], start: int, stop: int, policies: Sequence[str]) -> StageCost:
+def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str]) -> StageCost:
     """The stage of the blocks from `start` up to `stop`."""
+    blocks = profile.blocks
     own = blocks[start:stop]
     held: dict[str, int] = dict.fromkeys(POLICIES, 0)
     again = 0.0
@@ -77,7 +79,8 @@ def stage_cost(blocks: Sequence[BlockCost], start: int, stop: int, policies: Seq
         input_backward=backward_bytes(blocks, start, policies, split=True),
         deferred=sum(block.deferred for block in own),
         swapped=held[SWAP],
-        parameters=sum(block.parameter_bytes for block in own),
+        parameters=profile.parameter_bytes(start, stop),
         received=input_bytes(blocks, start),
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
+        exchanged=profile.exchanged_bytes(start, stop),
     )
