@@ -30,6 +30,18 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def check_plan(config: RunConfig, model: str) -> None:
+    """Whether the plan that the configuration names is one for the model with this fingerprint."""
+    if config.planned is None:
+        return
+    path, fingerprint = config.planned
+    if fingerprint and fingerprint != model:
+        raise ConfigError(
+            f"{path}: is a plan for another model: its fingerprint is {fingerprint[:16]!r}, that of the model in "
+            f"{config.source} {model[:16]!r}: plan again with `vpipe plan {config.source}`"
+        )
+
+
 def build_schedule(config: RunConfig) -> Schedule:
     """The schedule itself; that it fits the ranks and the partition is checked before any rank starts."""
     name = config.chosen_schedule

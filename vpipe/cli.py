@@ -233,24 +233,56 @@ def profile(
 
 @app.command()
 def plan(
-    profile: Annotated[Path, typer.Option(help="What `vpipe profile` wrote, or PipeDream's graph.txt.")],
-    stages: Annotated[int, typer.Option(help="Ranks to plan for.")],
+    config: Annotated[
+        Path | None, typer.Argument(help="A run's YAML file: its model is profiled, unless it was before.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="Instead: what `vpipe profile` wrote, or PipeDream's graph.txt.")
+    ] = None,
+    stages: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
     schedule: Annotated[
-        str, typer.Option(help="A schedule's name, or auto for the fastest that fits.")
-    ] = "vpipe",
+        str | None, typer.Option(help="A schedule's name, or auto for the fastest that fits.")
+    ] = None,
     minibatches: Annotated[
         int | None, typer.Option(help="Minibatches of an update (synchronous ones).")
     ] = None,
     batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
-    output: Annotated[Path | None, typer.Option("-o", "--output", help="Where the plan goes.")] = None,
+    settings: Settings = None,
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes.")] = Path("plan.json"),
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
-    from vpipe.plan.command import plan_command
+    from vpipe.plan.command import plan_command, read_batch_size, tell_plan
 
-    plan_command(profile, stages, memory, schedule, minibatches, batch_size, chunks, as_json, output)
+    if config is None:
+        if profile is None or stages is None:
+            raise VPipeError("give a run's YAML file, or --profile and --stages")
+        plan_command(
+            profile, stages, memory, schedule or "vpipe", minibatches, batch_size, chunks, as_json, output
+        )
+        return
+    if profile is not None:
+        raise VPipeError(
+            f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
+        )
+    from vpipe.config_file import read_config
+    from vpipe.planning import plan_run, profile_cache
+    from vpipe.settings import read_settings
+
+    run = read_config(config, read_settings(settings or ()))
+    result = plan_run(
+        run,
+        profile_cache(run),
+        ranks=stages,
+        memory=memory,
+        schedule=schedule,
+        minibatches=minibatches,
+        batch_size=None if batch_size is None else read_batch_size(batch_size),
+        chunks=chunks,
+    )
+    tell_plan(result, as_json, output)
 
 
 @app.command()

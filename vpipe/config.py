@@ -204,6 +204,7 @@ class RunConfig(BaseModel):
     """How many of the newest checkpoints stay."""
 
     _source: Path = PrivateAttr(default=Path("config"))
+    _planned: tuple[Path, str] | None = PrivateAttr(default=None)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
@@ -240,6 +241,11 @@ class RunConfig(BaseModel):
     def source(self) -> Path:
         """The file that it was read from."""
         return self._source
+
+    @property
+    def planned(self) -> tuple[Path, str] | None:
+        """The plan that the partition was read from, and the fingerprint of the model that it is for."""
+        return self._planned
 
     def path(self, written: str) -> Path:
         """A path of the file, from where we stand."""

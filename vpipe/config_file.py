@@ -50,8 +50,11 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
     told["replicas"] = list(plan.replicas) or None
     given = config.model_dump(exclude_unset=True)
     kept = {key: value for key, value in given.items() if key != "partition"}
+    if sum(plan.replicas) == config.stages and config.replicas is None:
+        del kept["stages"]  # as many ranks, but some of them are replicas
     checked = check_values({key: v for key, v in told.items() if v is not None} | kept, config.source)
     checked._source = config.source
+    checked._planned = (path, plan.fingerprint)
     return checked
 
 
@@ -69,6 +72,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
     given = config.model_dump(exclude_unset=True)
     checked = check_values(given | {key: value for key, value in told.items() if value is not None}, path)
     checked._source = config.source
+    checked._planned = config.planned
     return checked
 
 

@@ -1,4 +1,7 @@
-"""`partition: auto`: the model is profiled, a plan is made for it, and the run follows the plan."""
+"""A run's plan: the model is profiled, unless it was before, and planned for the ranks that the run has.
+
+`vpipe plan CONFIG` shows it; with `partition: auto` the run follows it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from typing import TYPE_CHECKING
 from vpipe.config_file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
-from vpipe.plan import plan
+from vpipe.plan import PlanResult, plan
 from vpipe.plan.sizes import read_bytes
 from vpipe.schedule import ASYNCHRONOUS
 
@@ -33,15 +36,44 @@ def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
                 f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
                 "leave one of the two out"
             )
-    schedule = config.chosen_schedule
+    write_plan(plan_run(config, cache).to_plan(), path)
+
+
+def plan_run(
+    config: RunConfig,
+    cache: Path,
+    *,
+    ranks: int | None = None,
+    memory: str | None = None,
+    schedule: str | None = None,
+    minibatches: int | None = None,
+    batch_size: int | str | None = None,
+    chunks: int | None = None,
+) -> PlanResult:
+    """The best plan for the configured run, with what is given here in place of the file's own."""
+    schedule = schedule or config.chosen_schedule
     if schedule.endswith(".csv"):
         raise ConfigError(
             f"{config.source}: schedule is {schedule!r}: a table cannot be planned, name a schedule"
         )
-    memory = None if config.gpu_memory is None else read_bytes(config.gpu_memory)
-    minibatches = None if schedule in ASYNCHRONOUS else config.minibatches
-    made = plan(cached_profile(config, cache), config.ranks, memory, schedule, minibatches)
-    write_plan(made.to_plan(), path)
+    memory = memory or config.gpu_memory
+    if schedule not in ASYNCHRONOUS:
+        minibatches = minibatches or config.minibatches
+    return plan(
+        cached_profile(config, cache),
+        config.ranks if ranks is None else ranks,
+        None if memory is None else read_bytes(memory),
+        schedule,
+        minibatches,
+        batch_size,
+        chunks,
+    )
+
+
+def profile_cache(config: RunConfig) -> Path:
+    """Where the profiles of the configured runs lie."""
+    directory = Path() if config.directory is None else config.path(config.directory)
+    return directory / config.log_directory / "cache"
 
 
 def cached_profile(config: RunConfig, cache: Path) -> Profile:
@@ -52,7 +84,13 @@ def cached_profile(config: RunConfig, cache: Path) -> Profile:
     from vpipe.profile.command import profile_config
 
     profile = profile_config(config)
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.source}: log_directory is {config.log_directory!r}: {cache} cannot be made "
+            f"({error.strerror}): give a directory that you may write to"
+        ) from None
     write_profile(profile, file)
     return profile
 

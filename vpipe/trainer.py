@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vpipe import checkpoint
-from vpipe.arguments import build_schedule, pipeline_arguments
+from vpipe.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.communication import ProcessWorld, agree
 from vpipe.config import RunConfig
 from vpipe.config_file import resolved_yaml
@@ -60,6 +60,11 @@ class Trainer:
         # Minibatches of earlier runs beyond what this run's interval counts for their updates.
         self.offset = 0
         self.pipe = self._build_pipeline()
+        try:
+            check_plan(config, self.pipe.layout.graph.plan_fingerprint)
+        except ConfigError:
+            self.pipe.close()
+            raise
 
     def restore(self, resume: str | None) -> str | None:
         """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything."""
@@ -245,7 +250,7 @@ class Trainer:
             self.config.chunks,
             None if schedule.synchronous else schedule.update_interval,
             self.config.batch_size,
-            layout.graph.fingerprint,
+            layout.graph.plan_fingerprint,
         )
 
     def _describe_ranks(self) -> str:

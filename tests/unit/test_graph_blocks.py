@@ -138,6 +138,17 @@ def test_fingerprints_tell_models_apart_and_nothing_else() -> None:
     assert one != captured("bert").fingerprint
 
 
+def test_a_plan_is_for_the_blocks_whatever_the_batch_and_the_precision() -> None:
+    model, batch, _ = models.bert(layers=1)
+    one = capture(model, batch).plan_fingerprint
+    double = {name: torch.cat([field, field]) for name, field in batch.items()}
+    assert one == capture(model, double).plan_fingerprint
+    assert one == capture(models.bert(layers=1, dropout=0.5)[0].bfloat16(), batch).plan_fingerprint
+    assert one != captured("bert").plan_fingerprint
+    wider = bert_of(hf.BertForMaskedLM, 1, intermediate_size=80)
+    assert one != capture(*wider).plan_fingerprint
+
+
 @pytest.mark.parametrize(
     ("partition", "message"),
     [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -63,6 +64,13 @@ class ModelGraph:
             check=check,
             _values=values,
         )
+
+    @cached_property
+    def plan_fingerprint(self) -> str:
+        """Hash of what a plan speaks of, the blocks and their parameters: any batch and precision has the same."""
+        lines = [f"{name} {tuple(info.shape)}" for name, info in self.parameters.items()]
+        lines += [f"{block.name} {' '.join(block.parameters)}" for block in self.blocks]
+        return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def batch_fields(self, batch: Batch) -> dict[str, Tensor]:
         """The batch's tensors by field; BatchError names the field, what it is and what was expected."""

@@ -46,10 +46,10 @@ def launch(config: RunConfig, arguments: Sequence[str], *, quiet: bool = False) 
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
     folder = make_run_folder((directory or Path()) / config.log_directory)
     if config.partition == AUTO:
-        from vpipe.planning import write_run_plan
+        from vpipe.planning import profile_cache, write_run_plan
 
         plan = folder.absolute() / "plan.json"
-        write_run_plan(config, plan, folder.parent / "cache")
+        write_run_plan(config, plan, profile_cache(config))
         arguments = [*arguments, "--set", f"partition={plan}"]
     run_ranks_here(
         arguments,

@@ -9,6 +9,7 @@ from vpipe.cost import read_any_profile, write_plan
 from vpipe.errors import VPipeError
 from vpipe.plan.planner import AUTO, plan
 from vpipe.plan.report import describe, plan_table
+from vpipe.plan.result import PlanResult
 from vpipe.plan.sizes import read_bytes
 
 
@@ -23,12 +24,10 @@ def plan_command(
     as_json: bool = False,
     output: Path | None = None,
 ) -> None:
-    """Print the best plan for so many ranks; write it to `output`, if given.
+    """Tell the best plan for so many ranks.
 
     `memory` is a size such as 11GiB (default: the profiled device's), `batch_size` a number or 'auto'.
     """
-    from vpipe.tables import show
-
     result = plan(
         read_any_profile(profile),
         stages,
@@ -38,12 +37,21 @@ def plan_command(
         None if batch_size is None else read_batch_size(batch_size),
         chunks,
     )
+    tell_plan(result, as_json, output)
+
+
+def tell_plan(result: PlanResult, as_json: bool, output: Path | None) -> None:
+    """Print the plan; write it to `output`, if given."""
+    from vpipe.tables import show
+
     if output is not None:
         write_plan(result.to_plan(), output)
     if as_json:
         print(json.dumps(describe(result)))
-    else:
-        show(plan_table(result))
+        return
+    show(plan_table(result))
+    if output is not None:
+        print(f"plan {output}")
 
 
 def read_batch_size(text: str) -> int | str:

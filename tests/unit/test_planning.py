@@ -1,0 +1,138 @@
+"""`vpipe plan CONFIG`: profiled once, planned for the run, and refused for another model."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from vpipe.arguments import check_plan
+from vpipe.cli import main
+from vpipe.config import RunConfig
+from vpipe.config_file import read_config
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
+from vpipe.errors import ConfigError
+from vpipe.planning import plan_run, write_run_plan
+from vpipe.profile import command
+
+BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000, 1_000, 10_000)
+PROFILE = Profile((BLOCK,) * 5, DeviceCost(2**30, 1e8, 1e8), LinkCost(1e10, 1e-5), 3, fingerprint="abc")
+CONFIG = """
+hidden_size: 16
+num_layers: 2
+num_heads: 2
+vocab_size: 32
+sequence_length: 8
+batch_size: 3
+schedule: 1f1b
+minibatches: 6
+stages: 2
+gpu_memory: 2MiB
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    path = tmp_path / "run.yml"
+    path.write_text(CONFIG)
+    return path
+
+
+@pytest.fixture
+def profiled(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
+    """The configurations that were measured; measuring takes no time here."""
+    seen: list[RunConfig] = []
+
+    def measure(config: RunConfig) -> Profile:
+        seen.append(config)
+        return PROFILE
+
+    monkeypatch.setattr(command, "profile_config", measure)
+    return seen
+
+
+def vpipe(monkeypatch: pytest.MonkeyPatch, *arguments: object) -> int:
+    monkeypatch.setattr(sys, "argv", ["vpipe", *map(str, arguments)])
+    with pytest.raises(SystemExit) as caught:
+        main()
+    return int(caught.value.code or 0)
+
+
+def test_a_run_is_profiled_once_and_planned_as_its_file_says(
+    config: Path,
+    profiled: list[RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert vpipe(monkeypatch, "plan", config, "--json") == 0
+    printed, written = json.loads(capsys.readouterr().out), read_plan(Path("plan.json"))
+    assert (printed["schedule"], printed["minibatches"], printed["memory"]) == ("1f1b", 6, 2 * 2**20)
+    assert sum(written.replicas) == 2
+    assert written.fingerprint == "abc"
+    assert vpipe(monkeypatch, "plan", config, "--stages", 3, "--schedule", "vpipe", "-o", "other.json") == 0
+    assert "vpipe on 3 ranks" in capsys.readouterr().out
+    assert sum(read_plan(Path("other.json")).replicas) == 3
+    assert len(profiled) == 1
+    # Another minibatch has other costs.
+    assert vpipe(monkeypatch, "plan", config, "--set", "batch_size=4") == 0
+    assert [seen.batch_size for seen in profiled] == [3, 4]
+
+
+def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunConfig]) -> None:
+    run = read_config(config, {"partition": "auto"})
+    plan_run(run, Path("runs/cache"))
+    write_run_plan(run, Path("plan.json"), Path("runs/cache"))
+    assert len(profiled) == 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((), "give a run's YAML file, or --profile and --stages"),
+        (("--profile", "profile.json"), "give a run's YAML file, or --profile and --stages"),
+        (("run.yml", "--profile", "profile.json"), "give either a run's YAML file or --profile, not both"),
+        (("run.yml", "--set", "schedule=order.csv"), "a table cannot be planned, name a schedule"),
+        (("run.yml", "--set", "log_directory=run.yml/runs"), "run.yml/runs/cache cannot be made (Not a dir"),
+    ],
+)
+def test_mistakes(
+    config: Path,
+    profiled: list[RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: tuple[str, ...],
+    message: str,
+) -> None:
+    assert vpipe(monkeypatch, "plan", *arguments) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
+
+
+def test_a_cap_below_the_weights_alone(
+    config: Path,
+    profiled: list[RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert vpipe(monkeypatch, "plan", config, "--memory", "10kB") == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "nothing fits a memory of 10000 bytes" in line
+    assert "are missing on stage" in line
+    assert "what would fit: a memory of" in line
+
+
+def test_a_plan_for_another_model_is_refused(config: Path, profiled: list[RunConfig]) -> None:
+    write_run_plan(read_config(config, {"partition": "auto"}), Path("plan.json"), Path("runs/cache"))
+    run = read_config(config, {"partition": "plan.json"})
+    assert (run.ranks, run.replicas) == (2, [2])  # two ranks of one stage are quicker here than two stages
+    check_plan(run, "abc")
+    with pytest.raises(
+        ConfigError, match=r"plan.json: is a plan for another model: .* 'abc'.*'def'.*plan again"
+    ):
+        check_plan(run, "def")
+    # The guides' file of two keys is for any model with so many blocks.
+    Path("vpipe.json").write_text('{"partition": [2, 3]}')
+    check_plan(read_config(config, {"partition": "vpipe.json"}), "def")
+    check_plan(read_config(config, {"partition": [2, 3]}), "def")
