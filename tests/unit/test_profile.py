@@ -1,6 +1,8 @@
 """The profile: what it counts is exact, what it times adds up, and equal blocks are measured once."""
 
 import json
+import os
+import time
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,7 @@ from vpipe.models import synthetic_batch
 from vpipe.profile import profile_model
 from vpipe.profile.bench import Bench, Times, run_rounds
 from vpipe.profile.command import profile_command, profile_table
+from vpipe.profile.company import company
 from vpipe.profile.device import measure_device, total_memory
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
@@ -96,6 +99,12 @@ def test_a_value_is_counted_for_the_first_block_that_keeps_it() -> None:
     bench = Bench(stage, model, adamw, None, {}, graph.batch_fields(batch))
     saved, _ = bench.saved_bytes()
     assert sum(block.kept_bytes for block in profile.blocks) == sum(saved.values())
+    # So are its embeddings: by encoder, decoder and head.
+    (tie,) = profile.tied
+    assert tie.bytes == model.shared.weight.nbytes
+    assert list(tie.blocks) == [b.index for b in graph.blocks if "shared.weight" in b.parameters]
+    whole = profile.parameter_bytes(0, len(profile.blocks))
+    assert whole == sum(parameter.nbytes for parameter in model.parameters())
 
 
 @pytest.mark.parametrize(
@@ -130,6 +139,23 @@ def test_block_times_add_up_to_those_of_their_stage() -> None:
     measured = together.forward + together.input_gradient + together.weight_gradient
     print(f"sum of the blocks / the stage = {apart / measured:.3f}")
     assert apart == pytest.approx(measured, rel=0.2)
+
+
+def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
+    done = tmp_path / "done"
+
+    def work() -> None:
+        with done.open("a") as file:
+            file.write(f"{os.getpid()}\n")
+        time.sleep(0.01)
+
+    with company(2, work):
+        deadline = time.monotonic() + 60
+        while not done.exists() or len(set(done.read_text().split())) < 2:
+            assert time.monotonic() < deadline
+    children = set(map(int, done.read_text().split()))
+    assert os.getpid() not in children
+    assert not any(Path("/proc", str(child)).exists() for child in children)
 
 
 def test_device_and_link_are_plausible() -> None:

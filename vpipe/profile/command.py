@@ -40,7 +40,10 @@ def profile_config(config: RunConfig) -> Profile:
 
     before = torch.get_num_threads()
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
-    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
+    threads = int(os.environ.get("OMP_NUM_THREADS", share))
+    torch.set_num_threads(threads)
+    # As many processes of one thread as the other ranks have threads, and as there are cores for.
+    company = max(0, min(config.ranks * threads, int(cores())) - threads)
     try:
         model, batch, loss_fn = build_model(config, "meta")
         return profile_model(
@@ -49,6 +52,7 @@ def profile_config(config: RunConfig) -> Profile:
             loss_fn,
             optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
             precision=config.precision,
+            company=company,
         )
     finally:
         torch.set_num_threads(before)

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.graph.held import address
-from vpipe.profile.bench import Bench, Times, run_rounds
+from vpipe.profile.bench import Bench, Times, run_round, run_rounds
+from vpipe.profile.company import company as kept_company
 from vpipe.profile.device import measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
@@ -49,11 +51,13 @@ def profile_model(
     seconds: float = 5.0,
     device: DeviceCost | None = None,
     link: LinkCost | None = None,
+    company: int = 0,
 ) -> Profile:
     """Measure the model on this machine, with minibatches like `example_batch`.
 
     The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
-    for about `seconds`. `device` and `link` are measured as well, unless they are given.
+    for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
+    `device` and `link` are measured as well, unless they are given.
     """
     dtype = compute_dtype(precision)
     graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
@@ -63,7 +67,9 @@ def profile_model(
     found = shapes(graph)
     with torch.random.fork_rng(devices=[]):
         benches, kept = _set_up(graph, found, model, optimizer, dtype, fields)
-        run_rounds([b for own in benches.values() for b in own], LEAST_ROUNDS, MOST_ROUNDS, seconds)
+        everything = [bench for own in benches.values() for bench in own]
+        with kept_company(company, partial(run_round, everything)):
+            run_rounds(everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
     times = {kind: Times(own) for kind, own in benches.items()}
     return Profile(
         blocks=_costs(graph, found, times, kept),
@@ -71,7 +77,8 @@ def profile_model(
         link=link or measure_link(),
         batch_size=int(count_samples(fields)),
         optimizer_ratio=_optimizer_ratio([bench for own in benches.values() for bench in own]),
-        fingerprint=graph.fingerprint,
+        fingerprint=graph.plan_fingerprint,
+        tied=_ties(graph),
     )
 
 
@@ -146,6 +153,19 @@ def _costs(
             )
         )
     return tuple(costs)
+
+
+def _ties(graph: ModelGraph) -> tuple[Tie, ...]:
+    """The trained parameters that several blocks use."""
+    users: dict[str, list[int]] = defaultdict(list)
+    for block in graph.blocks:
+        for name in block.parameters:
+            users[name].append(block.index)
+    return tuple(
+        Tie(graph.parameters[name].shape.numel() * graph.parameters[name].dtype.itemsize, tuple(blocks))
+        for name, blocks in users.items()
+        if len(blocks) > 1 and graph.parameters[name].requires_grad
+    )
 
 
 def _optimizer_ratio(benches: list[Bench]) -> float:
