@@ -2,9 +2,11 @@
 
     python benchmarks/accuracy.py [--quick] [--ranks 2,3,4] [--layers 4] [--width 128] [--write docs/accuracy.md]
 
-A small transformer (`work.py`) is profiled in this process, each case is simulated, and then run by one process of
-one thread for each rank. *Bytes* are those that autograd holds, counted by the runtime on each rank. With more ranks
+A small transformer (`work.py`) is profiled in this process while as many others as the run has ranks do the same;
+each case is simulated, and then run by one process of one thread for each rank. *Bytes* are those that autograd holds,
+counted by the runtime on each rank; *busy* is the computing time of the rank that computes longest. With more ranks
 than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone is compared.
+The page is written anew after each number of ranks.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import work
 
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
+from vpipe.observe.figures import figures_of
 from vpipe.profile import profile_model
 from vpipe.schedule import ASYNCHRONOUS, NAMES
 from vpipe.simulate import Simulation, simulate
@@ -55,6 +58,8 @@ class Measured(NamedTuple):
     samples_per_second: float
     peaks: tuple[int, ...]
     """Bytes, by rank."""
+    busy: tuple[float, ...]
+    """Seconds of computing for a minibatch, by rank."""
 
 
 class Row(NamedTuple):
@@ -65,6 +70,14 @@ class Row(NamedTuple):
     @property
     def speed(self) -> float:
         return self.predicted.samples_per_second / self.measured.samples_per_second
+
+    @property
+    def busy(self) -> float:
+        """Predicted over measured, of the rank that computes longest."""
+        period = self.predicted.batch_size / self.predicted.samples_per_second
+        pairs = zip((rank.compute * period for rank in self.predicted.ranks), self.measured.busy, strict=True)
+        predicted, measured = max(pairs, key=lambda pair: pair[1])
+        return predicted / measured
 
     @property
     def bytes(self) -> tuple[int, int]:
@@ -95,21 +108,21 @@ def main() -> None:
     steps = 4 if given.quick else given.steps
     load = os.getloadavg()[0]
     resize(given.layers, given.width)
-    batch = work.batches(1)[0]
-    profile = profile_model(work.build_model(), batch, optimizer=work.build_optimizer)
+    command = "python benchmarks/accuracy.py " + " ".join(sys.argv[1:])
     rows: list[Row] = []
     for ranks in sizes:
+        company = min(ranks, processors()) - 1
+        profile = profile_model(
+            work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, company=company
+        )
         cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
         timed = steps if ranks <= processors() else 1
         measured = run(cases, len(profile.blocks), timed, given.layers, given.width)
-        rows += [
-            Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)
-        ]
-    shown = report(rows)
-    print(shown)
-    if given.write:
-        command = "python benchmarks/accuracy.py " + " ".join(sys.argv[1:])
-        given.write.write_text(page(shown, rows, command, load), encoding="utf-8")
+        new = [Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)]
+        rows += new
+        print(report(new), flush=True)
+        if given.write:
+            given.write.write_text(page(report(rows), rows, command, load), encoding="utf-8")
 
 
 def resize(layers: int, width: int) -> None:
@@ -137,6 +150,7 @@ def run(cases: Sequence[Case], blocks: int, steps: int, layers: int, width: int)
         Measured(
             min(found[rank][case][0] for rank in range(ranks)),
             tuple(found[rank][case][1] for rank in range(ranks)),
+            tuple(found[rank][case][2] for rank in range(ranks)),
         )
         for case in cases
     ]
@@ -159,8 +173,8 @@ def work_as_rank(
     queue.put((rank, {case: measure(case, case.plan(blocks), steps) for case in cases}))
 
 
-def measure(case: Case, plan: Plan, steps: int) -> tuple[float, int]:
-    """Samples a second and the most bytes that autograd holds, on this rank."""
+def measure(case: Case, plan: Plan, steps: int) -> tuple[float, int, float]:
+    """Samples a second, the most bytes that autograd holds, and seconds of computing a minibatch, on this rank."""
     batches = work.batches(MINIBATCHES)
     options = {"update_interval": MINIBATCHES} if case.schedule == "2bw" else {"minibatches": MINIBATCHES}
     updates = 1  # of a step
@@ -176,28 +190,31 @@ def measure(case: Case, plan: Plan, steps: int) -> tuple[float, int]:
         **options,
     ) as pipe:
         training = pipe.train(islice(cycle(batches), MINIBATCHES * (WARM + steps + COUNTED)))
-        taken = []
+        taken, busy = [], []
         for _ in range(WARM + steps):
-            start = time.perf_counter()
+            start, before = time.perf_counter(), figures_of(pipe)
             list(islice(training, updates))
             taken.append(time.perf_counter() - start)
+            busy.append(figures_of(pipe).since(before).compute / MINIBATCHES)
         held = pipe.runtime.count_held()
         list(training)
-    return MINIBATCHES * work.MINIBATCH / statistics.median(taken[WARM:]), held.peak
+    speed = MINIBATCHES * work.MINIBATCH / statistics.median(taken[WARM:])
+    return speed, held.peak, statistics.median(busy[WARM:])
 
 
 def report(rows: Sequence[Row]) -> str:
     cores = processors()
     lines = [
-        "| ranks | schedule | blocks | samples/s predicted | measured | ratio | bytes predicted | measured | ratio |",
-        "|---|---|---|---|---|---|---|---|---|",
+        "| ranks | schedule | blocks | samples/s predicted | measured | ratio | busy ratio | bytes predicted "
+        "| measured | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         case = row.case
-        speed = ["memory only", "", ""]
+        speed = ["memory only", "", "", ""]
         if case.ranks <= cores:
             figures = (row.predicted.samples_per_second, row.measured.samples_per_second)
-            speed = [f"{figures[0]:.1f}", f"{figures[1]:.1f}", f"{row.speed:.3f}"]
+            speed = [f"{figures[0]:.1f}", f"{figures[1]:.1f}", f"{row.speed:.3f}", f"{row.busy:.3f}"]
         predicted, measured = row.bytes
         cells = [str(case.ranks), case.schedule, case.policy, *speed]
         lines.append(
