@@ -5,16 +5,21 @@ step-00000100             a checkpoint, whole
 .step-00000100.old-5f0c   one that is being replaced: it counts as long as its successor is not there
 """
 
+import math
 import re
 import secrets
 import shutil
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from pathlib import Path
 
 from vpipe.checkpoint.files import telling
-from vpipe.checkpoint.manifest import check_size, read_manifest, verify
+from vpipe.checkpoint.manifest import Manifest, check_size, read_manifest, verify
 from vpipe.errors import VPipeError
+
+EVALUATION = "evaluation_loss"
+"""What `extra` may tell: the loss that was evaluated with just these weights."""
 
 _WHOLE = re.compile(r"step-([0-9]{8,})")
 _REPLACED = re.compile(r"\.(step-([0-9]{8,}))\.old-[0-9a-f]+")
@@ -32,7 +37,7 @@ def hidden_name(name: str, kind: str, token: str) -> str:
 
 def newest(directory: Path, report: Callable[[str], None] = warnings.warn) -> Path | None:
     """The newest checkpoint that verifies; those passed over are reported, with what is wrong with them."""
-    for path in reversed(_checkpoints(directory)):
+    for path in reversed(checkpoints(directory)):
         try:
             verify(path)
         except VPipeError as error:
@@ -42,24 +47,41 @@ def newest(directory: Path, report: Callable[[str], None] = warnings.warn) -> Pa
     return None
 
 
-def prune(directory: Path, keep: int) -> list[Path]:
-    """Delete all but the `keep` newest checkpoints, and what crashes left over; returns what was deleted.
+def prune(
+    directory: Path, keep: int, *, spare: Collection[Path] = (), unfinished_after: float = 0.0
+) -> list[Path]:
+    """Delete all but the `keep` newest checkpoints, the best by evaluation loss, and those to spare.
 
-    Damaged ones (a file missing or cut short) do not count as kept. Call it on one rank, and not while a
-    checkpoint is being saved into the directory.
+    Damaged ones (a file missing or cut short) do not count as kept. What crashes left over goes too, once it
+    is older than `unfinished_after` seconds. Returns what was deleted. Call it on one rank, and not while a
+    checkpoint is being saved into the directory, unless `unfinished_after` is longer than that takes.
     """
     if keep < 1:
         raise VPipeError(f"keep is {keep}: at least one checkpoint must stay")
-    kept, doomed = 0, []
-    for path in reversed(_checkpoints(directory)):
-        if kept == keep:
-            doomed.append(path)
-        elif _looks_whole(path):
-            kept += 1
-    doomed += [path for path in _entries(directory) if _is_left_over(path)]
+    newest_first = list(reversed(checkpoints(directory)))
+    whole = {path: manifest for path in newest_first if (manifest := _look(path)) is not None}
+    kept = list(whole)[:keep]
+    spared = {*kept, *spare, *_best(whole)}
+    oldest = newest_first.index(kept[-1]) if len(kept) == keep else len(newest_first)
+    doomed = [path for path in newest_first[oldest:] if path not in spared]
+    born = time.time() - unfinished_after
+    doomed += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= born]
     for path in doomed:
         _delete(path)
     return doomed
+
+
+def evaluation_loss(manifest: Manifest) -> float | None:
+    loss = manifest.extra.get(EVALUATION)
+    return loss if isinstance(loss, int | float) and math.isfinite(loss) else None
+
+
+def _best(whole: dict[Path, Manifest]) -> list[Path]:
+    """The one with the smallest evaluation loss, the newest of several; none if nothing was evaluated."""
+    losses = {
+        path: loss for path, manifest in whole.items() if (loss := evaluation_loss(manifest)) is not None
+    }
+    return [min(losses, key=losses.__getitem__)] if losses else []
 
 
 def _entries(directory: Path) -> list[Path]:
@@ -69,7 +91,7 @@ def _entries(directory: Path) -> list[Path]:
         return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
-def _checkpoints(directory: Path) -> list[Path]:
+def checkpoints(directory: Path) -> list[Path]:
     """What may be a checkpoint, the oldest first."""
     numbered = []
     for path in _entries(directory):
@@ -85,13 +107,23 @@ def _is_left_over(path: Path) -> bool:
     return bool(_UNFINISHED.fullmatch(path.name) or (replaced and (path.parent / replaced[1]).exists()))
 
 
-def _looks_whole(path: Path) -> bool:
+def _look(path: Path) -> Manifest | None:
+    """The manifest, if all that it names looks whole."""
     try:
-        for name, entry in read_manifest(path).files.items():
+        manifest = read_manifest(path)
+        for name, entry in manifest.files.items():
             check_size(path / name, entry)
     except VPipeError:
-        return False
-    return True
+        return None
+    return manifest
+
+
+def _changed(path: Path) -> float:
+    """When something in a folder was last written; now if it is just being deleted."""
+    try:
+        return max(entry.stat().st_mtime for entry in (path, *path.iterdir()))
+    except OSError:
+        return time.time()
 
 
 def _delete(path: Path) -> None:

@@ -1,18 +1,48 @@
-"""Files of tensors: written, synced, hashed and read, each failure an error that names the file."""
+"""Files of tensors: written, synced, hashed and read, each failure an error that names the file.
+
+A safetensors file is the length of its header (8 bytes), the header as JSON, and the tensors one behind the
+other. It is written here piece by piece, because a save goes on beside the training: a piece that is being
+written or hashed leaves the interpreter to others, nothing is copied, and the hash needs no second reading.
+"""
 
 import hashlib
+import json
 import os
+import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any, NamedTuple
 
+import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from vpipe.errors import VPipeError
 
 CHUNK = 1 << 20
+_KINDS = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+
+
+class Written(NamedTuple):
+    """What is told of a file that was written."""
+
+    size: int
+    sha256: str
 
 
 @contextmanager
@@ -25,11 +55,45 @@ def telling(what: str, path: Path) -> Iterator[None]:
         raise VPipeError(f"cannot {what} {path}: {reason}") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> None:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Written:
     """Write a safetensors file and see it on the disk."""
-    with telling("write", path):
-        save_file({name: t.detach().cpu().contiguous() for name, t in tensors.items()}, path, metadata)
+    # Wide types first, so that every tensor is aligned to its own type.
+    ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
+    size, digest = 0, hashlib.sha256()
+    with telling("write", path), path.open("wb") as file:
+        for piece in (_header(path, ordered, metadata), *map(_bytes_of, ordered.values())):
+            for start in range(0, len(piece), CHUNK):
+                part = piece[start : start + CHUNK]
+                file.write(part)
+                digest.update(part)
+            size += len(piece)
+        file.flush()
         sync(path)
+    return Written(size, digest.hexdigest())
+
+
+def _header(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> memoryview:
+    content: dict[str, object] = {"__metadata__": metadata}
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _KINDS:
+            raise VPipeError(
+                f"cannot write {path}: tensor {name!r} is {tensor.dtype}, which safetensors does not know"
+            )
+        start, end = end, end + tensor.nbytes
+        content[name] = {
+            "dtype": _KINDS[tensor.dtype],
+            "shape": list(tensor.shape),
+            "data_offsets": [start, end],
+        }
+    raw = json.dumps(content).encode()
+    raw += b" " * (-len(raw) % 8)
+    return memoryview(struct.pack("<Q", len(raw)) + raw)
+
+
+def _bytes_of(tensor: Tensor) -> memoryview:
+    array: Any = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy()
+    return memoryview(array)
 
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
@@ -42,6 +106,16 @@ def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
     """The names of a file's tensors, and its metadata."""
     with telling("read", path), safe_open(path, framework="pt") as file:
         return list(file.keys()), file.metadata() or {}
+
+
+def not_finite(path: Path) -> str | None:
+    """The name of the first tensor in a file that holds a number that is not finite, if one does."""
+    with telling("read", path), safe_open(path, framework="pt") as file:
+        for name in file.keys():  # noqa: SIM118 (it is no mapping)
+            tensor = file.get_tensor(name)
+            if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
+                return str(name)
+    return None
 
 
 def sync(path: Path) -> None:

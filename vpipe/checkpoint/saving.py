@@ -1,112 +1,120 @@
-"""Saving: the stages' files are written side by side, and one rename shows all of them at once.
+"""Saving: a snapshot is taken, and written by a thread while training goes on; one rename shows all files at once.
 
-.step-00000100.tmp-5f0c/stage-000.safetensors    first rank of stage 0    written, synced, hashed
-.step-00000100.tmp-5f0c/stage-001.safetensors    first rank of stage 1    written, synced, hashed
-.step-00000100.tmp-5f0c/manifest.json            rank 0, when all have    written, synced
-step-00000100                                    rank 0                   renamed: now it exists
+    main thread of each rank    the pipeline is empty: its state is copied                        training waits
+    writer of each rank         .step-00000100.tmp-5f0c/stage-000.safetensors   written, synced      it goes on
+    writer of rank 0            .step-00000100.tmp-5f0c/manifest.json           when all have written theirs
+    writer of rank 0            step-00000100                                   renamed: now it exists
+
+One save at a time: the next one waits for it. Passing it over instead would make the updates at which an
+asynchronous pipeline is drained, and with them the training, depend on how fast the disk is.
 """
 
-import json
-import os
 import secrets
-import shutil
+import threading
+import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from vpipe.checkpoint.directory import hidden_name, step_name
-from vpipe.checkpoint.files import read_header, sha256, sync, telling, write_tensors
-from vpipe.checkpoint.manifest import FileEntry, Manifest, as_json, check_size, write_manifest
+from vpipe.checkpoint.directory import step_name
+from vpipe.checkpoint.manifest import as_json
+from vpipe.checkpoint.snapshot import Snapshot
+from vpipe.checkpoint.writing import Job, write
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.stage import StageState
-
-OPTIMIZERS = "optimizers"
-Written = dict[str, tuple[int, str]]  # file ▶ size and hash
 
 
 def save(pipe: Pipeline, directory: Path, extra: dict[str, Any]) -> Path:
-    """Save the pipeline to `directory/step-<updates>`; call it on every rank at the same update.
+    """Save the pipeline to `directory/step-<updates>` and wait until it is there; call it on every rank.
 
-    Resuming from it equals never having stopped, to the bit: under the same layout, and compared with a run
-    that was drained at the same update, because saving drains an asynchronous pipeline (`Pipeline.flush`).
-    Draining makes further updates: call `flush` before you tell the data's position in `extra`, of which
-    rank 0's is kept. Replicas must be alike: of buffers in which they differ, such as batch statistics, the
-    first replica's are saved.
-
-    All ranks must see the same directory. If one of them cannot write, every rank raises a VPipeError,
-    nothing is left behind and what was saved before is untouched: training may go on.
+    `Saver` says the rest; this one keeps no memory and deletes no other checkpoint.
     """
-    world = pipe.world
-    stages, plain = agree(world, "training state", pipe.training_state)
-    agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
-    token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
-    final = directory / step_name(pipe.updates)
-    folder = directory / hidden_name(final.name, "tmp", token)
+    saver = Saver(pipe, directory, report=lambda line: None)  # it is raised
+    saver.start(extra)
+    path = saver.finish()
+    assert path is not None
+    return path
 
-    def make_folder() -> None:
-        with telling("make", folder):
-            folder.mkdir(parents=True)
 
-    def write_files() -> Written:
-        named = {f"stage-{index:03d}.safetensors": stage for index, stage in stages.items()}
-        return {name: _write(folder / name, stage) for name, stage in named.items()}
+class Saver:
+    """Saves a pipeline again and again, while it trains. Every rank has one and calls the same methods.
 
-    def commit() -> None:
-        entries, records = _look_at(folder, {name: file for part in parts for name, file in part.items()})
-        write_manifest(
-            folder,
-            Manifest(
-                updates=pipe.updates,
-                layout=_describe(pipe),
-                files=entries,
-                state={**plain, OPTIMIZERS: records},
-                extra=as_json(extra),
-            ),
+    Resuming equals never having stopped, to the bit: under the same layout, and compared with a run that
+    was drained at the same updates, because saving drains an asynchronous pipeline (`Pipeline.flush`).
+    All ranks must see the same directory. If one of them cannot write, no checkpoint is made on any rank and
+    those that were there stay untouched: training may go on.
+    """
+
+    def __init__(
+        self,
+        pipe: Pipeline,
+        directory: Path,
+        *,
+        keep: int | None = None,
+        report: Callable[[str], None] = warnings.warn,
+        failed: Callable[[], None] = lambda: None,
+    ) -> None:
+        """After each save all but the `keep` newest and the best are deleted; None: nothing is. `report` is
+        told what goes wrong beside the training, `failed` is called if a save fails; both by another thread."""
+        self.directory = directory
+        self._pipe = pipe
+        self._keep = keep
+        self._report, self._failed = report, failed
+        self._snapshot = Snapshot()
+        self._thread: threading.Thread | None = None
+        self._saved: Path | None = None
+        self._error: VPipeError | None = None
+
+    def start(self, extra: dict[str, Any]) -> None:
+        """Begin a save; call it on every rank at the same update. Of the ranks' `extra` rank 0's is kept.
+
+        Draining makes further updates: call `flush` before you tell the data's position in `extra`.
+        """
+        self.wait()
+        pipe, world = self._pipe, self._pipe.world
+
+        def take() -> tuple[dict[str, Any], dict[int, Any], dict[str, Any]]:
+            stages, plain = pipe.training_state()
+            return as_json(extra), self._snapshot.take(stages), plain
+
+        told, stages, plain = agree(world, "training state", take)
+        agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
+        token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
+        final = self.directory / step_name(pipe.updates)
+        job = Job(
+            world, final, token, stages, pipe.updates, _describe(pipe), plain, told, self._keep, self._report
         )
-        with telling("rename", folder):
-            sync(folder)
-            _show(folder, final, token)
+        self._saved = self._error = None
+        self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint", daemon=True)
+        self._thread.start()
 
-    first = world.rank == 0
-    try:
-        agree(world, "folder of the checkpoint", make_folder if first else _nothing)
-        written = agree(world, "files of the checkpoint", write_files)
-        parts = world.all_gather("hashes of the checkpoint", written)
-        agree(world, "commit of the checkpoint", commit if first else _nothing)
-    except BaseException:
-        if first:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
-    return final
+    def wait(self) -> None:
+        """Until no save is under way, whatever became of it."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def finish(self) -> Path | None:
+        """The checkpoint that was begun last, once it is whole, or what went wrong; None if none was begun."""
+        self.wait()
+        if self._error is not None:
+            raise self._error
+        return self._saved
+
+    def _work(self, job: Job) -> None:
+        try:
+            self._saved = write(job)
+        except BaseException as error:
+            self._error = error if isinstance(error, VPipeError) else VPipeError(_crash(job, error))
+            self._report(f"WARNING: {self._error}")
+            self._failed()
 
 
-def _nothing() -> None:
-    """What the other ranks do while rank 0 works."""
-
-
-def _write(path: Path, stage: StageState) -> tuple[int, str]:
-    # The records travel in the file to rank 0, which copies them into the manifest.
-    write_tensors(path, stage.tensors, {OPTIMIZERS: json.dumps(stage.optimizers)})
-    return path.stat().st_size, sha256(path)
-
-
-def _look_at(folder: Path, written: Written) -> tuple[dict[str, FileEntry], list[Any]]:
-    """The entries of all files, which must be in this rank's folder too, and their records."""
-    entries: dict[str, FileEntry] = {}
-    records: list[Any] = []
-    for name, (size, digest) in sorted(written.items()):
-        if not (folder / name).is_file():
-            raise VPipeError(
-                f"{folder / name} was written and rank 0 does not see it: save to a directory that all hosts share"
-            )
-        names, metadata = read_header(folder / name)
-        entries[name] = FileEntry(size=size, sha256=digest, tensors=sorted(names))
-        check_size(folder / name, entries[name])
-        records += json.loads(metadata[OPTIMIZERS])
-    return entries, records
+def _crash(job: Job, error: BaseException) -> str:
+    return f"checkpoint {job.final} was not saved: its writer failed with {type(error).__name__}: {error}"
 
 
 def _describe(pipe: Pipeline) -> dict[str, Any]:
@@ -118,20 +126,3 @@ def _describe(pipe: Pipeline) -> dict[str, Any]:
         "precision": pipe.layout.precision,
         "torch": torch.__version__,
     }
-
-
-def _show(folder: Path, final: Path, token: str) -> None:
-    """Give the folder its name. One that has the name already is moved aside, and back if that fails."""
-    old = final.with_name(hidden_name(final.name, "old", token))
-    replaces = final.exists()
-    if replaces:
-        os.rename(final, old)
-    try:
-        os.rename(folder, final)
-    except OSError:
-        if replaces:
-            os.rename(old, final)
-        raise
-    sync(final.parent)
-    if replaces:
-        shutil.rmtree(old, ignore_errors=True)

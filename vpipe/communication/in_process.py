@@ -73,6 +73,7 @@ class InProcessHub:
         self.exclusive = threading.RLock()
         self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
         self._gathered: dict[str, dict[int, Any]] = {}
+        self._told: dict[tuple[str, int], Any] = {}
         self._changed = threading.Condition()
         self._broken: str | None = None
 
@@ -103,6 +104,16 @@ class InProcessHub:
                     raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
             return [values[r] for r in range(self.size)]
 
+    def tell(self, rank: int, name: str, value: Any) -> None:
+        with self._changed:
+            self._told[name, rank] = value
+
+    def told(self, rank: int, name: str) -> Any:
+        with self._changed:
+            if self._broken:
+                raise PeerError(self._broken)
+            return self._told.get((name, rank))
+
 
 class InProcessWorld:
     """One thread's view of the hub."""
@@ -119,6 +130,12 @@ class InProcessWorld:
     def all_gather(self, name: str, value: Any) -> list[Any]:
         self._meetings[name] += 1
         return self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
+
+    def tell(self, name: str, value: Any) -> None:
+        self.hub.tell(self.rank, name, value)
+
+    def told(self, name: str, rank: int) -> Any:
+        return self.hub.told(rank, name)
 
     def channels(self, buffer: int) -> dict[int, Channel]:
         boxes = self.hub._boxes

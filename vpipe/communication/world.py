@@ -29,6 +29,13 @@ class World(Protocol):
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
 
+    def tell(self, name: str, value: Any) -> None:
+        """Let the others find this rank's value. Like `told`, it waits for nobody, and may be called by another
+        thread while this rank waits in `all_gather`."""
+
+    def told(self, name: str, rank: int) -> Any:
+        """What a rank has told, or None as long as it has not."""
+
     def channels(self, buffer: int) -> dict[int, Channel]:
         """One channel to each other rank."""
 
@@ -87,6 +94,13 @@ class ProcessWorld:
         self._meetings[name] += 1
         place = f"{self._name}/{name}#{self._meetings[name]}"
         return self._job.meeting.gather(place, value, name, self._timeout)
+
+    def tell(self, name: str, value: Any) -> None:
+        self._store.set(f"told/{name}/{self.rank}", json.dumps(value))
+
+    def told(self, name: str, rank: int) -> Any:
+        key = f"told/{name}/{rank}"
+        return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def channels(self, buffer: int) -> dict[int, Channel]:
         if self.size == 1:

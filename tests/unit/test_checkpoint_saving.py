@@ -1,0 +1,275 @@
+"""Saving beside the training: nothing torn, nothing lost, whatever fails at whatever moment."""
+
+import errno
+import os
+import resource
+import shutil
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints import OPTIMIZERS, alone
+from tests.examples import example, varied
+from vpipe import Pipeline, checkpoint
+from vpipe.checkpoint import files, manifest, writing
+from vpipe.errors import VPipeError
+from vpipe.threads import run_ranks
+
+pytestmark = pytest.mark.usefixtures("capture_once")
+
+
+def test_saving_the_same_step_again_replaces_it(tmp_path: Path) -> None:
+    tiny = example("sequential", layers=2)
+
+    def work(pipe: Pipeline) -> list[Path]:
+        return [checkpoint.save(pipe, tmp_path, {"attempt": attempt}) for attempt in (1, 2)]
+
+    first, second = alone(work, tiny)
+    assert first == second
+    assert checkpoint.verify(second).extra == {"attempt": 2}
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+
+
+def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rename = os.rename
+
+    def refuse(source: Path, target: Path) -> None:
+        if ".tmp-" in source.name:
+            raise OSError(errno.EIO, "Input/output error")
+        rename(source, target)
+
+    def work(pipe: Pipeline) -> None:
+        checkpoint.save(pipe, tmp_path, {"attempt": 1})
+        monkeypatch.setattr(os, "rename", refuse)
+        with pytest.raises(VPipeError, match=r"cannot rename .*: Input/output error"):
+            checkpoint.save(pipe, tmp_path, {"attempt": 2})
+
+    alone(work, example("sequential", layers=2))
+    assert [path.name for path in tmp_path.iterdir()] == ["step-00000000"]
+    assert checkpoint.verify(tmp_path / "step-00000000").extra == {"attempt": 1}
+
+
+def failures_of_saving(directory: Path, extra: Any) -> list[str]:
+    """What each of two ranks is told when it saves; training then goes on."""
+    model, batch, loss_fn = example("sequential", layers=2)
+
+    def work(world: Any) -> str:
+        with Pipeline(
+            model, batch, optimizer=OPTIMIZERS["sgd"], loss_fn=loss_fn, minibatches=2, world=world
+        ) as pipe:
+            with pytest.raises(VPipeError) as caught:
+                checkpoint.save(pipe, directory, extra)
+            assert len([loss for _, loss in pipe.train([batch] * 2)]) == 1
+            return str(caught.value)
+
+    return run_ranks(2, work)
+
+
+@pytest.mark.parametrize("moment", ["write", "sync", "commit"])
+def test_a_full_disk_is_told_to_every_rank_and_nothing_stays(
+    saved: Path, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    full = "manifest.json" if moment == "commit" else "stage-001.safetensors"
+
+    def refuse(path: Path) -> None:
+        if path.name == full:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    sync, header = files.sync, files._header
+    if moment == "write":
+        monkeypatch.setattr(files, "_header", lambda path, *rest: refuse(path) or header(path, *rest))
+    monkeypatch.setattr(files, "sync", lambda path: refuse(path) or sync(path))
+    monkeypatch.setattr(manifest, "sync", lambda path: refuse(path) or sync(path))
+    before = sorted(saved.rglob("*"))
+    messages = failures_of_saving(saved, {})
+    rank = 0 if moment == "commit" else 1
+    assert all("No space left on device" in message for message in messages)
+    assert all(f"rank {rank}: cannot write" in message for message in messages) == (moment != "commit")
+    assert sorted(saved.rglob("*")) == before
+
+
+def test_what_the_kernel_refuses_in_the_middle_of_a_file(saved: Path) -> None:
+    before = sorted(saved.rglob("*"))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (2000, limits[1])
+    )  # Python ignores the signal that comes with it
+    try:
+        messages = failures_of_saving(saved, {})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert all("cannot write" in message and "File too large" in message for message in messages)
+    assert sorted(saved.rglob("*")) == before
+    assert checkpoint.newest(saved) == saved / "step-00000002"
+
+
+def test_a_file_in_the_directorys_place(tmp_path: Path) -> None:
+    (tmp_path / "runs").write_text("")
+    messages = failures_of_saving(tmp_path / "runs", {})
+    assert all("cannot make" in message for message in messages)
+
+
+def test_extra_must_be_json(tmp_path: Path) -> None:
+    messages = failures_of_saving(tmp_path, {"config": {1, 2}})
+    assert all("must be what JSON can hold" in message for message in messages)
+    assert list(tmp_path.iterdir()) == []
+
+
+# Beside the training
+
+
+def tiny_run(world: Any) -> tuple[Pipeline, list[Any]]:
+    model, batch, loss_fn = example("sequential", layers=2)
+    pipe = Pipeline(model, batch, optimizer=OPTIMIZERS["adamw"], loss_fn=loss_fn, minibatches=2, world=world)
+    return pipe, varied(batch, 12)
+
+
+def train(pipe: Pipeline, data: list[Any]) -> None:
+    for _ in pipe.train(data):
+        pass
+
+
+@pytest.fixture
+def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Files of stages are not on the disk before this is set."""
+    go_on, sync = threading.Event(), files.sync
+    monkeypatch.setattr(files, "sync", lambda path: go_on.wait(60) and sync(path))
+    return go_on
+
+
+def test_training_goes_on_while_what_was_there_is_written(tmp_path: Path, held_up: threading.Event) -> None:
+    def work(world: Any) -> None:
+        pipe, data = tiny_run(world)
+        with pipe:
+            saver = checkpoint.Saver(pipe, tmp_path / "beside")
+            train(pipe, data[:4])
+            saver.start({})
+            train(pipe, data[4:8])  # nobody waits for the disk
+            assert pipe.updates == 4
+            assert not (tmp_path / "beside" / "step-00000002").exists()
+            world.all_gather("trained", None)
+            held_up.set()
+            assert saver.finish() == tmp_path / "beside" / "step-00000002"
+            saver.start({})  # into the same memory
+            saver.finish()
+            checkpoint.load(pipe, tmp_path / "beside" / "step-00000002")
+            train(pipe, data[4:8])
+            checkpoint.save(pipe, tmp_path / "again", {})
+
+    run_ranks(2, work)
+    assert checkpoint.verify(tmp_path / "beside" / "step-00000004") == checkpoint.verify(
+        tmp_path / "again" / "step-00000004"
+    )
+
+
+def test_a_save_waits_for_the_one_before(tmp_path: Path, held_up: threading.Event) -> None:
+    def work(world: Any) -> None:
+        pipe, data = tiny_run(world)
+        with pipe:
+            saver = checkpoint.Saver(pipe, tmp_path)
+            saver.start({})
+            train(pipe, data[:2])
+            threading.Timer(0.3, held_up.set).start()
+            saver.start({})
+            assert (tmp_path / "step-00000000").exists()
+            saver.finish()
+
+    run_ranks(1, work)
+    assert [path.name for path in checkpoint.checkpoints(tmp_path)] == ["step-00000000", "step-00000001"]
+
+
+def test_a_writer_that_crashes_is_told_and_the_next_save_is_another_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    told: list[str] = []
+    header = files._header
+
+    def work(world: Any) -> None:
+        pipe, data = tiny_run(world)
+        with pipe:
+            saver = checkpoint.Saver(pipe, tmp_path, report=told.append, failed=lambda: told.append("failed"))
+            monkeypatch.setattr(files, "_header", lambda *_: 1 // 0)
+            saver.start({})
+            train(pipe, data[:4])
+            with pytest.raises(VPipeError, match="was not saved: rank 0: ZeroDivisionError"):
+                saver.finish()
+            world.all_gather("told", None)
+            monkeypatch.setattr(files, "_header", header)
+            saver.start({})
+            assert saver.finish() == tmp_path / "step-00000002"
+
+    run_ranks(2, work)
+    assert len(told) == 4  # each rank's log has it
+    assert all("ZeroDivisionError" in line or line == "failed" for line in told)
+
+
+class Killed(BaseException):
+    """Nothing of ours runs after it, as after SIGKILL."""
+
+
+def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once where it is the first of its step, and once where it replaces one."""
+    left = 0
+
+    def moment() -> None:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise Killed
+
+    def interrupted(function: Any) -> Any:
+        def run(*arguments: Any, **options: Any) -> Any:
+            moment()
+            return function(*arguments, **options)
+
+        return run
+
+    def work(world: Any) -> int:
+        nonlocal left
+        pipe, data = tiny_run(world)
+        with pipe:
+            for directory in ("new", "replaced"):
+                good = checkpoint.save(pipe, tmp_path / directory, {"attempt": 0})
+            train(pipe, data[:2])
+            checkpoint.save(pipe, tmp_path / "replaced", {"attempt": 0})
+            for owner, name in (
+                (files, "_bytes_of"),
+                (files, "sync"),
+                (manifest, "sync"),
+                (writing, "sync"),
+                (writing.os, "rename"),
+                (Path, "mkdir"),
+                (Path, "write_text"),
+                (writing.shutil, "rmtree"),
+            ):
+                monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
+            for attempt in range(1, 200):
+                finished = 0
+                for directory in ("new", "replaced"):
+                    saver = checkpoint.Saver(pipe, tmp_path / directory, report=lambda line: None)
+                    left = attempt
+                    saver.start({"attempt": attempt})
+                    saver.wait()
+                    left = 0
+                    found = checkpoint.newest(tmp_path / directory)
+                    assert found is not None
+                    whole = checkpoint.verify(found)
+                    if directory == "new" and found.name == "step-00000001":
+                        assert whole.extra == {"attempt": attempt}
+                        finished += 1
+                        shutil.rmtree(found)
+                    elif directory == "new":
+                        assert found == good.parents[1] / "new" / "step-00000000"
+                    else:
+                        assert whole.updates == 1
+                        finished += whole.extra == {"attempt": attempt}
+                if finished == 2:
+                    return attempt
+        raise AssertionError("never finished")
+
+    (moments,) = run_ranks(1, work)
+    assert moments > 15

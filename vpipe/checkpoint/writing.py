@@ -1,0 +1,141 @@
+"""What the writers do with a snapshot: each rank writes its stages' files, rank 0 commits them all.
+
+They speak through `World.tell`, so nobody waits but the writers. Until rank 0 has renamed the folder there is
+no checkpoint, whoever dies at whatever moment; and rank 0 renames only what all ranks have seen on the disk.
+"""
+
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from vpipe.checkpoint.directory import hidden_name, prune
+from vpipe.checkpoint.files import Written, read_header, sync, telling, write_tensors
+from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
+from vpipe.communication import World
+from vpipe.errors import VPipeError
+from vpipe.runtime.stage import StageState
+
+OPTIMIZERS = "optimizers"
+SOON, LATER = 0.002, 0.1  # seconds between two looks at what another rank has told
+
+
+@dataclass(frozen=True)
+class Job:
+    """One save, as each rank's writer needs it."""
+
+    world: World
+    final: Path
+    token: str
+    stages: Mapping[int, StageState]
+    updates: int
+    layout: dict[str, Any]
+    plain: dict[str, Any]
+    extra: dict[str, Any]
+    keep: int | None
+    report: Callable[[str], None]
+
+    @property
+    def folder(self) -> Path:
+        """Where the files are until they are a checkpoint."""
+        return self.final.with_name(hidden_name(self.final.name, "tmp", self.token))
+
+
+def write(job: Job) -> Path:
+    """Save, together with the writers of all other ranks; the same outcome on each of them."""
+    world = job.world
+    world.tell(f"written {job.token}", _attempt(lambda: _write_files(job)))
+    if world.rank == 0:
+        world.tell(f"committed {job.token}", _attempt(lambda: _commit(job)))
+    if (failure := _wait_for(job, "committed", 0)[0]) is not None:
+        shutil.rmtree(job.folder, ignore_errors=True)  # nobody writes any more
+        raise VPipeError(f"checkpoint {job.final} was not saved: {failure}")
+    return job.final
+
+
+def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
+    """What went wrong, and what came of it: a failure is everybody's."""
+    try:
+        return None, work()
+    except Exception as error:
+        return (str(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {error}"), None
+
+
+def _wait_for(job: Job, what: str, rank: int) -> tuple[str | None, Any]:
+    pause = SOON
+    while (told := job.world.told(f"{what} {job.token}", rank)) is None:
+        time.sleep(pause)
+        pause = min(LATER, 1.5 * pause)
+    failure, value = told
+    return failure, value
+
+
+def _write_files(job: Job) -> dict[str, Written]:
+    with telling("make", job.folder):
+        job.folder.mkdir(parents=True, exist_ok=True)
+    written = {}
+    for index, stage in job.stages.items():
+        name = f"stage-{index:03d}.safetensors"
+        # The records travel in the file to rank 0, which copies them into the manifest.
+        records = {OPTIMIZERS: json.dumps(stage.optimizers)}
+        written[name] = write_tensors(job.folder / name, stage.tensors, records)
+    return written
+
+
+def _commit(job: Job) -> None:
+    """Rank 0, when all have written."""
+    parts = [_wait_for(job, "written", rank) for rank in range(job.world.size)]
+    for rank, (failure, _) in enumerate(parts):
+        if failure is not None:
+            raise VPipeError(f"rank {rank}: {failure}")
+    entries, records = _look_at(job.folder, {n: Written(*w) for _, part in parts for n, w in part.items()})
+    state = {**job.plain, OPTIMIZERS: records}
+    write_manifest(
+        job.folder,
+        Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra),
+    )
+    with telling("rename", job.folder):
+        sync(job.folder)
+        _show(job.folder, job.final, job.token)
+    if job.keep is not None:
+        try:
+            prune(job.final.parent, job.keep)
+        except VPipeError as error:
+            job.report(f"WARNING: older checkpoints stay: {error}")
+
+
+def _look_at(folder: Path, written: Mapping[str, Written]) -> tuple[dict[str, FileEntry], list[Any]]:
+    """The entries of all files, which must be in this rank's folder too, and their records."""
+    entries: dict[str, FileEntry] = {}
+    records: list[Any] = []
+    for name, (size, digest) in sorted(written.items()):
+        if not (folder / name).is_file():
+            raise VPipeError(
+                f"{folder / name} was written and rank 0 does not see it: save to a directory that all hosts share"
+            )
+        names, metadata = read_header(folder / name)
+        entries[name] = FileEntry(size=size, sha256=digest, tensors=sorted(names))
+        check_size(folder / name, entries[name])
+        records += json.loads(metadata[OPTIMIZERS])
+    return entries, records
+
+
+def _show(folder: Path, final: Path, token: str) -> None:
+    """Give the folder its name. One that has the name already is moved aside, and back if that fails."""
+    old = final.with_name(hidden_name(final.name, "old", token))
+    replaces = final.exists()
+    if replaces:
+        os.rename(final, old)
+    try:
+        os.rename(folder, final)
+    except OSError:
+        if replaces:
+            os.rename(old, final)
+        raise
+    sync(final.parent)
+    if replaces:
+        shutil.rmtree(old, ignore_errors=True)
