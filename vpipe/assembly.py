@@ -17,6 +17,7 @@ def assemble(
     lr_scheduler: SchedulerFactory | None,
     *,
     clip_norm: float | None,
+    on_nonfinite: str | None,
     seed: int,
 ) -> StageRuntime:
     """Build what this rank holds: its own stages only."""
@@ -33,10 +34,12 @@ def assemble(
         exchange,
         stages,
         synchronous=schedule.synchronous,
+        interval=schedule.update_interval,
         clip_norm=clip_norm,
         loss_scale=loss_scale,
+        on_nonfinite=on_nonfinite,
     )
-    losses = Losses(handler, schedule.placement[-1])
+    losses = Losses(handler, schedule.placement[-1], stop_unless_finite=on_nonfinite == "stop")
     return StageRuntime(
         layout.graph, layout.stage_graphs, stages, schedule, handler, exchange, updates, losses
     )

@@ -27,3 +27,15 @@ class ConfigError(VPipeError):
 
 class PeerError(VPipeError):
     """Another rank disagrees, failed or does not answer."""
+
+
+class NonFiniteError(VPipeError):
+    """A loss or a gradient is not a finite number."""
+
+
+class OutOfMemoryError(VPipeError):
+    """A rank needs more memory than there is."""
+
+
+class Stopped(VPipeError):
+    """The run was asked to end, and did so with a checkpoint from which it can go on."""

@@ -12,6 +12,7 @@ from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout, Options, make_layout
 from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
+from vpipe.runtime.replica_buffers import equalise
 from vpipe.runtime.stage import StageState
 from vpipe.schedule import Action, Op, Schedule
 from vpipe.weights import OptimizerFactory, SchedulerFactory
@@ -25,6 +26,8 @@ class Pipeline:
     `update_interval` (1 for pipedream). `policies` say for each block of the model what becomes of its
     activations between forward and backward: "keep", "recompute" or "swap" (they wait in host memory);
     `recompute_ratio` says for each stage how large a share of its blocks, from its end, is recomputed.
+    `on_nonfinite` says what a loss or a gradient that is not finite does: "stop" raises a NonFiniteError before
+    the update, "skip" passes over the update; None: nobody looks.
     """
 
     def __init__(
@@ -44,6 +47,7 @@ class Pipeline:
         policies: Sequence[str] | None = None,
         precision: str = "fp32",
         clip_norm: float | None = None,
+        on_nonfinite: str | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Fields], float] = count_samples,
         lr_scheduler: SchedulerFactory | None = None,
@@ -52,6 +56,8 @@ class Pipeline:
         timeout: float = 600.0,
         world: World | None = None,
     ) -> None:
+        if on_nonfinite not in (None, "stop", "skip"):
+            raise VPipeError(f"unknown on_nonfinite {on_nonfinite!r}: choose stop, skip or None")
         self.world = world or ProcessWorld(channel, timeout)
         self.loss_weight = loss_weight
         options = Options(
@@ -74,6 +80,7 @@ class Pipeline:
         self.layout = agree(self.world, "layout", lay_out)
         for what, value, fix in self.layout.must_agree(model, seed, clip_norm):
             agree_on(self.world, what, value, fix)
+        agree_on(self.world, "on_nonfinite", on_nonfinite, "give every rank the same arguments")
         self.handler = CommunicationHandler(self.world, self.layout.buffer)
         for name in ("admitted", "evaluation", "state"):
             self.handler.register_tensor(name)
@@ -81,7 +88,14 @@ class Pipeline:
         def build_stages() -> StageRuntime:
             with self.world.exclusive:
                 return assemble(
-                    self.layout, model, self.handler, optimizer, lr_scheduler, clip_norm=clip_norm, seed=seed
+                    self.layout,
+                    model,
+                    self.handler,
+                    optimizer,
+                    lr_scheduler,
+                    clip_norm=clip_norm,
+                    on_nonfinite=on_nonfinite,
+                    seed=seed,
                 )
 
         try:
@@ -138,17 +152,18 @@ class Pipeline:
         """
         if self._running is None or self._feed is None or self.schedule.synchronous:
             return
+        running, self._running = self._running, None  # whoever fails in here need not try it again
         interval = self._feed.interval
         self._feed.limit = -(-self._gather_admitted(self._feed) // interval) * interval
-        for action in self._running:
+        for action in running:
             if self._completes_update(action):
                 self._arrived.append(self._read_loss(action.minibatch))
-        self._running = None
         self._settle()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
         self.flush()
+        self._equalise_buffers()
         feed = self._open_feed(batches, 0)
         self.runtime.forward_only = True
         try:
@@ -178,6 +193,7 @@ class Pipeline:
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's weights and buffers on rank 0; None elsewhere. Call it on every rank."""
         own = self.state_dict()
+        self._equalise_buffers()
         gathered: dict[str, Tensor] = {}
         self._gathers += 1
         for number, (name, owner, shape, dtype) in enumerate(self.layout.state_entries()):
@@ -206,6 +222,7 @@ class Pipeline:
         stage by the first of its replicas. An asynchronous pipeline is drained: call it on every rank.
         """
         self.flush()
+        self._equalise_buffers()
         told: set[str] = set()
         stages: dict[int, StageState] = {}
         for graph in self.layout.stage_graphs:
@@ -290,6 +307,13 @@ class Pipeline:
         assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
         # Whoever goes on may send at once, and that would look like a leftover to the others.
         self._wait_for_all()
+
+    def _equalise_buffers(self) -> None:
+        """Replicas that saw different minibatches have different statistics: from here on the same."""
+        self._gathers += 1
+        stages = self.runtime.stages
+        placement = self.schedule.placement
+        equalise(self.handler, placement, self.layout.stage_graphs, stages, self._gathers << 20)
 
     def _wait_for_all(self) -> None:
         self.world.all_gather("settled", None)

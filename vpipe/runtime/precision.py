@@ -10,6 +10,8 @@ from torch import nn
 
 from vpipe.errors import VPipeError
 
+LESS_OR_SKIP = "look at the data, lower the learning rate, or choose on_nonfinite: skip"
+"""What helps against numbers that are not finite."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 

@@ -14,6 +14,7 @@ from vpipe.observe.events import NO_VERSION, Events
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
+from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
 from vpipe.runtime.stage import Stage
 from vpipe.runtime.stats import Clock, RuntimeStats
 from vpipe.runtime.updates import Updates
@@ -93,15 +94,24 @@ class StageRuntime:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
         self._feed = feed
         ahead: deque[Action] = deque()
-        for relative in program:
-            action = Action(relative.stage, relative.op, relative.minibatch + feed.offset)
-            ahead.append(action)
-            if self.handler.takes_expectations:
-                self._post_receives(action)
-            if len(ahead) > LOOK_AHEAD:
-                yield self._execute(ahead.popleft(), ahead)
-        while ahead:
-            yield self._execute(ahead.popleft(), ahead)
+        current = None
+        try:
+            for relative in program:
+                action = Action(relative.stage, relative.op, relative.minibatch + feed.offset)
+                ahead.append(action)
+                if self.handler.takes_expectations:
+                    self._post_receives(action)
+                if len(ahead) > LOOK_AHEAD:
+                    current = ahead.popleft()
+                    yield self._execute(current, ahead)
+            while ahead:
+                current = ahead.popleft()
+                yield self._execute(current, ahead)
+        except MEMORY_ERRORS as error:
+            explained = explain(error, self.rank, current)
+            if explained is None:
+                raise
+            raise explained from error
 
     def count_held(self) -> Held:
         """From now on count the bytes that autograd holds on this rank."""
@@ -316,7 +326,7 @@ class StageRuntime:
         update = minibatch // self.feed.interval
         members = range(update * self.feed.interval, min((update + 1) * self.feed.interval, self.feed.end))
         own = sum(self._rank_of(self.num_stages - 1, m) == self.rank for m in members)
-        self.losses.record(update, loss, self.feed.share(minibatch), own)
+        self.losses.record(update, minibatch, loss, self.feed.share(minibatch), own)
 
     def _end_evaluation(self, stage: Stage, minibatch: int) -> None:
         """Once the last of this rank's stages has used a minibatch, nothing received for it is read."""

@@ -5,10 +5,15 @@ tied parameter and a replicated stage count once) and an overflow anywhere skips
 An asynchronous schedule has no such instant: each stage clips by its own norm and skips its own update
 (tied parameters, which several stages must treat alike, by their own norm), and the loss scale of update
 u + 1 depends on the overflows of updates up to u - lag, which every rank knows by then without waiting.
+
+A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops
+or only this update is passed over. Backward runs from the last stage to the first, so the last stage that
+has such gradients is where they come from.
 """
 
 import math
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,9 +21,12 @@ import torch
 from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
+from vpipe.errors import NonFiniteError
 from vpipe.runtime.gradients import GradientExchange
-from vpipe.runtime.precision import LossScale
+from vpipe.runtime.precision import LESS_OR_SKIP, LossScale
 from vpipe.runtime.stage import Stage
+
+NOBODY = -1
 
 
 @dataclass
@@ -39,15 +47,20 @@ class Updates:
         stages: Mapping[int, Stage],
         *,
         synchronous: bool,
+        interval: int,
         clip_norm: float | None,
         loss_scale: LossScale,
+        on_nonfinite: str | None = None,
     ) -> None:
         self.handler = handler
         self.exchange = exchange
         self.stages = stages
         self.synchronous = synchronous
         self.clip_norm = clip_norm
+        self.interval = interval
         self.loss_scale = loss_scale
+        self.on_nonfinite = on_nonfinite
+        self.report: Callable[[str], None] = warnings.warn  # told of updates that are passed over
         self.begun = 0
         self.skipped: list[int] = []
         self.norm: float | None = None  # of the latest update, before clipping; None if nothing asks for it
@@ -86,7 +99,7 @@ class Updates:
     @property
     def _watched(self) -> bool:
         """Whether anything depends on the gradients' norm."""
-        return self.clip_norm is not None or self.loss_scale.enabled
+        return self.clip_norm is not None or self.loss_scale.enabled or self.on_nonfinite is not None
 
     def _step_together(self, stage: int, update: int) -> None:
         if self._joint is None:
@@ -104,19 +117,22 @@ class Updates:
 
     def _prepare_together(self, update: int) -> _Joint:
         """Done by the first of this rank's stages for all of them: the norm is global."""
-        squares = 0.0
+        squares, worst = 0.0, NOBODY
         joint = _Joint(update, 0.0, left=set(self.stages))
         for index in self.stages:
             self.exchange.sum_replicas(index, update)
             joint.tied[index] = self.exchange.tied_gradients(index, update)
             if self._watched and self.handler.rank == self.exchange.placement[index][0]:
                 first_held = [g for n, g in joint.tied[index].items() if self.exchange.tied[n][0] == index]
-                squares += self._norm_of(self._own_gradients(index)) ** 2 / self.loss_scale.value**2
-                squares += self._norm_of(first_held) ** 2
+                square = self._norm_of(self._own_gradients(index)) ** 2 / self.loss_scale.value**2
+                square += self._norm_of(first_held) ** 2
+                squares += square
+                worst = worst if math.isfinite(square) else max(worst, index)
         if self._watched:
-            parts = self.handler.all_gather("gradient norm", update, [squares])
-            joint.norm = self.norm = math.sqrt(sum(part for (part,) in parts))
+            parts = self.handler.all_gather("gradient norm", update, [squares, worst])
+            joint.norm = self.norm = math.sqrt(sum(square for square, _ in parts))
             if not math.isfinite(joint.norm):
+                self._judge(update, int(max(stage for _, stage in parts)))
                 self.skipped.append(update)
         return joint
 
@@ -130,6 +146,8 @@ class Updates:
             norms = {name: self._norm_of([gradient]) for name, gradient in tied.items()}
             overflow = not all(map(math.isfinite, (self.norm, *norms.values())))
             tied = {n: g * self._clip_factor(norms[n]) for n, g in tied.items() if math.isfinite(norms[n])}
+            if overflow:
+                self._judge(update, stage)
             if not math.isfinite(self.norm):
                 self.skipped.append(update)
                 self.stages[stage].optimizer.skip()
@@ -138,6 +156,18 @@ class Updates:
             self.handler.post("overflow", update, [float(overflow)], self.handler.everyone())
             self._overflows[update] = overflow
             self._learn_overflow(update - self.exchange.lag)
+
+    def _judge(self, update: int, stage: int) -> None:
+        """This stage's gradients are not finite, so that the update is not made: the run ends if that is a fault."""
+        if not (self.loss_scale.enabled and self.loss_scale.value > 1.0):
+            first = update * self.interval
+            last = first + self.interval - 1
+            where = f"minibatch {first}" if first == last else f"minibatches {first} to {last}"
+            found = f"update {update}, stage {stage}: the gradients of {where} are not finite"
+            if self.on_nonfinite == "stop":
+                raise NonFiniteError(f"{found}: the update is not made; {LESS_OR_SKIP}")
+            if self.on_nonfinite == "skip":
+                self.report(f"WARNING: {found}: the update is passed over")
 
     def _learn_overflow(self, update: int) -> None:
         if update in self._overflows:

@@ -1,0 +1,160 @@
+"""Losses and gradients that are not finite: found before the update, on every stage alike, and named."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.examples import example, varied
+from vpipe import Pipeline
+from vpipe.errors import NonFiniteError, PeerError, VPipeError
+from vpipe.runtime.stage import Stage
+from vpipe.threads import run_ranks
+from vpipe.weights import optimizer_factory
+
+pytestmark = pytest.mark.usefixtures("capture_once")
+
+SYNCHRONOUS: dict[str, Any] = {"schedule": "1f1b", "minibatches": 4}
+ASYNCHRONOUS: dict[str, Any] = {"schedule": "pipedream"}
+BAD = 5
+"""The minibatch that goes wrong: of the second update, where four make one."""
+
+
+def run(
+    bad_data: bool = False, updates: int = 3, scale: float | None = None, **options: Any
+) -> list[tuple[str, Any, list[float]]]:
+    """What ended each of two ranks, its weights then, and its losses."""
+    model, batch, loss_fn = example("sequential", torch.float32, layers=4)
+
+    def work(world: Any) -> tuple[str, dict[str, Tensor], list[float]]:
+        with Pipeline(
+            model, batch, optimizer=optimizer_factory("adamw", 1e-2), loss_fn=loss_fn, world=world, **options
+        ) as pipe:
+            if scale is not None:
+                pipe.runtime.updates.loss_scale.value = scale
+            data = varied(batch, updates * pipe.schedule.update_interval)
+            if bad_data:
+                data[BAD] = (torch.full_like(data[BAD][0], math.inf), *data[BAD][1:])
+            losses, ended = [], ""
+            try:
+                for _, loss in pipe.train(data):
+                    losses.append(loss)
+            except (NonFiniteError, PeerError) as error:
+                ended = f"{type(error).__name__}: {error}"
+                pipe.close()  # the other one waits for us
+            weights = {n: t.clone() for s in pipe.runtime.stages.values() for n, t in s.state().items()}
+            world.all_gather("ended", None)
+            return ended, weights, losses
+
+    return run_ranks(2, work)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The weight gradients of stage 0 are not finite for one minibatch; the loss is."""
+    finish = Stage.weight_gradients
+
+    def poison(stage: Stage, minibatch: int) -> None:
+        finish(stage, minibatch)
+        if (stage.index, minibatch) == (0, BAD):
+            gradient = stage.optimizer.model_parameters[0].grad
+            assert gradient is not None
+            gradient.view(-1)[0] = math.nan
+
+    monkeypatch.setattr(Stage, "weight_gradients", poison)
+
+
+def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return all(torch.equal(one[name], other[name]) for name in one)
+
+
+def finite(weights: dict[str, Tensor]) -> bool:
+    return all(bool(tensor.isfinite().all()) for tensor in weights.values())
+
+
+def test_a_synchronous_run_stops_everywhere_before_the_update(poisoned: None) -> None:
+    after_one = run(updates=1, **SYNCHRONOUS)
+    for (ended, weights, losses), (_, before, _) in zip(
+        run(on_nonfinite="stop", **SYNCHRONOUS), after_one, strict=True
+    ):
+        assert ended.startswith("NonFiniteError: update 1, stage 0: the gradients of minibatches 4 to 7")
+        assert "on_nonfinite: skip" in ended
+        assert len(losses) == 1
+        assert equal(weights, before)
+
+
+def test_a_synchronous_run_passes_over_the_update_everywhere(poisoned: None) -> None:
+    after_one = run(updates=1, **SYNCHRONOUS)
+    with pytest.warns(UserWarning, match="update 1, stage 0: .* passed over"):
+        results = run(updates=2, on_nonfinite="skip", **SYNCHRONOUS)
+    for (ended, weights, losses), (_, before, _) in zip(results, after_one, strict=True):
+        assert not ended
+        assert len(losses) == 2
+        assert equal(weights, before)
+    with pytest.warns(UserWarning, match="passed over"):
+        longer = run(updates=3, on_nonfinite="skip", **SYNCHRONOUS)
+    assert all(
+        finite(weights) and not equal(weights, after_one[i][1]) for i, (_, weights, _) in enumerate(longer)
+    )
+
+
+def test_an_asynchronous_stage_stops_before_its_own_update(poisoned: None) -> None:
+    results = run(updates=8, on_nonfinite="stop", **ASYNCHRONOUS)
+    assert results[0][0].startswith(
+        f"NonFiniteError: update {BAD}, stage 0: the gradients of minibatch {BAD} "
+    )
+    assert all(finite(weights) for _, weights, _ in results)
+
+
+def test_an_asynchronous_stage_passes_over_its_own_update(poisoned: None) -> None:
+    with pytest.warns(UserWarning, match=f"update {BAD}, stage 0"):
+        results = run(updates=8, on_nonfinite="skip", **ASYNCHRONOUS)
+    assert all(not ended and finite(weights) and len(losses) == 8 for ended, weights, losses in results)
+
+
+@pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_a_loss_is_named_with_its_minibatch(options: dict[str, Any]) -> None:
+    results = run(bad_data=True, updates=8, on_nonfinite="stop", **options)
+    update = BAD // options.get("minibatches", 1)
+    assert any(
+        f"NonFiniteError: update {update}, rank 1: the loss of minibatch {BAD} is " in ended
+        for ended, _, _ in results
+    )
+    assert all(ended and finite(weights) for ended, weights, _ in results)
+
+
+@pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_a_loss_that_is_passed_over(options: dict[str, Any]) -> None:
+    with pytest.warns(UserWarning, match="passed over"):
+        results = run(bad_data=True, updates=8, on_nonfinite="skip", **options)
+    update = BAD // options.get("minibatches", 1)
+    for ended, weights, losses in results:
+        assert not ended
+        assert [u for u, loss in enumerate(losses) if not math.isfinite(loss)] == [update]
+        assert finite(weights)
+
+
+@pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_looking_changes_nothing(options: dict[str, Any]) -> None:
+    for (_, weights, losses), (_, expected, expected_losses) in zip(
+        run(on_nonfinite="stop", **options), run(**options), strict=True
+    ):
+        assert losses == expected_losses
+        assert equal(weights, expected)
+
+
+@pytest.mark.parametrize(("scale", "fault"), [(2.0**10, False), (1.0, True)])
+def test_a_float16_overflow_is_no_fault_until_the_scale_is_at_its_end(
+    poisoned: None, scale: float, fault: bool
+) -> None:
+    """What a scale of one does not help against is one."""
+    for ended, _, losses in run(precision="fp16", scale=scale, on_nonfinite="stop", **SYNCHRONOUS):
+        assert ended.startswith("NonFiniteError: update 1, stage 0") == fault
+        assert len(losses) == (1 if fault else 3)
+
+
+def test_an_unknown_policy() -> None:
+    with pytest.raises(VPipeError, match="unknown on_nonfinite 'halt'"):
+        run(on_nonfinite="halt", **SYNCHRONOUS)
