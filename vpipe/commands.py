@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import VPipeError
+from vpipe.errors import Stopped, VPipeError
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -20,12 +20,18 @@ def train_rank(config: RunConfig, resume: str | None) -> None:
     from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
     from vpipe.observe.trace import write_trace
+    from vpipe.requests import EXIT_CODE, ignore_requests
     from vpipe.tables import show
     from vpipe.trainer import Trainer
 
+    ignore_requests()
     trainer = Trainer(config)
     try:
         summary = trainer.train(resume)
+    except Stopped as stopped:
+        if trainer.rank == 0:
+            print(stopped)
+        sys.exit(EXIT_CODE)
     finally:
         trainer.close()
     if trainer.rank:
@@ -50,7 +56,7 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
 
     trainer = Trainer(config)
     try:
-        restored = trainer.restore(resume)
+        restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))
         if not trainer.pipe.updates:
             raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
         loss = trainer.evaluate()

@@ -157,6 +157,12 @@ class RunConfig(BaseModel):
     """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in; weights are kept and updated in fp32."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What a loss or a gradient that is not finite does, found before the update: it ends the run, or the update
+    is passed over on every stage. With fp16 an overflow is no fault: the loss scale is lowered."""
+    deterministic: StrictBool = False
+    """Only algorithms that give the same result every time, at some cost on a GPU; an operation that has none
+    is an error. On the CPU two runs with one seed are equal to the bit anyway."""
     epochs: Count = 1
     """Passes over the data set."""
     max_updates: Count | None = None
@@ -200,8 +206,13 @@ class RunConfig(BaseModel):
     """Updates between two lines of detailed statistics; 0: none."""
     checkpoint_interval: Natural = 0
     """Updates between two checkpoints; 0: only one, at the end."""
+    checkpoint_minutes: Positive | None = None
+    """Minutes between two checkpoints, beside `checkpoint_interval`. In an asynchronous schedule saving drains the
+    pipeline, so the clock then has a say in the training: the run cannot be repeated to the bit."""
     keep_checkpoints: Count = 3
-    """How many of the newest checkpoints stay."""
+    """How many of the newest checkpoints stay; the best by evaluation loss stays too."""
+    on_save_error: Literal["warn", "stop"] = "warn"
+    """What a checkpoint that cannot be saved does, before the last one: a warning, or the end of the run."""
 
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import os
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +13,24 @@ import torch
 
 from vpipe import checkpoint
 from vpipe.arguments import build_schedule, check_plan, pipeline_arguments
-from vpipe.communication import ProcessWorld, agree
+from vpipe.communication import ProcessWorld, World, agree
 from vpipe.config import RunConfig
 from vpipe.config_file import resolved_yaml
 from vpipe.cost import Plan, write_plan
 from vpipe.data import Batches, Sampler
 from vpipe.datasets import Datasets, make_datasets
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.determinism import make_deterministic
+from vpipe.errors import ConfigError, OutOfMemoryError, Stopped, VPipeError
 from vpipe.files import write_text
+from vpipe.foreseen import foreseen
+from vpipe.keeping import Keeper
 from vpipe.launch import LAUNCHED
 from vpipe.models import build_model
 from vpipe.observe.clocks import align_clocks
 from vpipe.observe.folder import make_run_folder
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
+from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
 from vpipe.runtime import count_labels
 from vpipe.weights import learning_rate_policy, optimizer_factory
@@ -33,15 +39,17 @@ from vpipe.weights import learning_rate_policy, optimizer_factory
 class Trainer:
     """One rank's part of a run. Every rank makes one and calls the same methods."""
 
-    def __init__(self, config: RunConfig) -> None:
+    def __init__(self, config: RunConfig, world: World | None = None) -> None:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if config.deterministic:
+            make_deterministic()
         self.config = config
         if config.distributed_backend == "nccl" and not torch.cuda.is_available():
             raise ConfigError(
                 f"{config.source}: distributed_backend is 'nccl', which carries GPU tensors, and there is no GPU here: "
                 "write gloo, or leave it out"
             )
-        self.world = ProcessWorld(timeout=config.timeout)
+        self.world = world or ProcessWorld(timeout=config.timeout)
         if self.world.size != config.ranks:
             raise ConfigError(
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
@@ -59,6 +67,7 @@ class Trainer:
         self.updates = -(-self.minibatches // self.interval)
         # Minibatches of earlier runs beyond what this run's interval counts for their updates.
         self.offset = 0
+        self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
         self.pipe = self._build_pipeline()
         try:
             check_plan(config, self.pipe.layout.graph.plan_fingerprint)
@@ -66,12 +75,16 @@ class Trainer:
             self.pipe.close()
             raise
 
-    def restore(self, resume: str | None) -> str | None:
-        """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything."""
-        path = agree(self.world, "checkpoint", lambda: self._find(resume))
+    def restore(self, resume: str | None, report: Callable[[str], None]) -> str | None:
+        """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything.
+
+        `report` is told, on rank 0, of checkpoints that are passed over.
+        """
+        path = agree(self.world, "checkpoint", lambda: self._find(resume, report))
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
-            self._check_position(checkpoint.load(self.pipe, Path(path)), path)
+            self.position_found = checkpoint.load(self.pipe, Path(path))
+            self._check_position(self.position_found, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:
             return "there is no checkpoint to resume from: training starts anew"
@@ -82,9 +95,10 @@ class Trainer:
         return None
 
     def train(self, resume: str | None = None) -> dict[str, Any]:
-        """Train to the end and return the summary of the run."""
-        config, pipe = self.config, self.pipe
-        restored = self.restore(resume)
+        """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before."""
+        pipe = self.pipe
+        notes: list[str] = []
+        restored = self.restore(resume, notes.append)
         if pipe.updates >= self.updates:
             raise VPipeError(
                 f"there is nothing to train: {pipe.updates} of {self.updates} updates are made: "
@@ -92,49 +106,77 @@ class Trainer:
             )
         pipe.runtime.events.clock = align_clocks(pipe.handler)
         self._describe_run()
-        recorder = Recorder(
-            pipe,
-            self.folder,
-            total=self.updates,
-            samples=self.interval * config.batch_size,
-            tokens=config.sequence_length,
-            print_frequency=config.print_frequency,
-            verbose_frequency=config.verbose_frequency,
-        )
-        for line in (self._describe_ranks(), restored):
+        recorder = self._make_recorder()
+        for line in (self._describe_ranks(), *notes, restored):
             if line is not None:
                 recorder.say(line)
-        evaluated = saved = pipe.updates
+        requests = Requests(
+            self.world,
+            pipe.schedule.placement[-1][0],
+            minutes=self.config.checkpoint_minutes,
+            say=recorder.say,
+        )
+        pipe.runtime.losses.asked = requests.take
+        pipe.runtime.updates.report = recorder.say
         try:
-            batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
-            for update, loss in pipe.train(batches):
-                recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
-                if update + 1 == self.updates:
-                    continue
-                if config.evaluation_interval and update + 1 - evaluated >= config.evaluation_interval:
-                    recorder.pause()
-                    recorder.evaluation(self.evaluate())
-                    evaluated = pipe.updates
-                if config.checkpoint_interval and update + 1 - saved >= config.checkpoint_interval:
-                    recorder.pause()
-                    self.save()
-                    saved = pipe.updates
-            recorder.pause()
-            recorder.evaluation(self.evaluate())
-            summary = recorder.summary() | {
-                "schedule": pipe.schedule.name,
-                "partition": list(pipe.layout.partition),
-                "blocks": [
-                    [pipe.layout.graph.blocks[b].name for b in s.blocks] for s in pipe.layout.stage_graphs
-                ],
-                "checkpoint": str(self.save()),
-                "report": str(self.folder / "report.html"),
-            }
+            with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
+                keeper.resume(self.position_found)
+                requests.listen()
+                with self._telling_memory():
+                    self._train(recorder, keeper)
+                keeper.save(self._position_here)
+                summary = recorder.summary() | {
+                    "schedule": pipe.schedule.name,
+                    "partition": list(pipe.layout.partition),
+                    "blocks": [
+                        [pipe.layout.graph.blocks[b].name for b in s.blocks] for s in pipe.layout.stage_graphs
+                    ],
+                    "checkpoint": str(keeper.finish()),
+                    "report": str(self.folder / "report.html"),
+                }
         finally:
+            requests.close()
             pipe.runtime.events.write(self.folder)
             recorder.close()
         self.world.all_gather("events", None)  # rank 0 reads everybody's
         return summary
+
+    def _train(self, recorder: Recorder, keeper: Keeper) -> None:
+        """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
+        config, pipe = self.config, self.pipe
+        evaluated = pipe.updates
+        batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
+        for update, loss in pipe.train(batches):
+            recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
+            asked = pipe.runtime.losses.requests_of(update)
+            if update + 1 == self.updates:
+                continue
+            if config.evaluation_interval and update + 1 - evaluated >= config.evaluation_interval:
+                self._evaluate(recorder, keeper)
+                evaluated = pipe.updates
+            if keeper.wants(update + 1, asked):
+                recorder.pause()
+                keeper.save(self._position_here)
+            if asked & STOP:
+                raise Stopped(
+                    f"the run was asked to end: it has made {pipe.updates} of {self.updates} updates, which are "
+                    f"saved in {keeper.finish()}; go on with --resume auto"
+                )
+        self._evaluate(recorder, keeper)
+
+    @contextmanager
+    def _telling_memory(self) -> Iterator[None]:
+        """If memory does not suffice: what the plan had foreseen, and how to plan for less."""
+        try:
+            yield
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error}; {foreseen(self.folder, self.pipe)}") from error
+
+    def _evaluate(self, recorder: Recorder, keeper: Keeper) -> None:
+        recorder.pause()
+        loss = self.evaluate()
+        recorder.evaluation(loss)
+        keeper.evaluated(loss)
 
     def evaluate(self) -> float:
         """The mean loss over the validation samples, always the same ones."""
@@ -142,16 +184,6 @@ class Trainer:
         sampler = Sampler(samples, config.batch_size, config.seed)
         count = -(-min(samples, config.evaluation_samples) // config.batch_size)
         return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
-
-    def save(self) -> Path:
-        """Write a checkpoint; an asynchronous pipeline is drained for it."""
-        self.pipe.flush()
-        folder = self.folder / "checkpoints"
-        position = {"minibatch": self.position(self.pipe.updates), **self._order()}
-        path = checkpoint.save(self.pipe, folder, position)
-        if self.rank == 0:
-            checkpoint.prune(folder, self.config.keep_checkpoints)
-        return path
 
     def position(self, updates: int) -> int:
         """The minibatches that so many updates have used."""
@@ -193,17 +225,34 @@ class Trainer:
             lr_scheduler=policy,
             precision=config.precision,
             clip_norm=config.clip_norm,
+            on_nonfinite=config.on_nonfinite,
             loss_weight=count_labels,
             seed=config.seed,
             world=self.world,
             **pipeline_arguments(config),
         )
 
-    def _find(self, resume: str | None) -> str | None:
+    def _make_recorder(self) -> Recorder:
+        config = self.config
+        return Recorder(
+            self.pipe,
+            self.folder,
+            total=self.updates,
+            samples=self.interval * config.batch_size,
+            tokens=config.sequence_length,
+            print_frequency=config.print_frequency,
+            verbose_frequency=config.verbose_frequency,
+        )
+
+    def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:
         if resume is None or self.rank:
             return None
-        found = find_checkpoint(resume, self.folder.parent)
+        found = find_checkpoint(resume, self.folder.parent, report)
         return None if found is None else str(found)
+
+    def _position_here(self) -> dict[str, Any]:
+        """Where in the data the pipeline is, once it is drained."""
+        return {"minibatch": self.position(self.pipe.updates), **self._order()}
 
     def _order(self) -> dict[str, Any]:
         """All that the order of the samples follows from, and what the first of them looks like."""

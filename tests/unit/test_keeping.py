@@ -1,0 +1,280 @@
+"""A run's checkpoints: when it saves, which ones stay, how it stops, goes on, and what a failing disk does to it.
+
+The whole trainer, with ranks that are threads.
+"""
+
+import errno
+import math
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from vpipe import checkpoint, trainer
+from vpipe.checkpoint import files
+from vpipe.config import RunConfig
+from vpipe.config_file import check_values
+from vpipe.errors import NonFiniteError, OutOfMemoryError, PeerError, Stopped, VPipeError
+from vpipe.observe.recorder import Recorder
+from vpipe.requests import SAVE, STOP, Requests
+from vpipe.runtime.stage import Stage
+from vpipe.threads import run_ranks
+from vpipe.trainer import Trainer
+
+TINY = {
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 64,
+    "sequence_length": 8,
+    "batch_size": 2,
+    "synthetic_data": True,
+    "max_samples": 60,
+    "evaluation_samples": 4,
+    "dropout": 0.1,
+    "stages": 2,
+    "max_updates": 8,
+    "print_frequency": 4,
+    "learning_rate": 0.003,
+    "keep_checkpoints": 100,
+}
+SYNCHRONOUS = {"schedule": "1f1b", "minibatches": 2}
+ASYNCHRONOUS = {"schedule": "vpipe"}
+build_model = trainer.build_model
+
+
+@cache
+def the_model() -> Any:
+    return build_model(check_values(TINY, Path("tiny.yml")), "meta")
+
+
+@pytest.fixture
+def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture_once: None) -> Callable[..., Path]:
+    """Train with these keys, in the log directory `runs`; the folder of the run."""
+    monkeypatch.setattr(trainer, "build_model", lambda config, device: the_model())
+
+    def run(runs: str = "runs", resume: str | None = None, **keys: Any) -> Path:
+        config = check_values(TINY | keys | {"log_directory": str(tmp_path / runs)}, Path("tiny.yml"))
+        assert isinstance(config, RunConfig)
+        before = set((tmp_path / runs).glob("*"))
+
+        def work(world: Any) -> None:
+            rank = Trainer(config, world)
+            try:
+                rank.train(resume)
+            finally:
+                rank.close()
+
+        try:
+            run_ranks(2, work)
+        finally:
+            made = [path for path in (tmp_path / runs).glob("*") if path.name != "cache"]
+            run.last = max(made, key=lambda path: path.stat().st_mtime_ns)  # type: ignore[attr-defined]
+        return next(path for path in made if path not in before)
+
+    return run
+
+
+def updates(run: Path) -> list[int]:
+    return [checkpoint.read_manifest(path).updates for path in checkpoint.checkpoints(run / "checkpoints")]
+
+
+def losses_of(run: Path) -> dict[int, float | None]:
+    manifests = [checkpoint.read_manifest(path) for path in checkpoint.checkpoints(run / "checkpoints")]
+    return {manifest.updates: checkpoint.evaluation_loss(manifest) for manifest in manifests}
+
+
+def last(run: Path) -> checkpoint.Manifest:
+    return checkpoint.verify(checkpoint.checkpoints(run / "checkpoints")[-1])
+
+
+def log(run: Path, rank: int = 0) -> str:
+    return (run / f"output.log.{rank}").read_text()
+
+
+@pytest.fixture
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
+    """Ask for something on one rank, once that rank has made so many updates."""
+    asking: list[tuple[int, int, int]] = []
+    made: dict[int, Requests] = {}
+    update = Recorder.update
+
+    def listen(self: Requests) -> None:
+        made[self._world.rank] = self
+
+    def look(self: Recorder, number: int, loss: float, epoch: int) -> None:
+        rank = self._pipe.rank
+        for one in [one for one in asking if one[:2] == (rank, number + 1)]:
+            asking.remove(one)
+            made[rank].ask(one[2])
+        update(self, number, loss, epoch)
+
+    monkeypatch.setattr(Requests, "listen", listen)
+    monkeypatch.setattr(Recorder, "update", look)
+    return lambda rank, done, what: asking.append((rank, done, what))
+
+
+def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    told = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
+
+    def evaluate(self: Trainer) -> float:
+        return told[self.pipe.updates]
+
+    monkeypatch.setattr(Trainer, "evaluate", evaluate)
+    keys: dict[str, Any] = {"evaluation_interval": 2, "checkpoint_interval": 3, **SYNCHRONOUS}
+    run = train(**keys)
+    # 2 and 4 are the best so far; three updates after 4 it is time again; 8 is the end.
+    assert losses_of(run) == {2: 3.0, 4: 2.0, 7: None, 8: 2.75}
+    run = train("pruned", keep_checkpoints=1, **keys)
+    assert losses_of(run) == {4: 2.0, 8: 2.75}
+    assert last(run).extra["best_evaluation_loss"] == 2.0
+
+
+def test_a_run_that_saves_only_at_its_end_does_not_save_the_best_before(train: Callable[..., Path]) -> None:
+    run = train(evaluation_interval=2, **SYNCHRONOUS)
+    assert updates(run) == [8]
+    assert losses_of(run)[8] is not None
+
+
+def test_the_clock(train: Callable[..., Path]) -> None:
+    assert updates(train(checkpoint_minutes=1e-6, **SYNCHRONOUS)) == list(range(1, 9))
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(
+    train: Callable[..., Path], after: Callable[[int, int, int], None], rank: int, tmp_path: Path
+) -> None:
+    whole = train("whole", evaluation_interval=3, **SYNCHRONOUS)
+    if rank == 1:  # which computes the loss; from the other it takes a listening leader
+        after(1, 3, SAVE)
+        after(1, 4, STOP)
+        expected, stopped_after = [4, 5], 5
+    else:
+        after(1, 1, STOP)
+        expected, stopped_after = [2], 2
+    with pytest.raises(Stopped, match=f"it has made {stopped_after} of 8 updates.*go on with --resume auto"):
+        train(evaluation_interval=3, **SYNCHRONOUS)
+    (first,) = [path for path in (tmp_path / "runs").iterdir() if path.name != "cache"]
+    assert updates(first) == expected
+    second = train(resume="auto", evaluation_interval=3, **SYNCHRONOUS)
+    assert f"step-{stopped_after:08d} after {stopped_after} updates" in log(second)
+    assert last(second).files == last(whole).files  # hashes of all weights and momenta
+    assert last(second).extra == last(whole).extra  # and the place in the data
+
+
+def test_an_asynchronous_run_is_drained_saved_and_goes_on(
+    train: Callable[..., Path], after: Callable[[int, int, int], None], tmp_path: Path
+) -> None:
+    after(1, 3, STOP)
+    with pytest.raises(Stopped):
+        train(**ASYNCHRONOUS)
+    (first,) = [path for path in (tmp_path / "runs").iterdir() if path.name != "cache"]
+    (made,) = updates(first)
+    assert 4 <= made < 8
+    assert last(first).extra["minibatch"] == made
+    second = train(resume=str(first), **ASYNCHRONOUS)
+    assert updates(second) == [8]
+
+
+def test_what_is_damaged_is_passed_over_and_it_says_so(train: Callable[..., Path], tmp_path: Path) -> None:
+    first = train(checkpoint_interval=3, **SYNCHRONOUS)
+    assert updates(first) == [3, 6, 8]
+    file = first / "checkpoints" / "step-00000008" / "stage-001.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
+    second = train(resume="auto", **SYNCHRONOUS)
+    told = log(second)
+    assert "step-00000008 is passed over: " in told
+    assert "stage-001.safetensors is damaged: its hash is not the one in manifest.json" in told
+    assert "step-00000006 is passed over: " in told
+    assert "has no manifest.json" in told
+    assert "step-00000003 after 3 updates" in told
+
+
+@pytest.fixture
+def full_disk(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While the second checkpoint is written."""
+    header = files._header
+
+    def refuse(path: Path, *rest: Any) -> Any:
+        if "step-00000004" in path.parent.name and path.name == "stage-001.safetensors":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return header(path, *rest)
+
+    monkeypatch.setattr(files, "_header", refuse)
+
+
+def test_a_full_disk_is_a_loud_warning(train: Callable[..., Path], full_disk: None) -> None:
+    run = train(checkpoint_interval=2, **SYNCHRONOUS)
+    assert updates(run) == [2, 6, 8]
+    for rank in range(2):
+        assert "WARNING: checkpoint" in log(run, rank)
+        assert "No space left on device" in log(run, rank)
+    assert [path.name for path in (run / "checkpoints").iterdir() if path.name.startswith(".")] == []
+
+
+def test_a_full_disk_ends_the_run_if_it_is_to(
+    train: Callable[..., Path], full_disk: None, tmp_path: Path
+) -> None:
+    with pytest.raises(VPipeError, match=r"step-00000004 was not saved: rank 1: .*No space left.*are whole"):
+        train(checkpoint_interval=2, on_save_error="stop", max_updates=40, epochs=10, **SYNCHRONOUS)
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if path.name != "cache"]
+    assert updates(run)[0] == 2
+    assert len(updates(run)) < 19
+
+
+def test_the_last_checkpoint_must_be_saved(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> None:
+        raise OSError(errno.EROFS, "Read-only file system")
+
+    monkeypatch.setattr(files, "_header", refuse)
+    with pytest.raises(VPipeError, match=r"step-00000008 was not saved: .*Read-only file system"):
+        train(**SYNCHRONOUS)
+
+
+@pytest.mark.parametrize("schedule", [SYNCHRONOUS, ASYNCHRONOUS])
+def test_after_numbers_that_are_not_finite_the_last_checkpoint_is(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, schedule: dict[str, Any], tmp_path: Path
+) -> None:
+    forward = Stage.forward
+    bad = 7
+
+    def poison(stage: Stage, minibatch: int, fields: Any) -> Any:
+        outputs = forward(stage, minibatch, fields)
+        if stage.index == 0 and minibatch == bad:
+            for tensor in outputs.values():
+                tensor.fill_(math.nan)
+        return outputs
+
+    monkeypatch.setattr(Stage, "forward", poison)
+    update = bad // schedule.get("minibatches", 1)
+    with pytest.raises(
+        (NonFiniteError, PeerError), match=f"update {update}, rank 1: the loss of minibatch {bad} is"
+    ):
+        train(checkpoint_interval=2, epochs=9, max_updates=30, **schedule)
+    (run,) = [path for path in (tmp_path / "runs").iterdir() if path.name != "cache"]
+    newest = checkpoint.newest(run / "checkpoints")
+    assert newest is not None
+    assert all(files.not_finite(file) is None for file in newest.glob("*.safetensors"))
+
+
+def test_out_of_memory_names_the_place_and_what_was_foreseen(
+    train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def run_out(stage: Stage, minibatch: int, seed: float) -> Any:
+        return torch.empty(1 << 60)
+
+    monkeypatch.setattr(Stage, "backward", run_out)
+    with pytest.raises(
+        (OutOfMemoryError, PeerError),
+        match=r"rank 1, stage 1, action 1B0: out of memory: it tried to allocate \d+ bytes; it holds .* bytes",
+    ) as caught:
+        train(**SYNCHRONOUS)
+    assert "no plan had foreseen what it needs: partition: auto with gpu_memory" in str(caught.value)

@@ -1,0 +1,104 @@
+"""Requests: what signals, the clock and other ranks ask of a run."""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from vpipe import requests
+from vpipe.communication import InProcessHub
+from vpipe.requests import GIVE_UP, SAVE, STOP, Requests
+
+
+@pytest.fixture
+def said() -> list[str]:
+    return []
+
+
+@pytest.fixture
+def leader(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
+    """Of two ranks, the one that listens in this process."""
+    monkeypatch.setattr(requests, "LOOK", 0.02)
+    made = Requests(InProcessHub(2).join(0), 0, say=said.append)
+    made.listen()
+    yield made
+    made.close()
+
+
+def eventually(asked: Callable[[], int]) -> int:
+    deadline = time.monotonic() + 10
+    while time.monotonic() < deadline:
+        if found := asked():
+            return found
+        time.sleep(0.005)
+    raise AssertionError("nothing is asked for")
+
+
+@pytest.mark.parametrize(
+    ("number", "asked"), [(signal.SIGUSR1, SAVE), (signal.SIGTERM, STOP), (signal.SIGINT, STOP)]
+)
+def test_a_signal_asks_once(leader: Requests, said: list[str], number: int, asked: int) -> None:
+    os.kill(os.getpid(), number)
+    assert eventually(leader.take) == asked
+    assert leader.take() == 0
+    assert signal.Signals(number).name in said[0]
+
+
+def test_a_second_signal_quits_at_once_unless_it_is_the_first_passed_on(
+    leader: Requests, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    codes: list[int] = []
+    monkeypatch.setattr(os, "_exit", codes.append)
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, for the same Ctrl-C
+    assert eventually(leader.take) == STOP
+    time.sleep(0.05)
+    assert codes == []
+    monkeypatch.setattr(requests, "AGAIN", 0.0)
+    os.kill(os.getpid(), signal.SIGTERM)
+    eventually(lambda: len(codes))
+    assert codes == [128 + signal.SIGTERM]
+
+
+def test_an_end_that_another_rank_was_asked_for_reaches_the_leader(
+    monkeypatch: pytest.MonkeyPatch, said: list[str]
+) -> None:
+    monkeypatch.setattr(requests, "LOOK", 0.02)
+    hub = InProcessHub(2)
+    leads, follows = (Requests(hub.join(rank), 0, say=said.append) for rank in range(2))
+    leads.listen()
+    try:
+        follows.ask(SAVE)  # a matter of whoever was asked
+        follows.ask(STOP)
+        assert eventually(leads.take) == STOP
+    finally:
+        leads.close()
+
+
+def test_the_leader_keeps_the_time(said: list[str]) -> None:
+    hub = InProcessHub(2)
+    leads, follows = (Requests(hub.join(rank), 0, minutes=0.001, say=said.append) for rank in range(2))
+    assert leads.take() == 0
+    time.sleep(0.07)
+    assert (leads.take(), follows.take()) == (SAVE, 0)
+    assert leads.take() == 0
+    time.sleep(0.07)
+    leads.saved()
+    assert leads.take() == 0
+
+
+def test_requests_add_up(said: list[str]) -> None:
+    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
+    alone.ask(SAVE)
+    alone.ask(GIVE_UP)
+    assert alone.take() == SAVE | GIVE_UP
+
+
+def test_signals_do_again_what_they_did_before(said: list[str]) -> None:
+    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
+    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
+    alone.listen()
+    alone.close()
+    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
