@@ -65,7 +65,7 @@ def load_and_evaluate(tiny: models.Example, directory: Path, ranks: int) -> tupl
 
 
 @pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama"])
+@pytest.mark.parametrize("name", ["bert", "gpt2", "t5", "llama", "mixtral"])
 def test_any_partition_gives_the_original_models_loss(tmp_path: Path, name: str, ranks: int) -> None:
     tiny = example(name, layers=1)
     original = pretrained(tiny, tmp_path)
@@ -73,6 +73,20 @@ def test_any_partition_gives_the_original_models_loss(tmp_path: Path, name: str,
     assert missing == []
     assert loss == pytest.approx(evaluated(original, tiny[1]), rel=1e-12)
     assert loss != pytest.approx(evaluated(copy.deepcopy(tiny[0]), tiny[1]), rel=1e-6)
+
+
+def test_the_experts_of_a_mixtral_are_many_tensors_in_a_file(tmp_path: Path) -> None:
+    tiny = example("mixtral", layers=1)
+    pretrained(tiny, tmp_path)
+    written = load_file(tmp_path / "model.safetensors")
+    experts = tiny[0].config.num_local_experts
+    assert sum(name.endswith(".w1.weight") for name in written) == experts > 1
+    del written["model.layers.0.block_sparse_moe.experts.1.w3.weight"]
+    save_file(written, tmp_path / "model.safetensors")
+    with pytest.raises(
+        VPipeError, match=r"tensor 'model.layers.0.mlp.experts.gate_up_proj' cannot be made of"
+    ):
+        load_and_evaluate(tiny, tmp_path, 1)
 
 
 def test_shards_with_an_index(tmp_path: Path) -> None:

@@ -1,16 +1,18 @@
 """Hugging Face directories: weights read into any partition, and written for `from_pretrained`.
 
 Files may know a tensor by another name than the model does: a tied one by any of its names, a bare BertModel
-without the `bert.` of BertForMaskedLM (or the other way round), an old layer norm's by `gamma` and `beta`.
+without the `bert.` of BertForMaskedLM (or the other way round), an old layer norm's by `gamma` and `beta`; or as
+several tensors (`vpipe.checkpoint.conversion`).
 """
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
+from vpipe.checkpoint.conversion import Origin, origins
 from vpipe.checkpoint.files import read_header, read_tensors, telling
 from vpipe.checkpoint.loading import check_shapes
 from vpipe.checkpoint.manifest import verify
@@ -22,7 +24,6 @@ from vpipe.runtime.stage import MODEL
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
-_OLD_NAMES = {"LayerNorm.weight": "LayerNorm.gamma", "LayerNorm.bias": "LayerNorm.beta"}
 
 
 def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[str]:
@@ -34,19 +35,18 @@ def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[s
 
     def read() -> tuple[dict[str, Tensor], list[str]]:
         places = _places(directory)
-        found = _match(pipe, getattr(model, "base_model_prefix", ""), places)
+        found = _match(pipe, getattr(model, "base_model_prefix", ""), origins(model, places, _known(pipe)))
         if not found:
             raise VPipeError(
                 f"{directory}: none of its {len(places)} tensors is one of the model's: it has "
                 f"{next(iter(places), 'nothing')!r}, the model {pipe.layout.state_entries()[0][0]!r}; "
                 "give the directory of a model of the same kind"
             )
-        state: dict[str, Tensor] = {}
-        for file, names in _by_file(pipe, found, places).items():
-            tensors = read_tensors(directory / file, names)
-            read = {name: tensors[known_as] for known_as, name in names.items()}
-            check_shapes(pipe.layout, read, directory / file)
-            state |= read
+        own = {name for stage in pipe.runtime.stages.values() for name in stage.state()}
+        wanted = {name: origin for name, origin in found.items() if name in own}
+        tensors = _read(directory, places, wanted)
+        state = {name: origin.make(known_as, tensors, model) for name, (known_as, origin) in wanted.items()}
+        check_shapes(pipe.layout, state, directory)
         return state, [name for name in _needed(pipe) if name not in found]
 
     state, missing = agree(pipe.world, "pretrained weights", read)
@@ -131,41 +131,40 @@ def _needed(pipe: Pipeline) -> list[str]:
     return [name for name in names if name not in buffers or buffers[name].persistent]
 
 
-def _match(pipe: Pipeline, prefix: str, places: Mapping[str, str]) -> dict[str, str]:
-    """The model's names that the files know, and as what."""
+def _known(pipe: Pipeline) -> set[str]:
+    """Every name that the model itself has."""
+    graph = pipe.layout.graph
+    infos = {**graph.parameters, **graph.buffers}
+    return {name for own, info in infos.items() for name in (own, *info.aliases)}
+
+
+def _match(pipe: Pipeline, prefix: str, known: Mapping[str, Origin]) -> dict[str, tuple[str, Origin]]:
+    """The model's names that the files know, as what, and where it comes from."""
     graph = pipe.layout.graph
     prefix = f"{prefix}." if prefix else ""
-    model_has, files_have = (any(n.startswith(prefix) for n in names) for names in (graph.parameters, places))
+    model_has, files_have = (any(n.startswith(prefix) for n in names) for names in (graph.parameters, known))
     found = {}
     for name in _needed(pipe):
         info = graph.parameters.get(name) or graph.buffers[name]
-        for candidate in _other_names((name, *info.aliases)):
+        for candidate in (name, *info.aliases):
             if model_has and not files_have:
                 candidate = candidate.removeprefix(prefix)
             elif files_have and not model_has:
                 candidate = prefix + candidate
-            if candidate in places:
-                found[name] = candidate
+            if candidate in known:
+                found[name] = (candidate, known[candidate])
                 break
     return found
 
 
-def _by_file(
-    pipe: Pipeline, found: Mapping[str, str], places: Mapping[str, str]
-) -> dict[str, dict[str, str]]:
-    """What this rank's stages hold, as the files and as the model know it, by file."""
-    own = {name for stage in pipe.runtime.stages.values() for name in stage.state()}
-    by_file: dict[str, dict[str, str]] = {}
-    for name, known_as in found.items():
-        if name in own:
-            by_file.setdefault(places[known_as], {})[known_as] = name
-    return by_file
-
-
-def _other_names(names: Iterable[str]) -> list[str]:
-    """The names, and after each what it was called in old files."""
-    result = []
-    for name in names:
-        result.append(name)
-        result += [name.removesuffix(new) + old for new, old in _OLD_NAMES.items() if name.endswith(new)]
-    return result
+def _read(
+    directory: Path, places: Mapping[str, str], wanted: Mapping[str, tuple[str, Origin]]
+) -> dict[str, Tensor]:
+    """What the wanted tensors come from, file by file."""
+    by_file: dict[str, list[str]] = {}
+    for name in dict.fromkeys(name for _, origin in wanted.values() for name in origin.names):
+        by_file.setdefault(places[name], []).append(name)
+    tensors: dict[str, Tensor] = {}
+    for file, names in by_file.items():
+        tensors |= read_tensors(directory / file, names)
+    return tensors
