@@ -12,6 +12,7 @@ from typing import Annotated
 
 import typer
 
+from vpipe import cli_checkpoint
 from vpipe.errors import PeerError, ScheduleError, VPipeError
 
 Config = Annotated[Path, typer.Argument(help="A run's YAML file.")]
@@ -27,6 +28,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.add_typer(cli_checkpoint.app, name="checkpoint")
 
 
 @app.callback()

@@ -1,0 +1,122 @@
+"""`vpipe checkpoint`: what it prints, what it finds, what it deletes."""
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file, save_file
+
+from tests.checkpoints import rewrite
+from tests.unit.test_keeping import TINY, the_model
+from vpipe import Pipeline, checkpoint, cli
+from vpipe.checkpoint.files import sha256
+from vpipe.threads import run_ranks
+from vpipe.weights import optimizer_factory
+
+Run = Callable[..., tuple[int, str]]
+
+
+@pytest.fixture
+def vpipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> Run:
+    """Run `vpipe checkpoint ...`; its exit code and what it says."""
+
+    def run(*arguments: object) -> tuple[int, str]:
+        monkeypatch.setattr(sys, "argv", ["vpipe", "checkpoint", *map(str, arguments)])
+        monkeypatch.setenv("COLUMNS", "200")
+        with pytest.raises(SystemExit) as ended:
+            cli.main()
+        told = capsys.readouterr()
+        return int(ended.value.code or 0), told.out + told.err
+
+    return run
+
+
+def test_a_run_is_listed_and_a_checkpoint_described(vpipe: Run, saved: Path) -> None:
+    code, said = vpipe("show", saved)
+    assert code == 0
+    assert [line for line in said.splitlines() if "step-0000000" in line] != []
+    code, said = vpipe("show", saved / "step-00000002")
+    assert code == 0
+    assert "1f1b" in said
+    assert "AdamW" in said
+    assert "stage-000.safetensors" in said
+    code, said = vpipe("show", saved, "--json")
+    first, second = json.loads(said)
+    assert (first["updates"], second["updates"]) == (1, 2)
+    size = (saved / "step-00000001" / "stage-000.safetensors").stat().st_size
+    assert first["bytes"] == size
+    assert first["files"]["stage-000.safetensors"]["sha256"] == sha256(
+        saved / "step-00000001" / "stage-000.safetensors"
+    )
+    code, said = vpipe("show", saved / "nowhere")
+    assert code == 2
+    assert said.startswith("error: there is no checkpoint in ")
+
+
+def test_verify_finds_flipped_bits_and_numbers_that_are_not_finite(vpipe: Run, saved: Path) -> None:
+    assert vpipe("verify", saved) == (
+        0,
+        "".join(f"{saved / name}: good\n" for name in ("step-00000001", "step-00000002")),
+    )
+    path = saved / "step-00000001"
+    file = path / "stage-000.safetensors"
+    weights = load_file(file)
+    weights["model.0.bias"][1] = torch.inf
+    save_file(weights, file, {"optimizers": "[]"})
+    code, said = vpipe("verify", saved)
+    assert code == 1
+    assert "step-00000001/stage-000.safetensors is damaged" in said
+    assert "step-00000002: good" in said
+    entry = {"size": file.stat().st_size, "sha256": sha256(file)}
+    rewrite(path, lambda c: c["files"]["stage-000.safetensors"].update(entry))
+    code, said = vpipe("verify", path, "--json")
+    assert code == 1
+    assert "tensor 'model.0.bias' holds numbers that are not finite" in json.loads(said)[str(path)]
+
+
+def test_prune_keeps_the_newest_that_verifies(vpipe: Run, saved: Path) -> None:
+    file = saved / "step-00000002" / "stage-000.safetensors"
+    raw = bytearray(file.read_bytes())
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    with pytest.warns(UserWarning, match="step-00000002 is passed over"):
+        assert vpipe("prune", saved, "--keep", 1) == (0, "")
+    raw[-1] ^= 1
+    file.write_bytes(raw)
+    code, said = vpipe("prune", saved, "--keep", 1)
+    assert (code, said) == (0, f"deleted {saved / 'step-00000001'}\n")
+    code, said = vpipe("prune", saved / "step-00000002", "--keep", 1)
+    assert code == 2
+    assert "is a checkpoint: give the folder of a run" in said
+    assert vpipe("prune", saved, "--keep", 0)[0] == 2
+
+
+@pytest.mark.usefixtures("capture_once")
+def test_export_writes_what_from_pretrained_reads(vpipe: Run, tmp_path: Path) -> None:
+    import transformers as hf
+
+    example = the_model()
+    run = tmp_path / "run"
+
+    def work(world: object) -> dict[str, torch.Tensor]:
+        with Pipeline(
+            example.model, example.batch, optimizer=optimizer_factory("sgd", 0.1), minibatches=1, world=world
+        ) as pipe:
+            checkpoint.save(pipe, run / "checkpoints", {})
+            return {name: tensor.clone() for name, tensor in pipe.state_dict().items()}
+
+    (weights,) = run_ranks(1, work)
+    code, said = vpipe("export", run, tmp_path / "model")
+    assert code == 2
+    assert "config.yml, which would say what was trained" in said
+    (run / "config.yml").write_text(yaml.safe_dump(TINY))
+    code, said = vpipe("export", run, tmp_path / "model")
+    assert code == 0, said
+    model = hf.AutoModelForMaskedLM.from_pretrained(str(tmp_path / "model"), local_files_only=True)
+    written = model.state_dict()
+    assert all(torch.equal(written[name], tensor) for name, tensor in weights.items() if name in written)
+    assert len(written.keys() & weights.keys()) > 10
