@@ -15,7 +15,7 @@ from vpipe.config_file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
-from vpipe.plan.sizes import read_bytes
+from vpipe.sizes import read_bytes
 from vpipe.schedule import ASYNCHRONOUS
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ from vpipe.errors import VPipeError
 from vpipe.plan import plan
 from vpipe.plan.command import plan_command
 from vpipe.plan.report import runs
-from vpipe.plan.sizes import read_bytes, show_bytes
+from vpipe.sizes import read_bytes, show_bytes
 from vpipe.schedule import NAMES
 from vpipe.simulate import simulate
 
@@ -44,7 +44,8 @@ def test_wrong_sizes(text: str) -> None:
 
 
 def test_shown() -> None:
-    assert [show_bytes(count) for count in (5, 2048, 3 * GIB)] == ["5 B", "2.00 KiB", "3.00 GiB"]
+    shown = [show_bytes(count) for count in (5, 2048, 412.35 * 2**20, 3 * GIB, 5000 * 1024 * GIB)]
+    assert shown == ["5 B", "2 KiB", "412.4 MiB", "3 GiB", "5000 TiB"]
     assert runs([3, 4, 5, 9]) == "3-5, 9"
 
 
@@ -69,7 +70,7 @@ def test_the_table_says_what_limits(profile: Path, capsys: pytest.CaptureFixture
     plan_command(profile, 4, "1GiB")
     shown = capsys.readouterr().out
     assert "vpipe on 4 ranks" in shown
-    assert "memory of 1.00 GiB" in shown
+    assert "memory of 1 GiB" in shown
     assert "memory  " in shown
 
 

@@ -11,7 +11,7 @@ from tests.unit.test_cost_files import examples
 from vpipe.errors import VPipeError
 from vpipe.schedule import NAMES
 from vpipe.simulate.command import simulate_command
-from vpipe.simulate.report import duration, size
+from vpipe.simulate.report import duration
 
 Files = tuple[Path, Path]
 
@@ -96,4 +96,3 @@ def test_the_trace_shows_the_peak(files: Files, capsys: pytest.CaptureFixture[st
 
 def test_figures_for_people() -> None:
     assert [duration(value) for value in (2.5, 0.0123, 4e-6)] == ["2.5 s", "12.3 ms", "4 us"]
-    assert [size(value) for value in (12, 2048, 3 * 2**20, 2**33)] == ["12 B", "2 KiB", "3 MiB", "8 GiB"]

@@ -118,11 +118,3 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
         }
         for rank, figures in enumerate(ranks)
     ]
-
-
-def bytes_for_people(count: float) -> str:
-    units = ["B", "KiB", "MiB", "GiB", "TiB"]
-    while count >= 1024 and len(units) > 1:
-        count /= 1024
-        units.pop(0)
-    return f"{count:.0f} B" if units[0] == "B" else f"{count:.1f} {units[0]}"

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from vpipe.observe.figures import bytes_for_people
+from vpipe.sizes import show_bytes
 
 
 class _Figures(ProgressColumn):
@@ -66,5 +66,5 @@ def _speed(figures: dict[str, float]) -> str:
     return (
         f"lr {figures['learning_rate']:.2e}, "
         f"{figures['samples_per_s']:.1f} samples/s, {figures['tokens_per_s']:.0f} tokens/s, "
-        f"{bytes_for_people(figures['peak_memory'])}"
+        f"{show_bytes(figures['peak_memory'])}"
     )

@@ -8,10 +8,11 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from vpipe.observe.figures import Meter, RankFigures, bytes_for_people, shares, stage_figures
+from vpipe.observe.figures import Meter, RankFigures, shares, stage_figures
 from vpipe.observe.log import RankLog
 from vpipe.observe.metrics import MetricsWriter
 from vpipe.observe.progress import ProgressReport
+from vpipe.sizes import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
@@ -130,7 +131,7 @@ class Recorder:
         stages = ", ".join(map(str, self._pipe.runtime.stages))
         self.log.line(
             f"Iteration {done}, stage {stages}, for each update: {times}, "
-            f"sent {bytes_for_people(sent)}, received {bytes_for_people(received)}"
+            f"sent {show_bytes(sent)}, received {show_bytes(received)}"
         )
 
     def _write(self, kind: str, update: int, **figures: Any) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vpipe.observe.figures import bytes_for_people
+from vpipe.sizes import show_bytes
 
 
 def summary_table(summary: dict[str, Any]) -> Table:
@@ -25,7 +25,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_row("communication", f"{summary['communication_share']:.1%} sending")
     table.add_row("bubble", f"{summary['bubble_share']:.1%} waiting")
     for stage, peak in enumerate(summary["peak_memory"]):
-        table.add_row(f"peak memory, stage {stage}", bytes_for_people(peak))
+        table.add_row(f"peak memory, stage {stage}", show_bytes(peak))
     for name in ("report", "checkpoint", "model"):
         if summary.get(name):
             table.add_row(name, os.path.relpath(summary[name]))

@@ -7,7 +7,7 @@ from math import ceil
 
 from vpipe.cost import Profile, for_batch_size
 from vpipe.plan.one_schedule import Least, Task, least_of_schedule
-from vpipe.plan.sizes import show_bytes
+from vpipe.sizes import show_bytes
 
 
 def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:

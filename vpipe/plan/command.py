@@ -10,7 +10,7 @@ from vpipe.errors import VPipeError
 from vpipe.plan.planner import AUTO, plan
 from vpipe.plan.report import describe, plan_table
 from vpipe.plan.result import PlanResult
-from vpipe.plan.sizes import read_bytes
+from vpipe.sizes import read_bytes
 
 
 def plan_command(

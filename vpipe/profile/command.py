@@ -12,7 +12,8 @@ from rich.table import Table
 from vpipe.cost import Profile, write_profile
 from vpipe.files import read_json
 from vpipe.host_memory import cores
-from vpipe.simulate.report import duration, size
+from vpipe.simulate.report import duration
+from vpipe.sizes import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -79,12 +80,13 @@ def profile_table(profile: Profile) -> Table:
             block.name,
             *map(duration, times),
             f"{block.spread:.0%}",
-            *(size(count) for count in sizes),
+            *(show_bytes(count) for count in sizes),
         )
     device, link = profile.device, profile.link
     table.caption = (
-        f"device {size(device.memory)}, to the host {size(device.to_host)}/s, back {size(device.from_host)}/s; "
-        f"link {size(link.bandwidth)}/s, {duration(link.latency)}; "
+        f"device {show_bytes(device.memory)}, to the host {show_bytes(device.to_host)}/s, "
+        f"back {show_bytes(device.from_host)}/s; "
+        f"link {show_bytes(link.bandwidth)}/s, {duration(link.latency)}; "
         f"optimizer {profile.optimizer_ratio:g} bytes for each byte of parameters"
     )
     return table

@@ -9,6 +9,7 @@ from rich.table import Table
 from vpipe.cost import Profile
 from vpipe.simulate.memory import Memory
 from vpipe.simulate.simulation import Simulation
+from vpipe.sizes import show_bytes
 
 
 def describe(simulation: Simulation) -> dict[str, Any]:
@@ -57,12 +58,12 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
             f"{rank.bubble:.1%}",
             ", ".join(str(simulation.in_flight[stage]) for stage in rank.stages),
             ", ".join(str(simulation.versions[stage]) for stage in rank.stages),
-            size(rank.memory.total) + ("" if fits else " !"),
-            *(size(count) if count else "-" for count in rank.memory),
+            show_bytes(rank.memory.total) + ("" if fits else " !"),
+            *(show_bytes(count) if count else "-" for count in rank.memory),
         )
     if crowded:
         ranks = "1 rank needs" if crowded == 1 else f"{crowded} ranks need"
-        table.caption = f"! {ranks} more memory than the device's {size(profile.device.memory)}"
+        table.caption = f"! {ranks} more memory than the device's {show_bytes(profile.device.memory)}"
     return table
 
 
@@ -83,10 +84,3 @@ def duration(seconds: float) -> str:
         if seconds >= unit:
             return f"{seconds / unit:.4g} {name}"
     return f"{seconds * 1e6:.4g} us"
-
-
-def size(count: float) -> str:
-    for power, unit in ((3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if count >= 1024**power:
-            return f"{count / 1024**power:.4g} {unit}"
-    return f"{count:.0f} B"

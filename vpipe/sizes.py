@@ -32,11 +32,9 @@ def read_bytes(text: str, what: str = "memory") -> int:
 
 
 def show_bytes(count: float) -> str:
-    """With three digits or more, rounded to the nearest."""
-    if count < 1024:
-        return f"{count:.0f} B"
-    for unit in BINARY:
-        count /= 1024
+    """With four digits at most: 412.4 MiB."""
+    for unit in ("B", *BINARY):
         if count < 1024 or unit == BINARY[-1]:
             break
-    return f"{count:.2f} {unit}"
+        count /= 1024
+    return f"{count:.4g} {unit}" if unit != "B" else f"{count:.0f} B"
