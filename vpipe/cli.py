@@ -152,11 +152,18 @@ def train(
     resume: Annotated[
         str | None, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
     ] = None,
+    debug: Annotated[
+        list[str] | None,
+        typer.Option(
+            help="tensors, versions or schedule: tell of each in the ranks' logs. May be given again."
+        ),
+    ] = None,
     print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config_file import read_config, resolved_yaml
     from vpipe.launch import run
+    from vpipe.observe.scenes import read_scenes
     from vpipe.settings import rank_arguments, read_settings
 
     chosen = read_config(config, read_settings(settings or ()))
@@ -164,12 +171,15 @@ def train(
         print(resolved_yaml(chosen), end="")
         return
 
+    scenes = read_scenes(debug or ())
+
     def work() -> None:
         from vpipe.commands import train_rank
 
-        train_rank(chosen, resume)
+        train_rank(chosen, resume, scenes)
 
     arguments = ["train", *rank_arguments(config, settings or ())]
+    arguments += [part for scene in scenes for part in ("--debug", scene)]
     run(chosen, arguments if resume is None else [*arguments, "--resume", _absolute(resume)], work)
 
 
@@ -316,6 +326,28 @@ def report(
 
     write_report(runs, output)
     print(f"report {output}")
+
+
+@app.command()
+def top(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once, and stop.")] = False,
+) -> None:
+    """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
+    from vpipe.observe.top import top as show_run
+
+    show_run(run, once=once)
+
+
+@app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, running or over.")],
+    as_json: AsJson = False,
+) -> None:
+    """Tell what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""
+    from vpipe.observe.diagnosis import diagnose_command
+
+    diagnose_command(run, as_json)
 
 
 @app.command()

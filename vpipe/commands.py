@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 
-def train_rank(config: RunConfig, resume: str | None) -> None:
+def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.files import write_json
     from vpipe.observe.report import write_report
@@ -27,7 +27,7 @@ def train_rank(config: RunConfig, resume: str | None) -> None:
     ignore_requests()
     trainer = Trainer(config)
     try:
-        summary = trainer.train(resume)
+        summary = trainer.train(resume, debug)
     except Stopped as stopped:
         if trainer.rank == 0:
             print(stopped)

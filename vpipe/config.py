@@ -213,6 +213,11 @@ class RunConfig(BaseModel):
     """How many of the newest checkpoints stay; the best by evaluation loss stays too."""
     on_save_error: Literal["warn", "stop"] = "warn"
     """What a checkpoint that cannot be saved does, before the last one: a warning, or the end of the run."""
+    hang_limit: Positive = 60.0
+    """Seconds that a rank may wait for another before all ranks tell what they are in, and a sentence says who keeps
+    whom waiting. The run goes on; `timeout` ends it."""
+    prometheus_port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
+    """Port of the loopback interface where rank 0 answers Prometheus while it trains; 0: none."""
 
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -27,8 +27,10 @@ from vpipe.keeping import Keeper
 from vpipe.launch import LAUNCHED
 from vpipe.models import build_model
 from vpipe.observe.clocks import align_clocks
+from vpipe.observe.debug import attach
 from vpipe.observe.folder import make_run_folder
 from vpipe.observe.recorder import Recorder
+from vpipe.observe.stages import write_stages
 from vpipe.pipeline import Pipeline
 from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
@@ -94,8 +96,11 @@ class Trainer:
             return f"started from {written}" + (f", which lacks {', '.join(missing)}" if missing else "")
         return None
 
-    def train(self, resume: str | None = None) -> dict[str, Any]:
-        """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before."""
+    def train(self, resume: str | None = None, debug: Sequence[str] = ()) -> dict[str, Any]:
+        """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before.
+
+        `debug` names what is told of each action.
+        """
         pipe = self.pipe
         notes: list[str] = []
         restored = self.restore(resume, notes.append)
@@ -110,6 +115,8 @@ class Trainer:
         for line in (self._describe_ranks(), *notes, restored):
             if line is not None:
                 recorder.say(line)
+        if debug:
+            attach(pipe, debug, recorder.log.line, recorder.show)
         requests = Requests(
             self.world,
             pipe.schedule.placement[-1][0],
@@ -134,9 +141,12 @@ class Trainer:
                     "checkpoint": str(keeper.finish()),
                     "report": str(self.folder / "report.html"),
                 }
+        except BaseException as error:
+            recorder.error = error
+            raise
         finally:
             requests.close()
-            pipe.runtime.events.write(self.folder)
+            recorder.write_events(self.folder)
             recorder.close()
         self.world.all_gather("events", None)  # rank 0 reads everybody's
         return summary
@@ -242,6 +252,8 @@ class Trainer:
             tokens=config.sequence_length,
             print_frequency=config.print_frequency,
             verbose_frequency=config.verbose_frequency,
+            hang_limit=config.hang_limit,
+            prometheus_port=config.prometheus_port,
         )
 
     def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:
@@ -283,6 +295,7 @@ class Trainer:
         """The resolved configuration and the plan, for whoever looks at the run later."""
         if self.rank == 0:
             write_text(self.folder / "config.yml", resolved_yaml(self.config))
+            write_stages(self.pipe.layout, self.folder, cap=self.config.gpu_memory)
             plan = self.folder / "plan.json"
             if not plan.exists():  # with `partition: auto` the launcher has written it
                 write_plan(self._plan(), plan)

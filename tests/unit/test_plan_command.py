@@ -13,9 +13,9 @@ from vpipe.errors import VPipeError
 from vpipe.plan import plan
 from vpipe.plan.command import plan_command
 from vpipe.plan.report import runs
-from vpipe.sizes import read_bytes, show_bytes
 from vpipe.schedule import NAMES
 from vpipe.simulate import simulate
+from vpipe.sizes import read_bytes, show_bytes
 
 GIB = 1024**3
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000_000, 1_000_000, 10_000_000)

@@ -13,6 +13,10 @@ from vpipe.communication.world import World
 BUFFERED_MESSAGES = 8
 """How many messages of one tensor may be sent before the first is received."""
 
+Waiting = tuple[str, str, int, int, float]
+"""What a rank waits for: MESSAGE or ROOM, the tensor's name, its number, the peer, and since when."""
+MESSAGE, ROOM = "message", "room"
+
 
 class CommunicationHandler:
     """Sends and receives tensors by name. Names are registered on every rank in the same order.
@@ -29,6 +33,7 @@ class CommunicationHandler:
         self.bytes_sent = 0
         self.bytes_received = 0
         self.waited = 0.0  # seconds spent in waiting for messages
+        self.waiting: Waiting | None = None  # read by the rank's watch; after a failure it is what failed
         self.buffer = buffer
         self._channels: dict[int, Channel] = world.channels(buffer)
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
@@ -41,7 +46,9 @@ class CommunicationHandler:
         self, tensor_name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False
     ) -> None:
         self.bytes_sent += tensor.numel() * tensor.element_size()
+        self.waiting = (ROOM, tensor_name, minibatch, to, perf_counter())
         self._channels[to].send(self._key(tensor_name, minibatch, backward), tensor)
+        self.waiting = None
 
     def expect(
         self,
@@ -70,7 +77,9 @@ class CommunicationHandler:
         """Wait for a tensor; it may be read until `release(owner)`."""
         channel, key = self._channels[source], self._key(tensor_name, minibatch, backward)
         started = perf_counter()
+        self.waiting = (MESSAGE, tensor_name, minibatch, source, started)
         tensor = channel.receive(key, shape, dtype)
+        self.waiting = None
         self.waited += perf_counter() - started
         self.bytes_received += tensor.numel() * tensor.element_size()
         self._unreleased.setdefault(owner, []).append((channel, key))
@@ -95,7 +104,11 @@ class CommunicationHandler:
         """The numbers that each of the peers posted."""
         key = self._key(name, number, False)
         started = perf_counter()
-        found = {peer: self._channels[peer].receive(key, (count,), torch.float64).tolist() for peer in peers}
+        found = {}
+        for peer in peers:
+            self.waiting = (MESSAGE, name, number, peer, started)
+            found[peer] = self._channels[peer].receive(key, (count,), torch.float64).tolist()
+        self.waiting = None
         self.waited += perf_counter() - started
         return found
 

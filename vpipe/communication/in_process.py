@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import Channel, Key
+from vpipe.communication.world import ANYONE
 from vpipe.errors import PeerError
 
 
@@ -125,11 +126,15 @@ class InProcessWorld:
         self.local_rank = rank
         # Threads share torch's random generator and its exporter: one at a time.
         self.exclusive: AbstractContextManager[Any] = hub.exclusive
+        self.meeting: tuple[str, int, float] | None = None
         self._meetings: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         self._meetings[name] += 1
-        return self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
+        self.meeting = (name, ANYONE, time.perf_counter())
+        gathered = self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
+        self.meeting = None
+        return gathered
 
     def tell(self, name: str, value: Any) -> None:
         self.hub.tell(self.rank, name, value)

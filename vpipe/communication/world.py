@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
+from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
@@ -19,12 +20,17 @@ from vpipe.errors import PeerError, VPipeError
 
 T = TypeVar("T")
 
+ANYONE = -1
+"""The peer of a wait for whoever is missing."""
+
 
 class World(Protocol):
     rank: int
     size: int
     local_rank: int
     exclusive: AbstractContextManager[Any]
+    meeting: tuple[str, int, float] | None
+    """Where this rank waits for the others: the name, the one that it waits for or ANYONE, and since when."""
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
@@ -76,6 +82,7 @@ class ProcessWorld:
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
         self.exclusive: AbstractContextManager[Any] = nullcontext()
+        self.meeting: tuple[str, int, float] | None = None
         self._kind = channel
         self._timeout = timeout
         self._meetings: Counter[str] = Counter()
@@ -93,7 +100,10 @@ class ProcessWorld:
             return [json.loads(json.dumps(value))]
         self._meetings[name] += 1
         place = f"{self._name}/{name}#{self._meetings[name]}"
-        return self._job.meeting.gather(place, value, name, self._timeout)
+        self.meeting = (name, ANYONE, perf_counter())
+        gathered = self._job.meeting.gather(place, value, name, self._timeout)
+        self.meeting = None
+        return gathered
 
     def tell(self, name: str, value: Any) -> None:
         self._store.set(f"told/{name}/{self.rank}", json.dumps(value))

@@ -7,11 +7,11 @@ Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.ob
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from vpipe.errors import ConfigError
 from vpipe.files import read_json, write_text
@@ -20,6 +20,8 @@ from vpipe.schedule import Action, Op
 
 CAPACITY = 1 << 16
 """Actions that a ring holds: some 3 MB, of which the system gives only what is written to."""
+MEMORY = 4000
+"""Samples of the process' memory in a file at most."""
 FORMAT = "vpipe events 1"
 NO_VERSION = -1
 """The weight version of an action that reads and makes none."""
@@ -49,6 +51,24 @@ class Recorded(NamedTuple):
         return self.end - self.start
 
 
+class StageBytes(NamedTuple):
+    """What a stage holds: one version of its weights, the optimizer's state, a minibatch in flight."""
+
+    weights: int
+    optimizer: int
+    minibatch: int
+
+
+class Samples(Protocol):
+    """The memory of a process over time."""
+
+    @property
+    def times(self) -> Sequence[float]: ...
+
+    @property
+    def bytes(self) -> Sequence[int]: ...
+
+
 @dataclass(frozen=True)
 class RankEvents:
     """What one rank's file tells, the oldest action first, in the time of rank 0."""
@@ -60,6 +80,10 @@ class RankEvents:
     clock: ClockOffset = SAME_CLOCK
     edges: tuple[tuple[int, int], ...] = ()
     """Stages that make a value and stages that read it: (producer, reader)."""
+    held: Mapping[int, StageBytes] = field(default_factory=dict)
+    """By stage; empty if nobody counted."""
+    memory: tuple[tuple[float, int], ...] = ()
+    """Times and bytes of the whole process, libraries included."""
 
 
 class Events:
@@ -94,18 +118,25 @@ class Events:
     def lost(self) -> int:
         return max(0, self.count - self.capacity)
 
+    @property
+    def last(self) -> Recorded | None:
+        """The newest action, in this rank's own time."""
+        return self._at(self.count - 1) if self.count else None
+
     def actions(self) -> list[Recorded]:
         """What the ring holds, the oldest first, in this rank's own time."""
-        held = []
-        for number in range(self.lost, self.count):
-            start, end, wait, sent, received, minibatch, version, stage, code, evaluation = (
-                _RECORD.unpack_from(self._ring, number % self.capacity * _RECORD.size)
-            )
-            action = Action(stage, _OPS[code], minibatch)
-            held.append(Recorded(action, start, end, wait, sent, received, version, evaluation))
-        return held
+        return [self._at(number) for number in range(self.lost, self.count)]
 
-    def write(self, folder: Path) -> Path:
+    def _at(self, number: int) -> Recorded:
+        start, end, wait, sent, received, minibatch, version, stage, code, evaluation = _RECORD.unpack_from(
+            self._ring, number % self.capacity * _RECORD.size
+        )
+        action = Action(stage, _OPS[code], minibatch)
+        return Recorded(action, start, end, wait, sent, received, version, evaluation)
+
+    def write(
+        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: Samples | None = None
+    ) -> Path:
         """Write `events.<rank>.json` into a run's folder."""
         path = folder / f"events.{self.rank}.json"
         actions = self.actions()
@@ -118,6 +149,8 @@ class Events:
             "clock_offset": self.clock.seconds,
             "round_trip": self.clock.round_trip,
             "edges": self.edges,
+            "held": [[stage, *counts] for stage, counts in (held or {}).items()],
+            "memory": [] if memory is None else _thinned(memory, origin),
         }
         # A column a line: compact, and still something that people can look at.
         lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
@@ -125,6 +158,16 @@ class Events:
             lines.append(f"{json.dumps(key)}: {json.dumps(values, separators=(',', ':'))}")
         write_text(path, "{" + ",\n ".join(lines) + "}\n")
         return path
+
+
+def _thinned(memory: Samples, origin: float) -> list[list[int]]:
+    """[nanoseconds from `origin`, bytes], of neighbours the largest, `MEMORY` of them at most."""
+    count = len(memory.bytes)
+    step = max(1, -(-count // MEMORY))
+    return [
+        [round(1e9 * (memory.times[place] - origin)), max(memory.bytes[place : place + step])]
+        for place in range(0, count, step)
+    ]
 
 
 def read_events(folder: Path) -> list[RankEvents]:
@@ -174,7 +217,9 @@ def _read(path: Path) -> RankEvents:
         )
         clock = ClockOffset(float(told["clock_offset"]), float(told["round_trip"]))
         edges = tuple((int(producer), int(reader)) for producer, reader in told["edges"])
-        return RankEvents(int(told["rank"]), actions, int(told["lost"]), clock, edges)
+        held = {int(stage): StageBytes(*map(int, counts)) for stage, *counts in told.get("held", ())}
+        memory = tuple((origin + time / 1e9, int(count)) for time, count in told.get("memory", ()))
+        return RankEvents(int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"

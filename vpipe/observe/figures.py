@@ -32,6 +32,16 @@ class RankFigures:
         return self.forward + self.backward + self.update
 
     @property
+    def shares(self) -> dict[str, float]:
+        """Of this rank's time: computing, sending (communication) and waiting (bubble)."""
+        total = self.seconds or 1.0
+        return {
+            "compute_share": self.compute / total,
+            "communication_share": self.send / total,
+            "bubble_share": self.wait / total,
+        }
+
+    @property
     def numbers(self) -> list[float]:
         """All of it as plain numbers, which travel between ranks."""
         return list(astuple(self))
@@ -115,6 +125,7 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
             "bytes_sent": int(figures.bytes_sent),
             "bytes_received": int(figures.bytes_received),
             "peak_memory": int(figures.peak_memory),
+            **figures.shares,
         }
         for rank, figures in enumerate(ranks)
     ]

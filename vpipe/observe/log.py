@@ -9,10 +9,10 @@ class RankLog:
     """`output.log.<rank>`: one line for each thing that happened. What the process prints may stand there too."""
 
     def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", buffering=1)
+        self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def line(self, text: str) -> None:
-        self._file.write(text + "\n")
+        self.file.write(text + "\n")
 
     def close(self) -> None:
-        self._file.close()
+        self.file.close()

@@ -8,10 +8,15 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from vpipe.observe.events import StageBytes
 from vpipe.observe.figures import Meter, RankFigures, shares, stage_figures
+from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.log import RankLog
 from vpipe.observe.metrics import MetricsWriter
 from vpipe.observe.progress import ProgressReport
+from vpipe.observe.prometheus import Endpoint
+from vpipe.observe.status import stage_lines
+from vpipe.observe.watch import Watch
 from vpipe.sizes import show_bytes
 
 if TYPE_CHECKING:
@@ -32,11 +37,14 @@ class Recorder:
         tokens: int,
         print_frequency: int,
         verbose_frequency: int,
+        hang_limit: float,
+        prometheus_port: int,
     ) -> None:
         """`samples` are those of an update, `tokens` those of a sample."""
         self.log = RankLog(folder / f"output.log.{pipe.rank}")
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
+        self.error: BaseException | None = None  # what ended the run, if it did not end well
         self._pipe = pipe
         self._total = total
         self._samples, self._tokens = samples, tokens
@@ -47,9 +55,19 @@ class Recorder:
         self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self._held = count_first_forwards(pipe.runtime)
+        self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
+        self._watch = Watch(
+            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self._progress.say
+        )
+        self._endpoint = Endpoint(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
 
     def say(self, line: str) -> None:
         self.log.line(line)
+        self.show(line)
+
+    def show(self, line: str) -> None:
+        """To the user alone."""
         self._progress.say(line)
 
     def update(self, update: int, loss: float, epoch: int) -> None:
@@ -59,7 +77,15 @@ class Recorder:
         if update >= self._warm and not self._meter.running:
             self._meter.start()
         done, loss = update + 1, mean(self._recent)
-        figures = self._speed()
+        so_far = self._meter.total()
+        figures = self._speed(so_far)
+        self._facts = {
+            "total": self._total,
+            "updates": done,
+            "loss": loss if math.isfinite(loss) else None,
+            "samples_per_s": figures["samples_per_s"],
+            "totals": {name: getattr(so_far, name) for name in TOTALS},
+        }
         line = None
         if done % self._print_frequency == 0 or done == self._total:
             line = f"Epoch {epoch}, Iteration {done}, Loss: {loss:.4f}"
@@ -103,19 +129,31 @@ class Recorder:
         self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
         return summary
 
+    def write_events(self, folder: Path) -> None:
+        """Everything that this rank recorded, with what its stages and its process held."""
+        stages = self._pipe.runtime.stages
+        held = {
+            index: StageBytes(weights_of(stage), optimizer_of(stage), self._held.get(index, 0))
+            for index, stage in stages.items()
+        }
+        self._pipe.runtime.events.write(folder, held, self._watch.memory)
+
     def close(self) -> None:
+        self._watch.close(self.error)
+        if self._endpoint is not None:
+            self._endpoint.close()
         self._progress.close()
         self.log.close()
         if self._metrics is not None:
             self._metrics.close()
 
-    def _speed(self) -> dict[str, float]:
-        so_far = self._meter.total()
+    def _speed(self, so_far: RankFigures) -> dict[str, float]:
         rate = self._samples * so_far.updates / so_far.seconds if so_far.seconds else 0.0
         return {
             "learning_rate": self._pipe.learning_rate,
             "samples_per_s": rate,
             "tokens_per_s": rate * self._tokens,
+            "seconds_per_update": so_far.seconds / so_far.updates if so_far.updates else 0.0,
             "peak_memory": so_far.peak_memory,
         }
 
@@ -129,10 +167,16 @@ class Recorder:
         times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in each.items())
         sent, received = recent.bytes_sent / recent.updates, recent.bytes_received / recent.updates
         stages = ", ".join(map(str, self._pipe.runtime.stages))
+        share = recent.shares
         self.log.line(
             f"Iteration {done}, stage {stages}, for each update: {times}, "
-            f"sent {show_bytes(sent)}, received {show_bytes(received)}"
+            f"sent {show_bytes(sent)}, received {show_bytes(received)}; "
+            f"{self._samples * recent.updates / recent.seconds:.1f} samples/s, "
+            f"{1000 * recent.seconds / recent.updates:.1f} ms an update, "
+            f"communication {share['communication_share']:.1%}, bubble {share['bubble_share']:.1%}"
         )
+        if self._metrics is not None:
+            self._metrics.write("stages", done, ranks=stage_lines(self._watch.others()))
 
     def _write(self, kind: str, update: int, **figures: Any) -> None:
         if self._metrics is not None:
@@ -140,6 +184,7 @@ class Recorder:
 
 
 TIMES = ("forward", "backward", "update", "send", "wait")
+TOTALS = (*TIMES, "seconds", "updates", "bytes_sent", "bytes_received")
 
 
 def perplexity(loss: float) -> float:

@@ -11,6 +11,7 @@ from vpipe.communication import CommunicationHandler
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph.held import Held
 from vpipe.observe.events import NO_VERSION, Events
+from vpipe.observe.whereabouts import whereabouts
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
@@ -24,6 +25,7 @@ LOOK_AHEAD = 8
 """How many actions ahead of the current one receives are posted."""
 
 Link = tuple[str, str, int, int]  # value, its name on the wire, the other stage, the other rank
+Method = Callable[[Stage, int], None]
 
 
 class StageRuntime:
@@ -65,6 +67,7 @@ class StageRuntime:
             (s.index, reader) for s in stage_graphs for readers in s.writes.values() for reader in readers
         )
         self.events = Events(self.rank, edges)
+        self.whereabouts = whereabouts(self.rank)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
@@ -73,7 +76,7 @@ class StageRuntime:
         self._swaps = any(stage.module.swaps for stage in stages.values())
         self._clock = Clock()
         self._feed: Feed | None = None
-        self._methods: dict[Op, Callable[[Stage, int], None]] = {
+        self._methods: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
             Op.SEND_F: self.send_tensors_forward,
@@ -112,6 +115,15 @@ class StageRuntime:
             if explained is None:
                 raise
             raise explained from error
+
+    @property
+    def offset(self) -> int:
+        """The minibatch that the program under way counts from."""
+        return 0 if self._feed is None else self._feed.offset
+
+    def wrap(self, op: Op, wrapper: Callable[[Method], Method]) -> None:
+        """Put something around an operation: for those who look on, so that nothing is asked where nobody does."""
+        self._methods[op] = wrapper(self._methods[op])
 
     def count_held(self) -> Held:
         """From now on count the bytes that autograd holds on this rank."""
@@ -244,6 +256,7 @@ class StageRuntime:
         waited, sent, received = handler.waited, handler.bytes_sent, handler.bytes_received
         self._clock.lap()
         start = self._clock.now
+        self.whereabouts.enter(action, start)
         if self._swaps and action.op in (Op.B, Op.I):
             self._fetch_next(ahead)
         self._methods[action.op](stage, action.minibatch)

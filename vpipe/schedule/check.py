@@ -75,7 +75,7 @@ def beginning(schedule: Schedule) -> int:
     return min(schedule.minibatches, enough) if schedule.lazy else schedule.minibatches
 
 
-def cut(order: Order, ends: Mapping[int, int], rank: int, exists: Exists) -> Iterator[Action]:
+def cut(order: Order, ends: Mapping[int, int | None], rank: int, exists: Exists) -> Iterator[Action]:
     return islice(order(rank, exists), ends.get(rank))
 
 

@@ -1,0 +1,192 @@
+"""The watch: what a rank says of itself while it runs, and how a hang is explained."""
+
+import json
+import time
+import urllib.request
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests import models
+from tests.examples import varied
+from vpipe import Pipeline
+from vpipe.errors import ConfigError
+from vpipe.observe.hang import GONE, STOPPED, Finding, culprit, explain, fate_of, sentence
+from vpipe.observe.prometheus import Endpoint, exposition
+from vpipe.observe.recorder import Recorder
+from vpipe.observe.status import Status, Waiting, read_statuses, stage_lines, write_status
+from vpipe.observe.top import picture, top
+from vpipe.schedule import Op, build, lower
+from vpipe.threads import run_ranks
+from vpipe.weights import optimizer_factory
+
+SLEEPS = 5.0
+
+
+def recorded(
+    folder: Path, *, hold: float = 0.0, limit: float = 60.0, port: int = 0, updates: int = 12
+) -> list[Any]:
+    """A run of two threads whose first rank sleeps for `hold` seconds in 0F4."""
+    model, batch, loss_fn = models.sequential()
+
+    def train(world: Any) -> Any:
+        optimizer = optimizer_factory("adam", 0.01, weight_decay=0.0)
+        with Pipeline(
+            model, batch, optimizer=optimizer, loss_fn=loss_fn, schedule="pipedream", world=world
+        ) as pipe:
+            recorder = Recorder(
+                pipe, folder, total=updates, samples=4, tokens=1, print_frequency=2, verbose_frequency=4,
+                hang_limit=limit, prometheus_port=port,
+            )  # fmt: skip
+            if world.rank == 0 and hold:
+                pipe.runtime.wrap(
+                    Op.F, lambda plain: lambda stage, m: (time.sleep(hold * (m == 4)), plain(stage, m))
+                )
+            try:
+                for update, loss in pipe.train(varied(batch, updates)):
+                    recorder.update(update, loss, 0)
+                    if port and update == updates - 1:
+                        time.sleep(1.5)  # the watch writes a status a second
+                        return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+            finally:
+                recorder.write_events(folder)
+                recorder.close()
+        return None
+
+    return run_ranks(2, train)
+
+
+@pytest.mark.timeout(60)
+def test_a_hang_is_explained_by_who_waits_for_whom(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path, hold=SLEEPS, limit=1.0)
+    said = (tmp_path / "hang.txt").read_text()
+    first, *grid = said.splitlines()
+    assert first.startswith("rank 1 waits for 1RECV_F4 from rank 0 (for ")
+    assert "; rank 0 has been in 0F4 for " in first
+    marked = [line for line in grid if "[" in line]
+    assert [line.split("[")[0].split()[-1] for line in marked] == ["B2───*", "B3───*"]
+    assert marked[0].endswith("[0F4] << here")
+    assert marked[1].endswith("[1RECV_F4] << waits")
+    assert said.strip() in capsys.readouterr().out
+    for rank in range(2):
+        log = (tmp_path / f"output.log.{rank}").read_text()
+        assert "some rank waits for more than 1 s; the stacks of this one" in log
+        assert "test_watch.py" in log  # faulthandler's stacks
+    assert not (tmp_path / "hang.request").exists()  # it went on, and the next hang is another
+
+
+def test_the_last_status_and_the_figures_of_each_stage(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    recorded(tmp_path)
+    statuses = read_statuses(tmp_path)
+    assert [status.rank for status in statuses] == [0, 1]
+    assert [status.state for status in statuses] == ["ended", "ended"]
+    assert [status.updates for status in statuses] == [12, 12]
+    assert all(status.memory > 2**20 for status in statuses)
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert {line["kind"] for line in lines} >= {"train", "stages"}
+    log = (tmp_path / "output.log.1").read_text()
+    assert "ms an update, communication " in log
+    assert "bubble " in log
+    (first, _) = stage_lines(statuses)
+    shares = first["compute_share"] + first["communication_share"] + first["bubble_share"]
+    assert 0 < shares <= 1.001
+    top(tmp_path, once=True)
+    shown = capsys.readouterr().out
+    assert "update 12 of 12" in shown
+    assert "has ended" in shown
+
+
+def test_prometheus_reads_what_the_ranks_said(tmp_path: Path, free_port: int) -> None:
+    told = recorded(tmp_path, port=free_port)[0]
+    assert "# TYPE vpipe_updates_total counter" in told
+    assert 'vpipe_updates_total{rank="1"} ' in told
+    assert 'vpipe_weight_versions{rank="0",stage="0"} ' in told
+    for line in told.splitlines():
+        assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
+    with pytest.raises(OSError, match="refused"):
+        urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics")
+
+
+def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+    taken = Endpoint(tmp_path, 0)
+    try:
+        with pytest.raises(ConfigError, match="prometheus_port"):
+            Endpoint(tmp_path, taken.port)
+    finally:
+        taken.close()
+
+
+@pytest.fixture
+def free_port(tmp_path: Path) -> int:
+    probe = Endpoint(tmp_path, 0)
+    probe.close()
+    return probe.port
+
+
+def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -> Status:
+    return Status(
+        rank, (rank,), 1, "here", time.time(), place=place, inside=True, seconds=31.0, waiting=waiting, **more
+    )
+
+
+def test_the_sentence_goes_from_who_waits_to_who_is_waited_for() -> None:
+    found = [
+        Finding(status(0, "0F8"), "0F8", True, 31.0),
+        Finding(status(1, "1RECV_F7", Waiting("1RECV_F7", 0, 31.0)), "1RECV_F7", True, 31.0),
+        Finding(status(2, "2RECV_F7", Waiting("2RECV_F7", 1, 30.5)), "2RECV_F7", True, 30.5),
+    ]
+    assert sentence(found) == (
+        "rank 2 waits for 2RECV_F7 from rank 1 (for 30 s); rank 1 waits for 1RECV_F7 from rank 0 (for 31 s); "
+        "rank 0 has been in 0F8 for 31 s"
+    )
+    guilty = culprit(found)
+    assert guilty is not None
+    assert guilty.rank == 0
+
+
+def test_ranks_that_wait_for_each_other() -> None:
+    found = [
+        Finding(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 20.0)), "0RECV_B1", True, 20.0),
+        Finding(status(1, "1RECV_F2", Waiting("1RECV_F2", 0, 20.0)), "1RECV_F2", True, 20.0),
+    ]
+    assert sentence(found).endswith("they wait for each other")
+    assert culprit(found) is None
+
+
+@pytest.mark.parametrize("fate", [GONE, STOPPED])
+def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: str) -> None:
+    found = [
+        Finding(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0)), "0RECV_B1", True, 9.0),
+        Finding(status(1, "1F2", Waiting("1RECV_F2", 0, 0.1)), "1F2", True, 9.0, fate),
+    ]
+    guilty = culprit(found)
+    assert guilty is not None
+    assert guilty.rank == 1
+    assert f"rank 1 {fate}: it was in 1F2" in sentence(found)
+
+
+def test_a_process_that_does_not_exist_is_gone() -> None:
+    assert fate_of(2**22 + 1) == GONE
+
+
+def test_the_grid_of_a_late_place_is_drawn_with_its_own_minibatches(tmp_path: Path) -> None:
+    schedule = lower(build("pipedream", 2, None))
+    write_status(status(0, "0F9004"), tmp_path)
+    write_status(status(1, "1RECV_F9004", Waiting("1RECV_F9004", 0, 40.0)), tmp_path)
+    text = explain(tmp_path, schedule)
+    assert "[0F9004] << here" in text
+    assert "B9002" in text
+    assert picture(tmp_path)  # a table of the same
+
+
+def test_a_run_that_has_not_begun(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="has not begun"):
+        top(tmp_path, once=True)
+    with pytest.raises(ConfigError, match="is not the folder of a run"):
+        top(tmp_path / "none", once=True)
+    assert exposition([]).startswith("# HELP")

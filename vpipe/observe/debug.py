@@ -1,0 +1,172 @@
+"""The guides' three debugging scenes: `vpipe train --debug tensors`, `versions` or `schedule`.
+
+Each puts itself around the calls that it tells of when a run is set up; a run without it has nothing to ask. Lines go
+into the rank's log, the first of them also to the user.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterable
+from functools import wraps
+from time import perf_counter
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from vpipe.observe.scenes import SCHEDULE, TENSORS, VERSIONS
+from vpipe.schedule import Action, Op, draw
+from vpipe.sizes import show_bytes
+
+if TYPE_CHECKING:
+    from vpipe.pipeline import Pipeline
+    from vpipe.runtime import Stage
+    from vpipe.runtime.stage_runtime import Method
+
+SHORT = 12
+"""Lines of each scene that the user sees; the log has all."""
+
+Say = Callable[[str], None]
+
+
+def attach(pipe: Pipeline, scenes: Iterable[str], log: Say, show: Say) -> None:
+    """From now on tell of what the scenes are about; `show` reaches the user."""
+    for scene in scenes:
+        {TENSORS: _tensors, VERSIONS: _versions, SCHEDULE: _schedule}[scene](pipe, _speaker(scene, log, show))
+
+
+def _speaker(scene: str, log: Say, show: Say) -> Say:
+    shown = 0
+
+    def say(line: str) -> None:
+        nonlocal shown
+        log(f"{scene}: {line}")
+        if shown < SHORT:
+            show(f"{scene}: {line}")
+        elif shown == SHORT:
+            show(f"{scene}: the rest stands in the ranks' logs (output.log.<rank>)")
+        shown += 1
+
+    return say
+
+
+# Tensors
+
+
+def _tensors(pipe: Pipeline, say: Say) -> None:
+    """Each tensor that is sent, received and freed, with its shape and norm."""
+    handler = pipe.handler
+    held: dict[Hashable, list[str]] = {}
+
+    def sending(plain: Callable[..., None]) -> Callable[..., None]:
+        @wraps(plain)
+        def send(name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False) -> None:
+            say(f"sent {_title(name, minibatch, backward)} to rank {to}: {_look(tensor)}")
+            plain(name, tensor, minibatch, to, backward=backward)
+
+        return send
+
+    def receiving(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
+        @wraps(plain)
+        def recv(
+            name: str, minibatch: int, source: int, *rest: Any, owner: Hashable, backward: bool = False
+        ) -> Tensor:
+            tensor = plain(name, minibatch, source, *rest, owner=owner, backward=backward)
+            title = _title(name, minibatch, backward)
+            say(f"received {title} from rank {source}: {_look(tensor)}")
+            held.setdefault(owner, []).append(title)
+            return tensor
+
+        return recv
+
+    def releasing(plain: Callable[[Hashable], None]) -> Callable[[Hashable], None]:
+        @wraps(plain)
+        def release(owner: Hashable) -> None:
+            plain(owner)
+            for title in held.pop(owner, ()):
+                say(f"freed {title}")
+
+        return release
+
+    _replace(handler, "send", sending)
+    _replace(handler, "recv", receiving)
+    _replace(handler, "release", releasing)
+
+
+def _title(name: str, minibatch: int, backward: bool) -> str:
+    return f"{'the gradient of ' if backward else ''}{name}, minibatch {minibatch}"
+
+
+def _look(tensor: Tensor) -> str:
+    shape = "x".join(map(str, tensor.shape)) or "a number"
+    norm = f", norm {tensor.detach().double().norm().item():.6g}" if tensor.is_floating_point() else ""
+    size = tensor.numel() * tensor.element_size()
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {show_bytes(size)}{norm}"
+
+
+# Versions
+
+
+def _versions(pipe: Pipeline, say: Say) -> None:
+    """Each switch of the weights: what F and B read, what STEP makes, which versions are held."""
+
+    def around(op: Op) -> Callable[[Method], Method]:
+        def wrapper(plain: Method) -> Method:
+            def told(stage: Stage, minibatch: int) -> None:
+                optimizer = stage.optimizer
+                before = [version.number for version in optimizer.queue]
+                plain(stage, minibatch)
+                after = [version.number for version in optimizer.queue]
+                if op is Op.STEP:
+                    what = f"makes version {optimizer.latest_version}"
+                else:
+                    what = f"reads version {optimizer.current_version} of {before[-1]}"
+                dropped = "" if op is Op.STEP else _dropped(before, after)
+                say(f"{Action(stage.index, op, minibatch)} {what}; held: {_list(after)}{dropped}")
+
+            return told
+
+        return wrapper
+
+    for op in (Op.F, Op.B, Op.I, Op.STEP):
+        pipe.runtime.wrap(op, around(op))
+
+
+def _dropped(before: list[int], after: list[int]) -> str:
+    gone = [version for version in before if version not in after]
+    return f", dropped {_list(gone)}" if gone else ""
+
+
+def _list(versions: Iterable[int]) -> str:
+    return ", ".join(map(str, versions))
+
+
+# Schedule
+
+
+def _schedule(pipe: Pipeline, say: Say) -> None:
+    """Which block is on which stage and rank, the schedule's grid, and each action with its time as it ends."""
+    layout, runtime = pipe.layout, pipe.runtime
+    for stage in layout.stage_graphs:
+        ranks = layout.schedule.placement[stage.index]
+        blocks = ", ".join(layout.graph.blocks[block].name for block in stage.blocks)
+        say(f"stage {stage.index} on rank {', '.join(map(str, ranks))}: {blocks}")
+    say(f"{layout.schedule.name}\n{draw(layout.schedule, columns=60)}")
+
+    def around(op: Op) -> Callable[[Method], Method]:
+        def wrapper(plain: Method) -> Method:
+            def told(stage: Stage, minibatch: int) -> None:
+                plain(stage, minibatch)
+                since = runtime.whereabouts.page.place(pipe.rank).since
+                say(f"{Action(stage.index, op, minibatch)} took {1000 * (perf_counter() - since):.3f} ms")
+
+            return told
+
+        return wrapper
+
+    for op in Op:
+        runtime.wrap(op, around(op))
+
+
+def _replace(owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:
+    """Put a wrapper around a method of one object."""
+    setattr(owner, name, wrapper(getattr(owner, name)))
