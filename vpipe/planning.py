@@ -15,8 +15,8 @@ from vpipe.config_file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
-from vpipe.sizes import read_bytes
 from vpipe.schedule import ASYNCHRONOUS
+from vpipe.sizes import read_bytes
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -37,6 +37,7 @@ def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
                 "leave one of the two out"
             )
     write_plan(plan_run(config, cache).to_plan(), path)
+    write_profile(cached_profile(config, cache), path.with_name("profile.json"))  # what the report predicts with
 
 
 def plan_run(

@@ -47,6 +47,12 @@ def counts(actions: Sequence[Recorded], stage: int) -> Iterator[Count]:
             last = now
 
 
+def most(actions: Sequence[Recorded], stage: int) -> tuple[int, int]:
+    """The most minibatches in flight and weight versions that a stage of this rank held."""
+    held = list(counts(actions, stage))
+    return max((c.in_flight for c in held), default=0), max((c.versions for c in held), default=0)
+
+
 def _before(actions: Sequence[Recorded]) -> dict[int, int]:
     """Minibatches whose F is older than the record: their backward is in it."""
     forward: set[int] = set()

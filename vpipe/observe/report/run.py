@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from vpipe.errors import ConfigError
-from vpipe.files import read_json, read_text
 from vpipe.observe.events import read_events
+from vpipe.observe.prediction import predict
 from vpipe.observe.report.lanes import timeline
+from vpipe.observe.report.memory import memory_lines
+from vpipe.observe.report.predicted import predicted
+from vpipe.observe.run_files import read_keys, read_lines, read_object
+from vpipe.observe.stages import read_stages
 
 POINTS = 2000
 """Of a curve; a longer one is thinned out."""
@@ -26,23 +27,30 @@ SHOWN = (
 
 def run_data(folder: Path, name: str) -> dict[str, Any]:
     """Parts that the folder has no file for are None or empty."""
-    summary = _json(folder / "summary.json")
-    plan = _json(folder / "plan.json")
-    metrics = _lines(folder / "metrics.jsonl")
+    summary = read_object(folder / "summary.json")
+    plan = read_object(folder / "plan.json")
+    metrics = read_lines(folder / "metrics.jsonl")
     train = [line for line in metrics if line.get("kind") == "train"]
     evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
+    ranks = read_events(folder)
+    stages = read_stages(folder)
     return _finite(
         {
             "name": name,
             "summary": {key: summary[key] for key in SHOWN if key in summary},
             "plan": plan,
             "blocks": summary.get("blocks") or plan.get("blocks") or [],
-            "config": _config(folder / "config.yml"),
+            "config": read_keys(folder / "config.yml"),
             "losses": _losses(summary, train),
             "evaluations": _curve(evaluations, "loss"),
             "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
             "learning_rate": _curve(train, "learning_rate"),
-            "timeline": timeline(read_events(folder)),
+            "timeline": timeline(ranks),
+            "predicted": predicted(predict(folder, ranks), ranks),
+            "memory": memory_lines(ranks),
+            "cap": None if stages is None else stages.cap,
+            "model_blocks": [] if stages is None else [block._asdict() for block in stages.blocks],
+            "placement": [] if stages is None else stages.placement,
         }
     )
 
@@ -72,46 +80,6 @@ def thinned(points: list[list[float]]) -> list[list[float]]:
     """At most POINTS of them, evenly spaced, the last one among them."""
     step = -(-len(points) // POINTS)
     return points if step < 2 else points[(len(points) - 1) % step :: step]
-
-
-def _json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
-    value = read_json(path)
-    if not isinstance(value, dict):
-        raise ConfigError(f"{path}: must hold an object, not {type(value).__name__}; remove it to do without")
-    return value
-
-
-def _lines(path: Path) -> list[dict[str, Any]]:
-    """A run that was ended has an unfinished last line: it is left out."""
-    if not path.is_file():
-        return []
-    lines = []
-    for line in read_text(path).splitlines():
-        try:
-            value = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(value, dict) and "update" in value:
-            lines.append(value)
-    return lines
-
-
-def _config(path: Path) -> dict[str, str]:
-    """The keys of a run as they would be written on the command line."""
-    if not path.is_file():
-        return {}
-    try:
-        values = yaml.safe_load(read_text(path))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: cannot be read as YAML: {error}; remove it to do without") from None
-    if not isinstance(values, dict):
-        return {}
-    return {
-        str(key): value if isinstance(value, str) else json.dumps(value, default=str)
-        for key, value in values.items()
-    }
 
 
 def _finite(value: Any) -> Any:

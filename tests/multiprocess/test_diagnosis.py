@@ -1,0 +1,125 @@
+"""Runs that are wrong on purpose, as real processes: a slowed stage, an unbalanced partition, a dead peer."""
+
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from tests.examples import varied
+from tests.multiprocess.pool import Pool
+from vpipe import Pipeline
+from vpipe.cost import Plan, write_plan
+from vpipe.observe.diagnosis import Finding, diagnose
+from vpipe.observe.recorder import Recorder
+from vpipe.observe.stages import write_stages
+from vpipe.schedule import Op
+from vpipe.weights import optimizer_factory
+
+LAYERS = 8
+WIDTH = 448
+
+
+def train(
+    folder: Path, partition: list[int], *, slow: int | None = None, dies: int | None = None, updates: int = 10
+) -> None:
+    """Equal layers on two ranks; `slow` takes four times as long for everything, `dies` is killed in its F17."""
+    torch.manual_seed(0)
+    layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
+    batch = (torch.randn(96, WIDTH), torch.randn(96, WIDTH))
+    optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
+    with Pipeline(
+        nn.Sequential(*layers[:-1]), batch, optimizer=optimizer, loss_fn=functional.mse_loss, schedule="1f1b",
+        minibatches=4, partition=partition,
+    ) as pipe:  # fmt: skip
+        recorder = Recorder(
+            pipe, folder, total=updates, samples=384, tokens=1, print_frequency=1, verbose_frequency=0,
+            hang_limit=60.0, prometheus_port=0,
+        )  # fmt: skip
+        if pipe.rank == slow:
+            for op in (Op.F, Op.B):
+                pipe.runtime.wrap(op, lambda plain: slowed(pipe, plain))
+        if pipe.rank == dies:
+            pipe.runtime.wrap(Op.F, deadly)
+        if pipe.rank == 0:
+            write_stages(pipe.layout, folder, None)
+            policies = ("keep",) * len(pipe.layout.policies)
+            write_plan(
+                Plan(tuple(partition), policies, "1f1b", minibatches=4, batch_size=96), folder / "plan.json"
+            )
+        try:
+            for update, loss in pipe.train(varied(batch, 4 * updates)):
+                recorder.update(update, loss, 0)
+        except BaseException as error:
+            recorder.error = error
+            raise
+        finally:
+            recorder.write_events(folder)
+            recorder.close()
+
+
+def slowed(pipe: Pipeline, plain: Any) -> Any:
+    def longer(stage: Any, minibatch: int) -> None:
+        began = time.perf_counter()
+        plain(stage, minibatch)
+        time.sleep(3 * (time.perf_counter() - began))
+        pipe.runtime._clock.lap()  # the action ends here
+
+    return longer
+
+
+def deadly(plain: Any) -> Any:
+    def ends(stage: Any, minibatch: int) -> None:
+        if minibatch == 17:
+            time.sleep(1.5)  # a status a second
+            os.kill(os.getpid(), signal.SIGKILL)
+        plain(stage, minibatch)
+
+    return ends
+
+
+def by_topic(folder: Path) -> dict[str, Finding]:
+    return {finding.topic: finding for finding in diagnose(folder)}
+
+
+@pytest.mark.timeout(100)
+def test_a_slowed_stage_is_not_taken_for_an_unbalanced_partition(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, train, tmp_path, [4, 4], slow=1)
+    found = by_topic(tmp_path)["throughput"]
+    assert found.grade == "fault"
+    assert found.figures["slow_ranks"] == [1]
+    assert found.figures["pace"][1] > 2.5
+    assert "rank 1 is slow" in found.text
+
+
+@pytest.mark.timeout(100)
+def test_an_unbalanced_partition_gets_a_better_one_by_simulation(pool: Pool, tmp_path: Path) -> None:
+    pool.run(2, train, tmp_path, [7, 1])
+    findings = by_topic(tmp_path)
+    found = findings["throughput"]
+    assert found.grade == "fault"
+    assert "slow_ranks" not in found.figures
+    assert found.figures["slowest"] == 0
+    assert 3 <= found.figures["better_partition"][0] <= 5
+    assert found.figures["gain"] > 1.2
+    assert f"the partition {found.figures['better_partition']} makes" in found.text
+    for topic in ("versions", "standstill", "memory"):
+        assert findings[topic].grade == "fine"
+
+
+@pytest.mark.timeout(100)
+def test_a_dead_peer_is_named_and_not_the_one_who_waited_for_it(pool: Pool, tmp_path: Path) -> None:
+    outcomes = pool.outcomes(2, train, tmp_path, [4, 4], dies=1)
+    assert [outcome.error for outcome in outcomes] == ["PeerError", "Killed"]
+    time.sleep(3.2)  # from then on its own word is too old
+    found = by_topic(tmp_path)["standstill"]
+    assert found.grade == "fault"
+    assert found.figures["culprit"] == 1
+    assert found.figures["place"] == "1F17"
+    assert "rank 1 (stage 1) died without a word, in 1F17, after 4 updates" in found.text
+    assert "rank 0 waited for" in found.text

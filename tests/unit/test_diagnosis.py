@@ -1,0 +1,126 @@
+"""The diagnosis: what is wrong with a run on purpose is found, with figures; what is right is not called wrong."""
+
+import json
+import socket
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vpipe.observe.diagnosis import Finding, diagnose, diagnose_command
+from vpipe.observe.events import Events, StageBytes
+from vpipe.observe.status import FAILED, Status, Waiting, write_status
+from vpipe.schedule import Action, Op
+
+
+def heard(rank: int, place: str, **more: Any) -> Status:
+    """A status of a process that does not exist any more."""
+    return Status(
+        rank, (rank,), 2**22 + 1, socket.gethostname(), time.time() - 60, place=place, inside=True, **more
+    )
+
+
+def only(folder: Path, topic: str) -> Finding:
+    return next(finding for finding in diagnose(folder) if finding.topic == topic)
+
+
+def test_a_dead_peer_is_told_from_those_who_noticed(tmp_path: Path) -> None:
+    lost = "rank 1 closed its connection: it ended or was killed; see its own output"
+    waiting = Waiting("0RECV_B5", 1, 0.2)
+    write_status(heard(0, "0RECV_B5", state=FAILED, error=lost, updates=5, waiting=waiting), tmp_path)
+    write_status(heard(1, "1F7", updates=6), tmp_path)
+    found = only(tmp_path, "standstill")
+    assert found.grade == "fault"
+    assert found.figures == {"culprit": 1, "place": "1F7", "updates": 6}
+    assert found.text.startswith("rank 1 (stage 1) died without a word, in 1F7, after 6 updates")
+    assert "rank 0 waited for 0RECV_B5 from it" in found.text
+
+
+def test_a_rank_that_failed_is_told_from_those_who_noticed(tmp_path: Path) -> None:
+    write_status(heard(0, "0RECV_B5", state=FAILED, error="rank 1 closed its connection"), tmp_path)
+    write_status(heard(1, "1F7", state=FAILED, error="index out of range"), tmp_path)
+    assert only(tmp_path, "standstill").figures["culprit"] == 1
+
+
+def test_out_of_memory_says_what_the_memory_went_to(tmp_path: Path) -> None:
+    write_status(heard(0, "0F3", state=FAILED, error="DefaultCPUAllocator: can't allocate memory"), tmp_path)
+    ring = Events(0)
+    for minibatch in range(3):
+        ring.add(Action(0, Op.F, minibatch), minibatch, minibatch + 0.5, 0.0, 0, 0, 0, False)
+    ring.write(tmp_path, {0: StageBytes(weights=2**20, optimizer=2**21, minibatch=2**22)})
+    found = only(tmp_path, "memory")
+    assert found.grade == "fault"
+    assert found.figures["ran_out"] == [0]
+    assert found.figures["largest"] == "activations"
+    assert "12 MiB of activations (3 minibatches of 4 MiB)" in found.text
+    assert "half the batch_size would save 6 MiB" in found.text
+
+
+@pytest.mark.parametrize(
+    ("losses", "grade", "said"),
+    [
+        ([3.0, 2.5, 2.2, 2.0, 1.9, 1.8], "fine", "falls, from 3 to 1.8"),
+        ([2.0, 2.1, 2.6, 3.5, 5.0, 7.0], "fault", "rises, from 2 to 7"),
+        ([2.0, 2.0, 2.01, 2.0, 1.99, 2.0], "notice", "does not fall"),
+        ([2.0, 1.9, float("nan"), float("nan"), 1.0], "fault", "is nan from update 3 on; it was 1.9 before"),
+    ],
+)
+def test_a_loss_that_does_not_fall(losses: list[float], grade: str, said: str, tmp_path: Path) -> None:
+    ring = Events(0)
+    for number, (op, version) in enumerate(((Op.F, 0), (Op.STEP, 1), (Op.STEP, 2), (Op.B, 0))):
+        ring.add(
+            Action(0, op, 3 if op in (Op.F, Op.B) else number),
+            number,
+            number + 0.5,
+            0.0,
+            0,
+            0,
+            version,
+            False,
+        )
+    ring.write(tmp_path)
+    lines = [
+        {"kind": "train", "update": number, "loss": loss, "learning_rate": 0.5}
+        for number, loss in enumerate(losses, 1)
+    ]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    found = only(tmp_path, "loss")
+    assert found.grade == grade
+    assert said in found.text
+    assert found.figures["staleness"] == {0: 2}
+    if grade != "fine":
+        assert "the learning rate went up to 0.5" in found.text
+        assert "stage 0 updates with gradients of weights 2 updates old" in found.text
+
+
+def test_a_wrong_version_is_found(tmp_path: Path) -> None:
+    ring = Events(0)
+    for number, (op, version) in enumerate(((Op.F, 0), (Op.STEP, 1), (Op.B, 1))):
+        ring.add(Action(0, op, 0), number, number + 0.5, 0.0, 0, 0, version, False)
+    ring.write(tmp_path)
+    found = only(tmp_path, "versions")
+    assert found.grade == "fault"
+    assert found.figures["wrong"] == ["0B0 read version 1, its forward 0"]
+
+
+def test_too_much_communication_says_how_much(tmp_path: Path) -> None:
+    ring = Events(0, [(0, 1)])
+    for minibatch in range(4):
+        for place, (op, took) in enumerate(((Op.F, 0.2), (Op.SEND_F, 0.5), (Op.B, 0.3))):
+            start = minibatch + place / 3
+            sent = 1000 if op is Op.SEND_F else 0
+            ring.add(Action(0, op, minibatch), start, start + took, 0.0, sent, 0, 0, False)
+    ring.write(tmp_path)
+    found = only(tmp_path, "communication")
+    assert found.figures["share"] == pytest.approx(0.5)
+    assert found.grade == "fault"
+    assert "50.0% of the ranks' busy time goes to messages, 1000 B a minibatch" in found.text
+
+
+def test_a_folder_with_nothing_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert {finding.grade for finding in diagnose(tmp_path)} == {"unknown"}
+    diagnose_command(tmp_path, as_json=True)
+    assert len(json.loads(capsys.readouterr().out)) == 6
+    diagnose_command(tmp_path, as_json=False)
+    assert "standstill" in capsys.readouterr().out

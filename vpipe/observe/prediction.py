@@ -1,0 +1,176 @@
+"""What a run should have taken: its own schedule, simulated.
+
+The costs are those of the profile that the run was planned with (`profile.json` in its folder, which `partition: auto`
+leaves there) or, where there is none, the medians of what its own actions took: then the prediction says how long the
+schedule alone makes it, with no action ever slower than usual.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from math import lcm
+from pathlib import Path
+from typing import NamedTuple
+
+from vpipe.cost import KEEP, BlockCost, DeviceCost, LinkCost, Plan, Profile, read_plan, read_profile
+from vpipe.errors import VPipeError
+from vpipe.observe.events import RankEvents, StageBytes
+from vpipe.observe.medians import Medians, medians
+from vpipe.observe.stages import StageFacts, read_stages
+from vpipe.schedule import Op, Schedule
+from vpipe.simulate import Simulation, simulate
+from vpipe.simulate.arrange import arrange
+
+PROFILE, OWN = "the profile that it was planned with", "the medians of its own actions"
+UNLIMITED = 1 << 50
+"""Bytes of a device that nobody has limited."""
+AT_ONCE = 1e15
+"""Bytes a second of a link whose time is all latency."""
+WARM = 4
+"""Times its depth that an asynchronous pipeline runs before its steady state is looked at."""
+
+
+class Costs(NamedTuple):
+    """What a run can be simulated with."""
+
+    profile: Profile
+    plan: Plan
+    source: str
+    schedule: Schedule
+    """As long as one update, or as reaches the steady state."""
+    linked: bool
+    """Whether the schedule knows the run's own edges; else it is the chain that its name stands for."""
+
+    def simulate(self, plan: Plan | None = None, *, timeline: bool = False) -> Simulation:
+        """The run or, with another plan of as many stages, one like it."""
+        schedule = self.schedule if self.linked else None
+        return simulate(
+            self.profile, plan or self.plan, schedule, self.schedule.minibatches, timeline=timeline
+        )
+
+
+class Prediction(NamedTuple):
+    simulation: Simulation
+    source: str
+    first: int
+    """The minibatch with which a stretch of the simulation begins that repeats itself for ever,"""
+    minibatches: int
+    """its length,"""
+    seconds: float
+    """and how long it takes."""
+
+
+def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> Costs | None:
+    """None where a run cannot be simulated: its schedule is a table, or it left too little behind."""
+    facts = read_stages(folder)
+    plan_file = folder / "plan.json"
+    if facts is None or not plan_file.is_file():
+        return None
+    try:
+        plan = read_plan(plan_file)
+        if (folder / "profile.json").is_file():
+            profile, source = read_profile(folder / "profile.json"), PROFILE
+        else:
+            found = medians(ranks)
+            if any((stage, Op.F) not in found for stage in range(len(facts.placement))):
+                return None
+            profile, source = own_profile(ranks, facts, found, plan.batch_size or 1), OWN
+            plan = replace(
+                plan, policies=(KEEP,) * sum(plan.partition)
+            )  # what is measured holds what they do
+        schedule = arrange(plan, None, None if facts.synchronous else _enough(facts))
+    except VPipeError:
+        return None
+    linked = bool(facts.edges) and all(len(holders) == 1 for holders in facts.placement)
+    if linked:
+        schedule = replace(schedule, edges=frozenset(facts.edges))
+    return Costs(profile, plan, source, schedule, linked)
+
+
+def predict(folder: Path, ranks: Sequence[RankEvents]) -> Prediction | None:
+    costs = run_costs(folder, ranks)
+    if costs is None:
+        return None
+    try:
+        simulation = costs.simulate(timeline=True)
+    except VPipeError:
+        return None
+    schedule = costs.schedule
+    if schedule.synchronous:
+        return Prediction(simulation, costs.source, 0, simulation.minibatches, simulation.step_time)
+    period = _period(schedule)
+    first = simulation.minibatches // 2 // period * period
+    seconds = simulation.step_time / schedule.update_interval * period
+    return Prediction(simulation, costs.source, first, period, seconds)
+
+
+def own_profile(ranks: Sequence[RankEvents], facts: StageFacts, found: Medians, batch_size: int) -> Profile:
+    """A profile in which each stage takes what it took; its blocks share that by their floating-point operations."""
+    held = {stage: counts for events in ranks for stage, counts in events.held.items()}
+    nothing = StageBytes(0, 0, 0)
+    blocks = []
+    for stage in range(len(facts.placement)):
+        own = facts.of_stage(stage)
+        work = sum(block.flops for block in own)
+        counts = held.get(stage, nothing)
+        for block in own:
+            share = block.flops / work if work else 1 / len(own)
+            blocks.append(_block(block.name, stage, share, found, counts, block.cut_bytes))
+    weights = sum(counts.weights for counts in held.values())
+    return Profile(
+        blocks=tuple(blocks),
+        device=DeviceCost(facts.cap or UNLIMITED, 1e10, 1e10),
+        link=LinkCost(AT_ONCE, 0.0, sender_busy=True),
+        batch_size=batch_size,
+        optimizer_ratio=sum(counts.optimizer for counts in held.values()) / weights if weights else 0.0,
+        links=_links(facts, found),
+    )
+
+
+def _block(
+    name: str, stage: int, share: float, found: Medians, counts: StageBytes, boundary: int
+) -> BlockCost:
+    def took(*ops: Op) -> float:
+        return share * sum(found.get((stage, op), 0.0) for op in ops)
+
+    whole = took(Op.B) / 2  # what is measured as one is split as usual
+    return BlockCost(
+        name=name,
+        forward=took(Op.F, Op.RECV_F),
+        input_gradient=took(Op.I, Op.RECV_B) + whole,
+        weight_gradient=took(Op.W) + whole,
+        update=took(Op.STEP, Op.REDUCE),
+        kept_bytes=round(share * counts.minibatch),
+        boundary_bytes=boundary,
+        parameter_bytes=round(share * counts.weights),
+    )
+
+
+def _links(facts: StageFacts, found: Medians) -> dict[tuple[int, int], LinkCost]:
+    """From each rank to each that it sends to: as long as its sends took, split among the readers."""
+    edges = facts.edges or tuple((stage, stage + 1) for stage in range(len(facts.placement) - 1))
+    links: dict[tuple[int, int], LinkCost] = {}
+    for op, ends in (
+        (Op.SEND_F, edges),
+        (Op.SEND_B, tuple((reader, producer) for producer, reader in edges)),
+    ):
+        for source, target in ends:
+            readers = sum(1 for start, _ in ends if start == source)
+            seconds = found.get((source, op), 0.0) / readers
+            for sender in facts.placement[source]:
+                for receiver in facts.placement[target]:
+                    if sender != receiver:
+                        links.setdefault((sender, receiver), LinkCost(AT_ONCE, seconds, sender_busy=True))
+    return links
+
+
+def _enough(facts: StageFacts) -> int:
+    """Minibatches that reach the steady state, a whole number of periods."""
+    holders = [len(ranks) for ranks in facts.placement]
+    period = lcm(facts.update_interval, *holders)
+    return -(-WARM * (sum(holders) + facts.update_interval) // period) * 2 * period
+
+
+def _period(schedule: Schedule) -> int:
+    return lcm(schedule.update_interval, *(len(ranks) for ranks in schedule.placement))
