@@ -8,6 +8,7 @@ from pathlib import Path
 
 from vpipe.errors import ConfigError
 from vpipe.observe.chrome import Entry, arrow, counter, piece, process, track, write_entries
+from vpipe.observe.counted import counted_memory
 from vpipe.observe.counts import counts
 from vpipe.observe.events import RankEvents, Recorded, read_events
 from vpipe.schedule import Action, Op
@@ -38,6 +39,11 @@ def trace_entries(ranks: Sequence[RankEvents]) -> Iterator[Entry]:
         yield from track(events.rank, stages)
         for entry in events.actions:
             yield _slice(events.rank, entry, began)
+        for time, held in counted_memory(events):
+            yield counter(f"memory by count, rank {events.rank}", time - began, bytes=held)
+        for time, held in events.memory:
+            if time >= began:
+                yield counter(f"memory of the process, rank {events.rank}", time - began, bytes=held)
         for stage in stages:
             for time, in_flight, versions in counts(events.actions, stage):
                 place = f"stage {stage} on rank {events.rank}"

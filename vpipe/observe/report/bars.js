@@ -2,12 +2,14 @@
 // Horizontal bars: where each rank's time goes, and what each stage holds.
 
 /** Shares of the time that the timeline shows. */
-function showShares(lanes, view) {
+function showShares(timeline) {
+  const { lanes, view, predictedLanes, anchoredAt } = timeline;
   byId("window").textContent = `in the ${duration(view.to - view.from)} that the timeline shows`;
-  byId("shares").replaceChildren(...lanes.flatMap((lane) => shareRow(lane, view)));
+  byId("anchor").textContent = anchoredAt ? ` Measured and predicted begin together at ${anchoredAt}.` : "";
+  byId("shares").replaceChildren(...lanes.flatMap((lane, row) => shareRow(lane, view, predictedLanes && predictedLanes[row])));
 }
 
-function shareRow(lane, view) {
+function shareRow(lane, view, other) {
   const span = view.to - view.from;
   const times = timeOfKinds(lane, view.from, view.to);
   const parts = KINDS.map((kind, place) => {
@@ -27,7 +29,8 @@ function shareRow(lane, view) {
     element(
       "span",
       { class: "value" },
-      `${percent(computing)} computing · ${percent(waiting)} waiting · bubble ${percent(waiting + between)}`,
+      `${percent(computing)} computing · ${percent(waiting)} waiting · bubble ${percent(waiting + between)}` +
+        (other ? `, predicted ${percent(other.bubble)}` : ""),
     ),
   ];
 }

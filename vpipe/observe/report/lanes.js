@@ -1,28 +1,27 @@
 "use strict";
 // The lanes of a timeline on a canvas. Only what is visible is drawn, and what is too narrow to be seen is added up.
 
-const LABELS = 104; // pixels left of the lanes
+const LABELS = 122; // pixels left of the lanes
 const AXIS = 24;
 const LANE = 32;
-const STRIP = 16; // minibatches in flight and weight versions, below the lane
-const GAP = 12;
+const PREDICTED = 18; // the predicted lane, right below the measured one
+const STRIP = 18; // minibatches in flight and weight versions, below both
+const GAP = 14;
 const COLUMN = 2; // the width of a column in which many actions are added up
 const CROWDED = 4; // with fewer pixels an action, there are columns
 
 /** What drawing needs, made once: for each lane the kind of each action and sums over all before it. */
-function prepareLanes(timeline) {
-  return timeline.lanes.map((lane) => {
-    const count = lane.start.length;
-    const kind = new Uint8Array(count);
-    const sums = KINDS.map(() => new Float64Array(count + 1));
-    for (let i = 0; i < count; i++) {
-      kind[i] = lane.evaluation[i] ? KIND.evaluation : KIND_OF_OP[timeline.ops[lane.op[i]]];
-      for (const sum of sums) sum[i + 1] = sum[i];
-      sums[KIND.wait][i + 1] += lane.wait[i];
-      sums[kind[i]][i + 1] += Math.max(0, lane.duration[i] - lane.wait[i]);
-    }
-    return { ...lane, kind, sums, count };
-  });
+function prepareLane(lane, ops) {
+  const count = lane.start.length;
+  const kind = new Uint8Array(count);
+  const sums = KINDS.map(() => new Float64Array(count + 1));
+  for (let i = 0; i < count; i++) {
+    kind[i] = lane.evaluation[i] ? KIND.evaluation : KIND_OF_OP[ops[lane.op[i]]];
+    for (const sum of sums) sum[i + 1] = sum[i];
+    sums[KIND.wait][i + 1] += lane.wait[i];
+    sums[kind[i]][i + 1] += Math.max(0, lane.duration[i] - lane.wait[i]);
+  }
+  return { ...lane, kind, sums, count };
 }
 
 /** The first action that ends after `time`. */

@@ -26,8 +26,9 @@ def timeline(ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
     lanes = {events.rank: lane for lane, events in enumerate(shown)}
     return {
         "ops": OPS,
-        "end": _micro(last - began),
+        "end": micro(last - began),
         "before": sum(events.lost for events in ranks) + _count(ranks) - _count(shown),
+        "edges": sorted({edge for events in ranks for edge in events.edges}),
         "lanes": [_lane(events, began) for events in shown],
         "messages": [
             [lanes[source], places[id(sent)], lanes[target], places[id(received)]]
@@ -47,14 +48,14 @@ def _lane(events: RankEvents, began: float) -> dict[str, Any]:
         "op": [OPS.index(entry.action.op) for entry in actions],
         "stage": [entry.action.stage for entry in actions],
         "minibatch": [entry.action.minibatch for entry in actions],
-        "start": [_micro(entry.start - began) for entry in actions],
-        "duration": [_micro(entry.duration) for entry in actions],
-        "wait": [_micro(entry.wait) for entry in actions],
+        "start": [micro(entry.start - began) for entry in actions],
+        "duration": [micro(entry.duration) for entry in actions],
+        "wait": [micro(entry.wait) for entry in actions],
         "bytes": [entry.sent + entry.received for entry in actions],
         "version": [entry.version for entry in actions],
         "evaluation": [int(entry.evaluation) for entry in actions],
         "counts": [
-            [_micro(time - began), in_flight, versions]
+            [micro(time - began), in_flight, versions]
             for time, in_flight, versions in _of_all_stages(actions, stages)
         ],
     }
@@ -76,5 +77,5 @@ def _count(ranks: Sequence[RankEvents]) -> int:
     return sum(len(events.actions) for events in ranks)
 
 
-def _micro(seconds: float) -> float:
+def micro(seconds: float) -> float:
     return round(1e6 * seconds, 1)

@@ -25,11 +25,14 @@ function showTimeline(run) {
   if (!data) return;
   const actions = data.lanes.reduce((sum, lane) => sum + lane.start.length, 0);
   const error = Math.max(...data.lanes.map((lane) => lane.round_trip)) / 2;
-  let note = "Wheel zooms, dragging moves, a double click shows all; pointing at an action shows its minibatch alone. ";
+  let note = "Wheel zooms, dragging moves, a double click shows all; pointing at an action shows its minibatch alone, a click the life of its tensor. ";
   note += `${number(actions)} actions`;
   if (data.before) note += `, the ${number(data.before)} before them are not shown`;
   byId("timeline-note").textContent = `${note}; clocks agree to ${duration(1e6 * error)}.`;
-  timeline = new Timeline(data, showShares);
+  timeline = new Timeline(data, run.predicted, showShares, showLife);
+  byId("prediction-note").textContent = run.predicted
+    ? `Predicted: the run's own schedule, simulated with ${run.predicted.source}.`
+    : "There is no prediction: the run left no plan that can be simulated.";
 }
 
 function showRun(chosen) {
@@ -43,6 +46,7 @@ function showRun(chosen) {
   showTimeline(run);
   showCurves(DATA.runs, chosen);
   showMemory(run);
+  showMemoryOverTime(run);
   showPlan(run);
   showConfig(run);
 }

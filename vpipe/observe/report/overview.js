@@ -26,8 +26,8 @@ function drawArrows(timeline, minibatch) {
     const down = target > source;
     const x0 = place(left);
     const x1 = place(arrived);
-    const y0 = AXIS + source * (LANE + STRIP + GAP) + (down ? LANE : 0);
-    const y1 = AXIS + target * (LANE + STRIP + GAP) + (down ? 0 : LANE);
+    const y0 = AXIS + source * timeline.pitch + (down ? LANE : 0);
+    const y1 = AXIS + target * timeline.pitch + (down ? 0 : LANE);
     const bend = (y1 - y0) * 0.5;
     context.beginPath();
     context.moveTo(x0, y0);

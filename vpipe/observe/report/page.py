@@ -16,10 +16,13 @@ from vpipe.observe.report.run import labels, run_data
 SCRIPTS = (
     "format.js",
     "lanes.js",
+    "predicted.js",
     "overview.js",
+    "life.js",
     "timeline.js",
     "bars.js",
     "charts.js",
+    "memory.js",
     "tables.js",
     "main.js",
 )

@@ -20,7 +20,13 @@ function showFigures(run) {
   section.hidden = !shown.length;
   section.replaceChildren(
     ...shown.map(({ key, label, show }) =>
-      element("div", { class: "figure", "data-figure": key }, element("b", {}, show(run.summary[key])), element("span", {}, label)),
+      element(
+        "div",
+        { class: "figure", "data-figure": key },
+        element("b", {}, show(run.summary[key])),
+        element("span", {}, label),
+        ...(run.predicted && known(run.predicted[key]) ? [element("small", {}, `predicted ${show(run.predicted[key])}`)] : []),
+      ),
     ),
   );
 }

@@ -5,14 +5,19 @@ const ARROWS = 240; // the most that are drawn at once
 const FIRST_LOOK = 100; // actions of a lane that the first view shows of a long record
 
 class Timeline {
-  /** `changed(lanes, view)` is called after each drawing. */
-  constructor(data, changed) {
+  /** `changed(timeline)` is called after each drawing, `chose(timeline, {lane, i})` when an action is clicked. */
+  constructor(data, predicted, changed, chose) {
     this.data = data;
-    this.lanes = prepareLanes(data);
+    this.lanes = data.lanes.map((lane) => ({ ...prepareLane(lane, data.ops), at: placesOf(lane) }));
+    this.predictedLanes = expandPrediction(predicted, data);
+    this.pitch = LANE + (this.predictedLanes ? PREDICTED + 2 : 0) + STRIP + GAP;
     this.changed = changed;
+    this.chose = chose;
+    this.chosen = null; // {lane, i}
     this.canvas = byId("lanes");
     this.overview = byId("overview");
     this.pointed = null; // {lane, i}
+    this.shift = null; // microseconds that the record is later than the prediction
     this.highest = Math.max(1, ...this.lanes.map((lane) => lane.counts.reduce((m, c) => Math.max(m, c[1], c[2]), 0)));
     this.view = this.firstView();
     this.listen();
@@ -41,13 +46,15 @@ class Timeline {
     on(canvas, "pointerdown", (event) => {
       canvas.setPointerCapture(event.pointerId);
       canvas.classList.add("dragging");
-      this.dragged = { x: event.offsetX, view: { ...this.view } };
+      this.dragged = { x: event.offsetX, view: { ...this.view }, moved: false };
     });
     on(canvas, "pointermove", (event) => (this.dragged ? this.drag(event) : this.point(event)));
     for (const name of ["pointerup", "pointercancel"]) {
-      on(canvas, name, () => {
+      on(canvas, name, (event) => {
+        const click = name === "pointerup" && this.dragged && !this.dragged.moved;
         this.dragged = null;
         canvas.classList.remove("dragging");
+        if (click) this.choose(event);
       });
     }
     on(canvas, "pointerleave", () => this.pointAt(null));
@@ -68,6 +75,7 @@ class Timeline {
   }
 
   close() {
+    this.chose(this, null);
     this.stopper.abort();
     cancelAnimationFrame(this.asked);
     byId("tip").hidden = true;
@@ -109,21 +117,36 @@ class Timeline {
 
   drag(event) {
     const { x, view } = this.dragged;
+    if (Math.abs(x - event.offsetX) > 3) this.dragged.moved = true;
+    if (!this.dragged.moved) return;
     const by = ((x - event.offsetX) / this.width) * (view.to - view.from);
     this.show(view.from + by, view.to + by);
   }
 
   // What is pointed at
 
-  point(event) {
-    const row = Math.floor((event.offsetY - AXIS) / (LANE + STRIP + GAP));
-    const inside = (event.offsetY - AXIS) % (LANE + STRIP + GAP) <= LANE;
-    const lane = this.lanes[row];
-    if (!lane || !inside || event.offsetX < LABELS) return this.pointAt(null);
-    const time = this.timeAt(event.offsetX);
+  /** The action at a place of the canvas, measured or predicted; null between actions. */
+  under(x, y) {
+    const row = Math.floor((y - AXIS) / this.pitch);
+    const below = (y - AXIS) % this.pitch;
+    const inPredicted = this.predictedLanes && this.shift !== null && below > LANE && below <= LANE + PREDICTED + 2;
+    const lane = below <= LANE ? this.lanes[row] : inPredicted ? this.predictedLanes[row] : null;
+    if (!lane || y < AXIS || x < LABELS) return null;
+    const time = this.timeAt(x) - (lane.predicted ? this.shift : 0);
     const i = firstAfter(lane, time);
-    if (i >= lane.count || lane.start[i] > time) return this.pointAt(null);
-    this.pointAt({ lane, i }, event.offsetX, event.offsetY);
+    return i >= lane.count || lane.start[i] > time ? null : { lane, i };
+  }
+
+  point(event) {
+    this.pointAt(this.under(event.offsetX, event.offsetY), event.offsetX, event.offsetY);
+  }
+
+  /** A click stays with an action until the next one. */
+  choose(event) {
+    const found = this.under(event.offsetX, event.offsetY);
+    this.chosen = found && !found.lane.predicted ? found : null;
+    this.chose(this, this.chosen);
+    this.redraw();
   }
 
   pointAt(pointed, x = 0, y = 0) {
@@ -152,13 +175,24 @@ class Timeline {
     if (lane.wait[i] >= 0.1) rows.push(["of which waiting", duration(lane.wait[i])]);
     if (lane.version[i] >= 0) rows.push([op === "STEP" ? "made weight version" : "weight version", lane.version[i]]);
     if (lane.bytes[i]) rows.push(["bytes", bytes(lane.bytes[i])]);
-    rows.push(["at", duration(lane.start[i])]);
+    const twin = this.twinOf(lane, i);
+    if (twin !== null) rows.push([lane.predicted ? "measured" : "predicted", duration(twin)]);
+    if (!lane.predicted) rows.push(["at", duration(lane.start[i])]);
+    const more = `${lane.evaluation[i] ? ", evaluation" : ""}${lane.predicted ? ", predicted" : ""}`;
     return [
       element("i", { style: { background: `var(--${kind.key})` } }),
       element("b", {}, this.nameOf(lane, i)),
-      ` ${NAME_OF_OP[op]}${lane.evaluation[i] ? ", evaluation" : ""}`,
+      ` ${NAME_OF_OP[op]}${more}`,
       element("dl", {}, ...rows.flatMap(([key, value]) => [element("dt", {}, key), element("dd", {}, value)])),
     ];
+  }
+
+  /** How long the same action took on the other side: measured of a predicted one, predicted of a measured one. */
+  twinOf(lane, i) {
+    const row = (lane.predicted ? this.predictedLanes : this.lanes).indexOf(lane);
+    const other = lane.predicted ? this.lanes[row] : this.predictedLanes && !lane.evaluation[i] ? this.predictedLanes[row] : null;
+    const place = other ? other.at.get(keyOf(lane.stage[i], lane.op[i], lane.minibatch[i])) : undefined;
+    return place === undefined ? null : other.duration[place] - other.wait[place];
   }
 
   nameOf(lane, i) {
@@ -169,7 +203,7 @@ class Timeline {
 
   resize() {
     this.width = this.canvas.clientWidth - LABELS;
-    const height = AXIS + this.lanes.length * (LANE + STRIP + GAP) - GAP + 4;
+    const height = AXIS + this.lanes.length * this.pitch - GAP + 4;
     const ratio = window.devicePixelRatio || 1;
     for (const [canvas, tall] of [[this.canvas, height], [this.overview, 40]]) {
       canvas.style.height = `${tall}px`;
@@ -192,32 +226,74 @@ class Timeline {
     this.asked = 0;
     this.draw();
     drawOverview(this);
-    this.changed(this.lanes, this.view);
+    this.changed(this);
   }
 
   draw() {
     const { context, view, colours } = this;
     context.clearRect(0, 0, LABELS + this.width, this.canvas.clientHeight);
     this.drawAxis();
-    const focus = this.pointed && !this.pointed.lane.evaluation[this.pointed.i] ? this.pointed : null;
+    const at = this.pointed || this.chosen;
+    const focus = at && !at.lane.evaluation[at.i] ? at : null;
     const minibatch = focus ? focus.lane.minibatch[focus.i] : null;
-    this.lanes.forEach((lane, row) => {
-      const y = AXIS + row * (LANE + STRIP + GAP);
-      const box = { x: LABELS, y, width: this.width, height: LANE };
-      const dimmed = (i) => minibatch !== null && (lane.minibatch[i] !== minibatch || lane.evaluation[i] === 1);
-      drawActions(context, lane, view, box, colours, dimmed, (i, x, width) => this.write(lane, i, x, y, width));
-      drawCounts(context, lane, view, { ...box, y: y + LANE + 2, height: STRIP - 2 }, this.highest, colours);
-      context.fillStyle = colours.ink;
-      context.font = "600 13px system-ui, sans-serif";
-      context.fillText(`rank ${lane.rank}`, 0, y + 14);
-      context.fillStyle = colours.quiet;
-      context.font = "12px system-ui, sans-serif";
-      context.fillText(`stage ${lane.stages.join(", ")}`, 0, y + 29);
-    });
+    const found = this.predictedLanes ? anchor(this) : null;
+    this.shift = found ? found.shift : null;
+    this.anchoredAt = found ? found.name : null;
+    this.lanes.forEach((lane, row) => this.drawLane(lane, row, minibatch));
     drawArrows(this, minibatch);
   }
 
-  write(lane, i, x, y, width) {
+  drawLane(lane, row, minibatch) {
+    const { context, view, colours } = this;
+    const y = AXIS + row * this.pitch;
+    const box = { x: LABELS, y, width: this.width, height: LANE };
+    const dimmed = (of) => (i) => minibatch !== null && (of.minibatch[i] !== minibatch || of.evaluation[i] === 1);
+    drawActions(context, lane, view, box, colours, dimmed(lane), (i, x, width) => this.write(lane, i, x, y, LANE, width));
+    if (this.chosen && this.chosen.lane === lane) this.frame(lane, this.chosen.i, y);
+    let below = y + LANE + 2;
+    context.font = "11px system-ui, sans-serif";
+    if (this.predictedLanes) {
+      const other = this.predictedLanes[row];
+      const place = { ...box, y: below, height: PREDICTED };
+      if (this.shift !== null) {
+        const moved = { from: view.from - this.shift, to: view.to - this.shift };
+        context.save();
+        context.globalAlpha = 0.8;
+        drawActions(context, other, moved, place, colours, dimmed(other), (i, x, width) => this.write(other, i, x, place.y, PREDICTED, width));
+        context.restore();
+      }
+      context.fillStyle = colours.quiet;
+      context.fillText("predicted", 0, below + 13);
+      below += PREDICTED + 2;
+    }
+    drawCounts(context, lane, view, { ...box, y: below, height: STRIP - 2 }, this.highest, colours);
+    const most = lane.counts.reduce((m, c) => [Math.max(m[0], c[1]), Math.max(m[1], c[2])], [0, 0]);
+    context.font = "11px system-ui, sans-serif";
+    context.fillStyle = colours.quiet;
+    context.fillText(`in flight ≤ ${most[0]}`, 0, below + 12);
+    context.fillStyle = colours.accent;
+    context.fillText(`v ≤ ${most[1]}`, 76, below + 12);
+    context.fillStyle = colours.ink;
+    context.font = "600 13px system-ui, sans-serif";
+    context.fillText(`rank ${lane.rank}`, 0, y + 14);
+    context.fillStyle = colours.quiet;
+    context.font = "12px system-ui, sans-serif";
+    context.fillText(`stage ${lane.stages.join(", ")}`, 0, y + 29);
+  }
+
+  /** A frame around the action that was clicked. */
+  frame(lane, i, y) {
+    const { context, view, colours } = this;
+    const scale = this.width / (view.to - view.from);
+    const left = Math.max(0, (lane.start[i] - view.from) * scale);
+    const right = Math.min(this.width, (lane.start[i] + lane.duration[i] - view.from) * scale);
+    if (right <= left) return;
+    context.strokeStyle = colours.ink;
+    context.lineWidth = 2;
+    context.strokeRect(LABELS + left, y - 1, Math.max(2, right - left), LANE + 2);
+  }
+
+  write(lane, i, x, y, height, width) {
     const { context } = this;
     const texts = [this.nameOf(lane, i), String(lane.minibatch[i])];
     context.font = "12px system-ui, sans-serif";
@@ -225,7 +301,7 @@ class Timeline {
     if (!text) return;
     context.fillStyle = this.colours.on;
     context.textAlign = "center";
-    context.fillText(text, x + width / 2, y + LANE / 2 + 4);
+    context.fillText(text, x + width / 2, y + height / 2 + 4);
     context.textAlign = "start";
   }
 
