@@ -6,12 +6,12 @@ import re
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from vpipe.errors import ConfigError
-from vpipe.observe.events import Events, read_events
+from vpipe.observe.events import Events, StageBytes, read_events
 from vpipe.observe.report import write_report
 from vpipe.observe.report.lanes import ACTIONS, timeline
 from vpipe.observe.report.run import POINTS, thinned
@@ -38,7 +38,7 @@ def make_run(folder: Path, *, ranks: int = 2, minibatches: int = 6, loss: float 
                 action, end = Action(rank, op, minibatch), time + took / 1000
                 ring.add(action, time, end, waited / 1000, 0, 0, minibatch, False)
                 time = end
-        ring.write(folder)
+        ring.write(folder, {rank: StageBytes(1000, 2000, 500)}, Samples([100.0, 100.02], [2**20, 2**21]))
     by_rank = [{"rank": rank, "stages": [rank], "peak_memory": 2**20} for rank in range(ranks)]
     summary = {
         "loss": loss, "samples_per_s": 12.0, "seconds_per_update": 0.008, "bubble_share": 0.125, "updates": minibatches,
@@ -55,7 +55,20 @@ def make_run(folder: Path, *, ranks: int = 2, minibatches: int = 6, loss: float 
     ]
     (folder / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"kind": "tr')
     (folder / "config.yml").write_text(f"schedule: 1f1b\nstages: {ranks}\n")
+    blocks = [
+        {"name": "b", "stage": rank, "flops": 1, "cut_bytes": 8, "parameters": 9} for rank in range(ranks)
+    ]
+    stages = {
+        "schedule": "1f1b", "synchronous": True, "update_interval": 2 * ranks, "cap": 8192, "blocks": blocks,
+        "placement": [[rank] for rank in range(ranks)], "edges": [[rank, rank + 1] for rank in range(ranks - 1)],
+    }  # fmt: skip
+    (folder / "stages.json").write_text(json.dumps(stages))
     return folder
+
+
+class Samples(NamedTuple):
+    times: list[float]
+    bytes: list[int]
 
 
 def embedded(page: str) -> dict[str, Any]:
@@ -155,7 +168,10 @@ def browse(page: Path, script: str = "") -> str:
     """The page's elements after its scripts, and then `script`, have run. Any error of a script fails the test."""
     if BROWSER is None:
         pytest.skip("there is no chromium here")
-    watch = "<script>onerror = (text) => { document.documentElement.dataset.error = text; };</script>"
+    watch = """<script>
+      onerror = (text) => { document.documentElement.dataset.error = text; };
+      console.error = console.warn = (...said) => onerror(said.join(" "));
+    </script>"""
     text = page.read_text(encoding="utf-8").replace("<style>", watch + "<style>", 1)
     opened = page.with_name(f"opened-{page.name}")
     opened.write_text(text.replace("</body>", f"<script>{script}</script></body>"), encoding="utf-8")
@@ -187,7 +203,8 @@ def test_the_wheel_zooms_and_the_pointer_tells(tmp_path: Path) -> None:
     script = """
       const canvas = byId("lanes"), box = canvas.getBoundingClientRect(), at = { bubbles: true, cancelable: true };
       const place = (time, row) => ({ ...at, clientX: box.left + LABELS + (time - timeline.view.from)
-        / (timeline.view.to - timeline.view.from) * timeline.width, clientY: box.top + AXIS + 10 + row * 60 });
+        / (timeline.view.to - timeline.view.from) * timeline.width,
+        clientY: box.top + AXIS + 10 + row * timeline.pitch });
       const before = timeline.view.to - timeline.view.from;
       canvas.dispatchEvent(new WheelEvent("wheel", { ...place(20500, 1), deltaY: -300 }));
       canvas.dispatchEvent(new PointerEvent("pointermove", place(20500, 1)));
@@ -201,6 +218,127 @@ def test_the_wheel_zooms_and_the_pointer_tells(tmp_path: Path) -> None:
     # The third minibatch begins at 16 ms, its backward at 19.25 ms.
     assert result["tip"].startswith("1B2 backward")
     assert "took4.00 ms" in result["tip"]
+
+
+def asked(page: Path, script: str) -> dict[str, Any]:
+    """What a script that runs in the page finds out."""
+    written = (
+        f"document.body.append(element('pre', {{ id: 'result' }}, JSON.stringify((() => {{ {script} }})())));"
+    )
+    found = re.search(r'<pre id="result">(.*?)</pre>', browse(page, written), re.DOTALL)
+    assert found is not None
+    result: dict[str, Any] = json.loads(found[1])
+    return result
+
+
+def test_the_page_shows_what_metrics_has(tmp_path: Path) -> None:
+    """A loss of metrics.jsonl is a point of the curve, and its title tells it where it is pointed at."""
+    folder = make_run(tmp_path / "run")
+    (folder / "summary.json").unlink()
+    page = tmp_path / "report.html"
+    report([folder], page)
+    script = """
+      const chart = byId("loss").querySelector("svg"), box = chart.getBoundingClientRect();
+      const inside = CHART.width - CHART.left - CHART.right;
+      const at = (share) => { chart.dispatchEvent(new PointerEvent("pointermove", {
+        clientX: box.left + box.width * (CHART.left + share * inside) / CHART.width }));
+        return byId("loss").querySelector("figcaption").textContent; };
+      return { first: at(0), last: at(1) };
+    """
+    result = asked(page, script)
+    assert "3 (1)" in result["first"]
+    assert "2.5 (2)" in result["last"]
+
+
+def test_predicted_stands_below_measured_on_the_same_scale(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    (run,) = embedded(report([make_run(tmp_path / "run", minibatches=8)], page))["runs"]
+    predicted = run["predicted"]
+    # F and what it receives take 2.25 ms without waiting, B 4 ms, the update 0.5 ms, a send 0.25 ms.
+    lane = predicted["lanes"][1]
+    forward = [
+        d for op, d in zip(lane["op"], lane["duration"], strict=True) if run["timeline"]["ops"][op] == "F"
+    ]
+    assert forward == pytest.approx([2250.0] * 4)
+    assert predicted["minibatches"] == 4
+    assert predicted["source"] == "the medians of its own actions"
+    script = """
+      const measured = timeline.lanes[0], other = timeline.predictedLanes[0];
+      const name = (lane, i) => timeline.nameOf(lane, i);
+      timeline.show(9000, 30000); timeline.paint();
+      const at = firstAfter(measured, 9000);
+      const first = [...Array(20).keys()].map((i) => at + i).find((i) => timeline.data.ops[measured.op[i]] === "F");
+      const twin = other.at.get(keyOf(measured.stage[first], measured.op[first], measured.minibatch[first]));
+      const box = timeline.canvas.getBoundingClientRect();
+      const begins = other.start[twin] + timeline.shift, { from, to } = timeline.view;
+      const x = LABELS + (begins + 1 - from) / (to - from) * timeline.width;
+      const at_ = { clientX: box.left + x, clientY: box.top + AXIS + LANE + 8, bubbles: true };
+      timeline.canvas.dispatchEvent(new PointerEvent("pointermove", at_));
+      return { measured: measured.start[first], predicted: begins, name: timeline.anchoredAt,
+        tip: byId("tip").textContent, actions: other.count, note: byId("prediction-note").textContent };
+    """
+    result = asked(page, script)
+    assert result["measured"] == pytest.approx(result["predicted"])
+    assert result["name"] == "0F1"
+    assert result["tip"].startswith("0F1 forward, predicted")
+    assert "measured2.00 ms" in result["tip"]
+    assert result["actions"] == 2 * (4 + 4 + 1)  # two updates of four minibatches: F, B, and an update
+    assert "medians of its own actions" in result["note"]
+
+
+def test_a_click_tells_the_life_of_a_tensor(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    report([make_run(tmp_path / "run")], page)
+    script = """
+      const box = timeline.canvas.getBoundingClientRect(), lane = timeline.lanes[0];
+      const x = LABELS + 2500 / (timeline.view.to - timeline.view.from) * timeline.width;
+      const at = { bubbles: true, clientX: box.left + x, clientY: box.top + AXIS + 10, pointerId: 1 };
+      timeline.canvas.setPointerCapture = () => {};
+      timeline.canvas.dispatchEvent(new PointerEvent("pointerdown", at));
+      timeline.canvas.dispatchEvent(new PointerEvent("pointerup", at));
+      const steps = [...document.querySelectorAll("[data-step]")].map((step) => step.dataset.step);
+      return { title: byId("life-title").textContent, steps };
+    """
+    result = asked(page, script)
+    assert result["title"].startswith("The tensor from stage 0 to stage 1, minibatch 0")
+    assert result["steps"] == ["0F0", "0SEND_F0", "1RECV_F0", "1F0", "1B0", "0B0"]
+
+
+def test_memory_over_time_stands_against_prediction_and_cap(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    (run,) = embedded(report([make_run(tmp_path / "run")], page))["runs"]
+    counted = run["memory"][0]["counted"]
+    assert (
+        max(bytes_ for _, bytes_ in counted) == 2 * 1000 + 2000 + 500
+    )  # one minibatch in flight, one version
+    assert run["memory"][0]["process"] == [[0.0, 2**20], [0.02, 2**21]]
+    shown = browse(page)
+    assert "cap 8.0 KiB" in shown
+    assert "predicted peak" in shown
+
+
+@pytest.mark.timeout(300)
+def test_eight_ranks_of_ten_thousand_actions_are_drawn_without_stutter(tmp_path: Path) -> None:
+    """Each frame of moving through the record, at any width of the view, well below what an eye notices as a jerk."""
+    page = tmp_path / "report.html"
+    report([make_run(tmp_path / "run", ranks=8, minibatches=2000)], page)
+    script = """
+      const took = [];
+      for (const part of [1, 10, 100, 1000]) {
+        const span = timeline.data.end / part;
+        for (let step = 0; step < 5; step++) {
+          const from = (timeline.data.end - span) * step / 5, began = performance.now();
+          timeline.show(from, from + span); timeline.paint();
+          took.push(performance.now() - began);
+        }
+      }
+      took.sort((a, b) => a - b);
+      return { actions: timeline.lanes.reduce((sum, lane) => sum + lane.count, 0), median: took[10], worst: took[19] };
+    """
+    result = asked(page, script)
+    assert result["actions"] == 80_000
+    assert result["median"] < 100
+    print(f"drawing 80,000 actions: median {result['median']:.1f} ms, worst {result['worst']:.1f} ms a frame")
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:

@@ -21,7 +21,8 @@ function prepareLane(lane, ops) {
     sums[KIND.wait][i + 1] += lane.wait[i];
     sums[kind[i]][i + 1] += Math.max(0, lane.duration[i] - lane.wait[i]);
   }
-  return { ...lane, kind, sums, count };
+  const most = (lane.counts || []).reduce((m, c) => [Math.max(m[0], c[1]), Math.max(m[1], c[2])], [0, 0]);
+  return { ...lane, kind, sums, count, most };
 }
 
 /** The first action that ends after `time`. */
@@ -36,19 +37,22 @@ function firstAfter(lane, time) {
   return low;
 }
 
+/** Microseconds of each kind before a time, written into `found`; of the action that goes on then, its share. */
+function timeBefore(lane, time, found) {
+  const at = firstAfter(lane, time);
+  for (let place = 0; place < KINDS.length; place++) found[place] = lane.sums[place][at];
+  if (at < lane.count && lane.start[at] < time) {
+    const share = (time - lane.start[at]) / lane.duration[at];
+    found[KIND.wait] += share * lane.wait[at];
+    found[lane.kind[at]] += share * Math.max(0, lane.duration[at] - lane.wait[at]);
+  }
+  return found;
+}
+
 /** Microseconds of each kind between two times. */
 function timeOfKinds(lane, from, to) {
-  const begin = firstAfter(lane, from);
-  const end = firstAfter(lane, to);
-  const found = KINDS.map((_, place) => lane.sums[place][end] - lane.sums[place][begin]);
-  const add = (i, share) => {
-    found[KIND.wait] += share * lane.wait[i];
-    found[lane.kind[i]] += share * Math.max(0, lane.duration[i] - lane.wait[i]);
-  };
-  // The actions at the two ends are only partly between them.
-  if (end < lane.count && lane.start[end] < to) add(end, (to - lane.start[end]) / lane.duration[end]);
-  if (begin < lane.count && lane.start[begin] < from) add(begin, -(from - lane.start[begin]) / lane.duration[begin]);
-  return found;
+  const before = timeBefore(lane, from, new Float64Array(KINDS.length));
+  return Array.from(timeBefore(lane, to, new Float64Array(KINDS.length)), (time, place) => time - before[place]);
 }
 
 function stripes(context) {
@@ -105,16 +109,27 @@ function drawActions(context, lane, view, box, colours, dimmed, label) {
 function drawColumns(context, lane, view, box, colours) {
   const count = Math.ceil(box.width / COLUMN);
   const span = ((view.to - view.from) * COLUMN) / box.width;
+  const kinds = KINDS.length;
   const tops = new Float64Array(count).fill(box.y + box.height);
-  const times = Array.from(tops, (_, at) => timeOfKinds(lane, view.from + at * span, view.from + (at + 1) * span));
-  KINDS.forEach((_, place) => {
+  const times = new Float64Array(count * kinds);
+  let before = timeBefore(lane, view.from, new Float64Array(kinds));
+  let after = new Float64Array(kinds);
+  for (let at = 0; at < count; at++) {
+    timeBefore(lane, view.from + (at + 1) * span, after);
+    for (let place = 0; place < kinds; place++) times[at * kinds + place] = after[place] - before[place];
+    [before, after] = [after, before];
+  }
+  for (let place = 0; place < kinds; place++) {
     context.fillStyle = place === KIND.wait ? colours.wait : colours.fills[place];
+    context.beginPath();
     for (let at = 0; at < count; at++) {
-      const height = Math.min(1, times[at][place] / span) * box.height;
+      const height = Math.min(1, times[at * kinds + place] / span) * box.height;
+      if (height <= 0) continue;
       tops[at] -= height;
-      if (height > 0) context.fillRect(box.x + at * COLUMN, tops[at], COLUMN, height);
+      context.rect(box.x + at * COLUMN, tops[at], COLUMN, height);
     }
-  });
+    context.fill();
+  }
 }
 
 /** Steps below a lane: minibatches in flight as an area, weight versions held as a line. */

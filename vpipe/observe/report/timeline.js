@@ -18,7 +18,7 @@ class Timeline {
     this.overview = byId("overview");
     this.pointed = null; // {lane, i}
     this.shift = null; // microseconds that the record is later than the prediction
-    this.highest = Math.max(1, ...this.lanes.map((lane) => lane.counts.reduce((m, c) => Math.max(m, c[1], c[2]), 0)));
+    this.highest = Math.max(1, ...this.lanes.flatMap((lane) => lane.most));
     this.view = this.firstView();
     this.listen();
     this.resize();
@@ -267,12 +267,11 @@ class Timeline {
       below += PREDICTED + 2;
     }
     drawCounts(context, lane, view, { ...box, y: below, height: STRIP - 2 }, this.highest, colours);
-    const most = lane.counts.reduce((m, c) => [Math.max(m[0], c[1]), Math.max(m[1], c[2])], [0, 0]);
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = colours.quiet;
-    context.fillText(`in flight ≤ ${most[0]}`, 0, below + 12);
+    context.fillText(`in flight ≤ ${lane.most[0]}`, 0, below + 12);
     context.fillStyle = colours.accent;
-    context.fillText(`v ≤ ${most[1]}`, 76, below + 12);
+    context.fillText(`v ≤ ${lane.most[1]}`, 76, below + 12);
     context.fillStyle = colours.ink;
     context.font = "600 13px system-ui, sans-serif";
     context.fillText(`rank ${lane.rank}`, 0, y + 14);
