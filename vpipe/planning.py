@@ -37,7 +37,9 @@ def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
                 "leave one of the two out"
             )
     write_plan(plan_run(config, cache).to_plan(), path)
-    write_profile(cached_profile(config, cache), path.with_name("profile.json"))  # what the report predicts with
+    write_profile(
+        cached_profile(config, cache), path.with_name("profile.json")
+    )  # what the report predicts with
 
 
 def plan_run(
