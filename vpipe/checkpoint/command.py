@@ -13,7 +13,7 @@ from vpipe.checkpoint.files import not_finite, telling
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from vpipe.checkpoint.pretrained import export_pretrained
 from vpipe.errors import VPipeError
-from vpipe.observe.figures import bytes_for_people
+from vpipe.sizes import show_bytes
 
 UNFINISHED_AFTER = 3600.0
 """Seconds after which what is unfinished is taken for left over: a run may be writing what is younger."""
@@ -62,8 +62,8 @@ def show_one(described: dict[str, Any]) -> Table:
             if key != "evaluation_loss":
                 table.add_row(key.replace("_", " "), str(value))
     for name, entry in described["files"].items():
-        table.add_row(name, f"{entry['tensors']} tensors, {bytes_for_people(entry['bytes'])}")
-    table.add_row("in all", bytes_for_people(described["bytes"]))
+        table.add_row(name, f"{entry['tensors']} tensors, {show_bytes(entry['bytes'])}")
+    table.add_row("in all", show_bytes(described["bytes"]))
     return table
 
 
@@ -78,7 +78,7 @@ def show_several(described: list[dict[str, Any]]) -> Table:
             str(one["updates"]),
             one["saved"],
             str(len(one["files"])),
-            bytes_for_people(one["bytes"]),
+            show_bytes(one["bytes"]),
             "" if loss is None else f"{loss:.4f}",
         )
     return table
