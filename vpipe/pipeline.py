@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from vpipe import faults
 from vpipe.assembly import assemble
 from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
 from vpipe.errors import VPipeError
@@ -60,6 +61,7 @@ class Pipeline:
             raise VPipeError(f"unknown on_nonfinite {on_nonfinite!r}: choose stop, skip or None")
         self.world = world or ProcessWorld(channel, timeout)
         self.loss_weight = loss_weight
+        faults.point("init")
         options = Options(
             stages=stages,
             schedule=schedule,
@@ -242,6 +244,7 @@ class Pipeline:
 
     def close(self) -> None:
         """Free channels and connections. The pipeline cannot be used afterwards."""
+        faults.point("shutdown")
         self.handler.close()
 
     def __enter__(self) -> "Pipeline":

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vpipe import faults
 from vpipe.checkpoint.directory import hidden_name, prune
 from vpipe.checkpoint.files import Written, read_header, sync, telling, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
@@ -77,6 +78,7 @@ def _wait_for(job: Job, what: str, rank: int) -> tuple[str | None, Any]:
 def _write_files(job: Job) -> dict[str, Written]:
     with telling("make", job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
+    faults.point("ckpt_write")
     written = {}
     for index, stage in job.stages.items():
         name = f"stage-{index:03d}.safetensors"
@@ -98,6 +100,7 @@ def _commit(job: Job) -> None:
         job.folder,
         Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra),
     )
+    faults.point("ckpt_commit")
     with telling("rename", job.folder):
         sync(job.folder)
         _show(job.folder, job.final, job.token)

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe import faults
+
 Fields = dict[str, Tensor]
 KEPT_UPDATES = 4096
 """Far more than a pipeline has under way."""
@@ -86,6 +88,7 @@ class Feed:
 
     def _read_update(self) -> None:
         update = self.end // self.interval
+        faults.point("data", self.end)
         self._totals[update] = 0.0
         self._totals.pop(update - KEPT_UPDATES, None)
         for _ in range(self.interval):

@@ -12,6 +12,7 @@ from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph.held import Held
 from vpipe.observe.events import NO_VERSION, Events
 from vpipe.observe.whereabouts import whereabouts
+from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
@@ -69,14 +70,14 @@ class StageRuntime:
         self.events = Events(self.rank, edges)
         self.whereabouts = whereabouts(self.rank)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
-        self._unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
+        self.unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._period = lcm(*(len(ranks) for ranks in schedule.placement))
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._known_running: dict[int, list[int]] = {}
         self._swaps = any(stage.module.swaps for stage in stages.values())
         self._clock = Clock()
         self._feed: Feed | None = None
-        self._methods: dict[Op, Method] = {
+        methods: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
             Op.SEND_F: self.send_tensors_forward,
@@ -88,6 +89,7 @@ class StageRuntime:
             Op.REDUCE: self.send_gradients,
             Op.STEP: self.step,
         }
+        self._methods = with_faults(self, methods)
         for producer in stage_graphs:
             for value, readers in producer.writes.items():
                 for reader in readers:
@@ -135,7 +137,7 @@ class StageRuntime:
     def leftovers(self) -> list[str]:
         """What should not be there when a run is over."""
         found = [line for stage in self.stages.values() for line in stage.leftovers()]
-        found += [f"stage {stage} did not send for minibatch {m}" for stage, m in self._unsent]
+        found += [f"stage {stage} did not send for minibatch {m}" for stage, m in self.unsent]
         return found + self.exchange.leftovers() + self.handler.leftovers()
 
     # Forward
@@ -159,7 +161,7 @@ class StageRuntime:
                 if self._rank_of(reader, minibatch) == self.rank:
                     self.stages[reader].hand_over(minibatch, value, outputs[value])
         if self._writes_to_afar(stage.index, minibatch):
-            self._unsent[stage.index, minibatch] = outputs
+            self.unsent[stage.index, minibatch] = outputs
         elif self.forward_only:
             self._end_evaluation(stage, minibatch)
         if not self.forward_only and stage.index == self._stages_running(minibatch)[-1]:
@@ -168,7 +170,7 @@ class StageRuntime:
         self.forward_stats.compute += self._clock.lap()
 
     def send_tensors_forward(self, stage: Stage, minibatch: int) -> None:
-        outputs = self._unsent.pop((stage.index, minibatch))
+        outputs = self.unsent.pop((stage.index, minibatch))
         for value, name, _, rank in self._writes_to_afar(stage.index, minibatch):
             self.handler.send(name, outputs[value], minibatch, rank)
             self.forward_stats.bytes_sent += outputs[value].nbytes
@@ -203,7 +205,7 @@ class StageRuntime:
             if self._rank_of(producer, minibatch) == self.rank:
                 self.stages[producer].gradient_arrived(minibatch, value, stage.index, gradient)
         if self._reads_from_afar(stage.index, minibatch):
-            self._unsent[stage.index, minibatch] = gradients
+            self.unsent[stage.index, minibatch] = gradients
         if stage.index == self._stages_running(minibatch)[0]:
             self.feed.drop(minibatch)
         self.backward_stats.actions += 1
@@ -216,7 +218,7 @@ class StageRuntime:
         self.backward_stats.compute += self._clock.lap()
 
     def send_tensors_backward(self, stage: Stage, minibatch: int) -> None:
-        gradients = self._unsent.pop((stage.index, minibatch))
+        gradients = self.unsent.pop((stage.index, minibatch))
         for value, name, _, rank in self._reads_from_afar(stage.index, minibatch):
             if value in gradients:
                 self.handler.send(name, gradients[value], minibatch, rank, backward=True)

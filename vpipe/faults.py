@@ -1,0 +1,142 @@
+"""Faults on purpose: `VPIPE_FAULT="rank=2,step=5,point=fwd_send,minibatch=3,kind=kill"`.
+
+Several are separated by `;`. A fault happens the first time that its rank passes its point; of `step` (an update)
+and `minibatch`, what is not given fits any. At a point outside the steps (a checkpoint, an evaluation) `step` is the
+number of updates made. It happens once in a job: a run that was restarted passes by, unless
+`attempt` says otherwise. `times` lets it happen more often, `seconds` is how long `sleep` and `gil` last.
+
+The points of the program (fwd, bwd, ...) are set into the table of operations when a fault is wanted
+(`vpipe.runtime.faulty`); the others are calls of `point`, which return at once when none is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+from difflib import get_close_matches
+from functools import cache
+
+from vpipe.errors import ConfigError
+
+VARIABLE = "VPIPE_FAULT"
+ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
+"""How often the job was restarted before this process: torchrun's name for it, and our launcher's."""
+
+POINTS = (
+    *("rendezvous", "init", "data", "fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send"),
+    *("reduce", "step", "ckpt_write", "ckpt_commit", "eval", "shutdown"),
+)
+TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
+"""Where there is a tensor that `nan` can poison."""
+KINDS = ("kill", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
+EXIT_CODE = 70
+"""What `exit` ends the process with."""
+
+
+@dataclass
+class Fault:
+    rank: int
+    point: str
+    kind: str
+    step: int | None = None
+    minibatch: int | None = None
+    attempt: int = 0
+    times: int = 1
+    seconds: float = 3600.0
+    reached = 0  # updates that this rank has made, kept by those who make them
+
+    def fits(self, point: str, step: int | None, minibatch: int | None) -> bool:
+        return (
+            self.times > 0
+            and self.point == point
+            and self.step in (None, step)
+            and self.minibatch in (None, minibatch)
+        )
+
+    def strike(self) -> None:
+        """Happen, once less from now on, and say so in the rank's log."""
+        self.times -= 1
+        print(f"{VARIABLE}: {self.kind} at {self.point}, {time.time():.3f}", file=sys.stderr, flush=True)
+        self.happen()
+
+    def happen(self) -> None:
+        """All kinds but `nan`, which needs a tensor."""
+        if self.kind == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "stop":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        elif self.kind == "segv":
+            ctypes.string_at(0)
+        elif self.kind == "raise":
+            raise RuntimeError(f"{VARIABLE} asked for this at {self.point}")
+        elif self.kind == "exit":
+            os._exit(EXIT_CODE)
+        elif self.kind == "sleep":
+            time.sleep(self.seconds)
+        elif self.kind == "gil":
+            ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))  # a PyDLL keeps the lock during the call
+
+
+def point(name: str, minibatch: int | None = None) -> None:
+    """This rank passes a point outside the program; its step is the number of updates that it has made."""
+    if VARIABLE in os.environ:
+        for fault in wanted(int(os.environ.get("RANK", "0"))):
+            if fault.fits(name, fault.reached, minibatch):
+                fault.strike()
+
+
+@cache
+def wanted(rank: int) -> list[Fault]:
+    """The faults of this rank in this attempt; they count down as they happen."""
+    attempt = int(os.environ.get(ATTEMPT, "0"))
+    found = read_faults(os.environ.get(VARIABLE, ""))
+    return [fault for fault in found if fault.rank == rank and fault.attempt == attempt]
+
+
+def read_faults(text: str) -> list[Fault]:
+    return [_read(part.strip()) for part in text.split(";") if part.strip()]
+
+
+def _read(text: str) -> Fault:
+    known = [field.name for field in fields(Fault)]
+    given: dict[str, str | int | float] = {}
+    for part in text.split(","):
+        key, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or key not in known:
+            raise _mistake(text, f"{part.strip()!r} is not key=value with one of", key, known)
+        given[key] = value if key in ("point", "kind") else _number(text, key, value)
+    for key in ("rank", "point", "kind"):
+        if key not in given:
+            raise ConfigError(f"{VARIABLE} is {text!r}: it does not say {key}=")
+    fault = Fault(**given)  # type: ignore[arg-type]
+    if fault.point not in POINTS:
+        raise _mistake(text, "point is one of", fault.point, POINTS)
+    if fault.kind not in KINDS:
+        raise _mistake(text, "kind is one of", fault.kind, KINDS)
+    if fault.kind == "nan" and fault.point not in TENSOR_POINTS:
+        raise ConfigError(
+            f"{VARIABLE} is {text!r}: there is no tensor at {fault.point} that could be nan: "
+            f"choose {', '.join(TENSOR_POINTS)}"
+        )
+    return fault
+
+
+def _number(text: str, key: str, value: str) -> int | float:
+    try:
+        number = float(value) if key == "seconds" else int(value)
+    except ValueError:
+        number = -1
+    if not 0 <= number < 1e9:
+        raise ConfigError(f"{VARIABLE} is {text!r}: {key} is {value!r}, which is no number from 0 on")
+    return number
+
+
+def _mistake(text: str, what: str, word: str, names: Sequence[str]) -> ConfigError:
+    close = get_close_matches(word, names, n=1)
+    hint = f" (did you mean {close[0]!r}?)" if close else ""
+    return ConfigError(f"{VARIABLE} is {text!r}: {what} {', '.join(names)}{hint}")

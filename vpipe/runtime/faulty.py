@@ -1,0 +1,82 @@
+"""Faults in the middle of a program: the operations of a rank, of which some do what `VPIPE_FAULT` asks for.
+
+Only a table that holds a fault is another one, so a run without faults pays nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from vpipe.faults import Fault, wanted
+from vpipe.schedule import Op
+
+if TYPE_CHECKING:
+    from vpipe.runtime.stage import Stage
+    from vpipe.runtime.stage_runtime import StageRuntime
+
+Method = Callable[["Stage", int], None]
+
+_POINTS = {
+    Op.RECV_F: "fwd_recv",
+    Op.F: "fwd",
+    Op.SEND_F: "fwd_send",
+    Op.RECV_B: "bwd_recv",
+    Op.B: "bwd",
+    Op.I: "bwd",
+    Op.SEND_B: "bwd_send",
+    Op.REDUCE: "reduce",
+    Op.STEP: "step",
+}
+
+
+def with_faults(runtime: StageRuntime, methods: dict[Op, Method]) -> dict[Op, Method]:
+    """The same table, unless a fault is wanted on this rank."""
+    faults = wanted(runtime.rank)
+    if not faults:
+        return methods
+    return {op: _faulty(runtime, op, method, faults) for op, method in methods.items()}
+
+
+def _faulty(runtime: StageRuntime, op: Op, method: Method, faults: list[Fault]) -> Method:
+    def run(stage: Stage, minibatch: int) -> None:
+        name = _POINTS.get(op, "")
+        if runtime.forward_only:
+            name = "eval" if op is Op.F else ""
+        update = minibatch // runtime.feed.interval
+        poison = False
+        for fault in faults:
+            if fault.fits(name, fault.reached if runtime.forward_only else update, minibatch):
+                poison |= fault.kind == "nan"
+                fault.strike()
+        if poison:
+            _poison(_there(runtime, op, stage, minibatch))
+        method(stage, minibatch)
+        if poison:
+            _poison(_there(runtime, op, stage, minibatch))
+        if op is Op.STEP:
+            for fault in faults:
+                fault.reached = update + 1
+
+    return run
+
+
+def _there(runtime: StageRuntime, op: Op, stage: Stage, minibatch: int) -> Iterable[Tensor]:
+    """What the operation is about: what it will read, or once it has run, what it has made."""
+    if op in (Op.B, Op.I, Op.REDUCE, Op.STEP):
+        parameters = stage.optimizer.model_parameters
+        return [parameter.grad for parameter in parameters if parameter.grad is not None]
+    if op is Op.RECV_B:
+        arrived = stage.in_flight[minibatch].gradients.values()
+        return [gradient for by_reader in arrived for gradient in by_reader.values()]
+    here = (one.arrived.get(minibatch, {}) for one in runtime.stages.values())
+    unsent = runtime.unsent.get((stage.index, minibatch), {})
+    return [tensor for values in (*here, unsent) for tensor in values.values()]
+
+
+def _poison(tensors: Iterable[Tensor]) -> None:
+    for tensor in tensors:
+        if tensor.is_floating_point():
+            tensor.data.fill_(float("nan"))
