@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test bench docs clean
+.PHONY: setup train check test faults soak bench docs clean
 
 setup: .venv/.ready
 
@@ -22,7 +22,13 @@ check: setup
 
 test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest tests/multiprocess tests/end_to_end  # they start processes themselves
+	$(BIN)/python -m pytest tests/multiprocess tests/end_to_end tests/faults  # they start processes themselves
+
+faults: setup
+	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: up to half an hour
+
+soak: setup
+	$(BIN)/python -m tests.faults.soak --faults 200
 
 bench: setup
 	$(BIN)/python benchmarks/peers.py

@@ -13,7 +13,7 @@ from typing import Annotated
 import typer
 
 from vpipe import cli_checkpoint
-from vpipe.errors import PeerError, ScheduleError, VPipeError
+from vpipe.errors import RankFailedError, ScheduleError, VPipeError
 
 Config = Annotated[Path, typer.Argument(help="A run's YAML file.")]
 Settings = Annotated[
@@ -158,6 +158,9 @@ def train(
             help="tensors, versions or schedule: tell of each in the ranks' logs. May be given again."
         ),
     ] = None,
+    max_restarts: Annotated[
+        int, typer.Option(min=0, help="Times that the run goes on from its newest checkpoint after a fault.")
+    ] = 0,
     print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
@@ -180,7 +183,9 @@ def train(
 
     arguments = ["train", *rank_arguments(config, settings or ())]
     arguments += [part for scene in scenes for part in ("--debug", scene)]
-    run(chosen, arguments if resume is None else [*arguments, "--resume", _absolute(resume)], work)
+    if resume is not None:
+        arguments += ["--resume", _absolute(resume)]
+    run(chosen, arguments, work, max_restarts=max_restarts)
 
 
 @app.command("eval")
@@ -377,16 +382,17 @@ def read_counts(text: str) -> list[int]:
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake is one message and exit code 2."""
+    """Runs the command line; a user's mistake is one message and exit code 2, a rank's fault exit code 1."""
     try:
         app()
-    except PeerError as error:
-        from vpipe.launch import LAUNCHED, PEER_FAILED
-
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(PEER_FAILED if LAUNCHED in os.environ else 2)
-    except VPipeError as error:
-        print(f"error: {error}", file=sys.stderr)
-        sys.exit(2)
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except Exception as error:
+        from vpipe.launch.rank import fail
+
+        if "RANK" in os.environ:
+            fail(error)
+        if not isinstance(error, VPipeError):
+            raise
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(1 if isinstance(error, RankFailedError) else 2)

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.files import write_json
+    from vpipe.launch.rank import start_beating
     from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
     from vpipe.observe.trace import write_trace
@@ -25,6 +26,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     from vpipe.trainer import Trainer
 
     ignore_requests()
+    start_beating()
     trainer = Trainer(config)
     try:
         summary = trainer.train(resume, debug)
@@ -51,9 +53,11 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
 
 def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     """This rank's part of an evaluation."""
+    from vpipe.launch.rank import start_beating
     from vpipe.observe.recorder import perplexity
     from vpipe.trainer import Trainer
 
+    start_beating()
     trainer = Trainer(config)
     try:
         restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))

@@ -39,3 +39,7 @@ class OutOfMemoryError(VPipeError):
 
 class Stopped(VPipeError):
     """The run was asked to end, and did so with a checkpoint from which it can go on."""
+
+
+class RankFailedError(VPipeError):
+    """A rank was killed, crashed or stood still: not a mistake, so another try may do."""

@@ -1,6 +1,6 @@
 """The start of a run's processes."""
 
-from vpipe.launch.local import LAUNCHED, PEER_FAILED
+from vpipe.launch.rank import ASKED, LAUNCHED
 from vpipe.launch.run import launch, run
 
-__all__ = ["LAUNCHED", "PEER_FAILED", "launch", "run"]
+__all__ = ["ASKED", "LAUNCHED", "launch", "run"]

@@ -1,7 +1,8 @@
 """The ranks of one host as child processes: started together, watched, and ended together.
 
-The children are given torchrun's environment, so that a rank does not know who started it. The first of
-them that fails ends the run: the others would wait for it for ever. Whatever happens here, no child stays.
+The children are given torchrun's environment, so that a rank does not know who started it. Each leads a session of
+its own: a Ctrl-C of the terminal reaches the launcher alone, which passes it on once, and what a rank has started can
+be killed with it. Whatever happens here, no child stays.
 """
 
 from __future__ import annotations
@@ -14,62 +15,80 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from vpipe.environment import LISTENER, SECRET
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError, RankFailedError, VPipeError
+from vpipe.faults import ATTEMPT
+from vpipe.launch.journal import Journal
+from vpipe.launch.keeper import keeper
+from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
+from vpipe.launch.watch import Culprit, Watch
+from vpipe.observe.whereabouts import VARIABLE, Page, shared_page
 
-LAUNCHED = "VPIPE_RUN_FOLDER"
-"""Set for a child: the folder of its run."""
-LAUNCHER = "VPIPE_LAUNCHER"
-"""Set for a child: the process that started it."""
-PEER_FAILED = 3
-"""The exit code of a child that ends because another one failed."""
-GRACE = 5.0
-"""Seconds that a child has to end by itself."""
-POLL = 0.05
-TAIL = 20  # lines of a log that are shown when a rank dies
+GRACE = 3.0
+"""Seconds that the others have to end once a rank has failed."""
+POLL = 0.02
+TAIL = 20
+"""Lines of its log that are shown when a rank dies without a word."""
 
 
-def run_ranks_here(
-    arguments: Sequence[str],
-    ranks: int,
-    folder: Path,
-    *,
-    port: int = 0,
-    directory: Path | None = None,
-    interpreter: Sequence[str] = (sys.executable,),
-    quiet: bool = False,
-) -> None:
-    """Run `vpipe` with these arguments on every rank; raises what the first failing one says."""
-    command = [*interpreter, "-m", "vpipe", *arguments]
-    children: list[subprocess.Popen[bytes]] = []
-    with _ended_in_the_end(children), ExitStack() as files:
-        listener = files.enter_context(listen_here(port))
-        environment = _environment(ranks, folder, listener.getsockname()[1])
-        for rank in range(ranks):
-            log = files.enter_context(open(folder / f"output.log.{rank}", "ab"))
-            own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
-            if rank == 0:
-                own[LISTENER] = str(listener.fileno())
-            children.append(
-                subprocess.Popen(
-                    command,
-                    env=environment | own,
-                    cwd=directory,
-                    pass_fds=() if rank else (listener.fileno(),),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log if rank or quiet else None,  # the first rank talks to the user
-                    stderr=log,
-                )
-            )
-        listener.close()  # it is rank 0's now, and ends with it
-        _wait(children)
-    codes = [child.returncode for child in children]
-    if any(codes):
-        raise _failure(codes, folder)
+@dataclass(frozen=True)
+class Ranks:
+    """What to start, and how to watch it."""
+
+    arguments: Sequence[str]
+    count: int
+    folder: Path
+    stages: Sequence[str]
+    """Those of each rank, in words."""
+    port: int = 0
+    directory: Path | None = None
+    interpreter: Sequence[str] = (sys.executable,)
+    quiet: bool = False
+    heartbeat_limit: float = 10.0
+    patience: float = 600.0
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"output.log.{rank}"
+
+
+@dataclass
+class _Asked:
+    """The signals that the launcher was sent: to end, and to pass on."""
+
+    to_end: list[int] = field(default_factory=list)
+    to_save: int = 0
+
+
+def run_ranks_here(ranks: Ranks, attempt: int = 0, journal: Journal | None = None) -> None:
+    """Run the ranks to their end. Raises what the first that failed says: RankFailedError if it is not a mistake."""
+    with ExitStack() as stack:
+        page, descriptor = stack.enter_context(shared_page(ranks.count))
+        asked = stack.enter_context(_heeding_signals())
+        children = stack.enter_context(_started(ranks, descriptor, attempt))
+        logs = [ranks.log(rank) for rank in range(ranks.count)]
+        watch = Watch(
+            children, page, logs, ranks.stages, limit=ranks.heartbeat_limit, patience=ranks.patience
+        )
+        if journal is not None and attempt:
+            watch.when_all_train(lambda: journal.trains_again(attempt))
+        culprit = _wait(children, watch, asked)
+        found = round(time.time(), 3)
+        if culprit is not None:
+            page.verdict = f"rank {culprit.rank} failed: {culprit.how}"
+            _end(children, culprit, page, ranks)
+        if asked.to_end:
+            raise SystemExit(_code_when_asked(children, asked.to_end[0]))
+        if culprit is not None:
+            if journal is not None and not culprit.mistake:
+                journal.failed(attempt, culprit, found)
+            raise _failure(culprit, page, watch, ranks)
+        if any(child.returncode for child in children):
+            raise SystemExit(ASKED)  # by somebody who signalled the ranks themselves
 
 
 def listen_here(port: int) -> socket.socket:
@@ -83,67 +102,132 @@ def listen_here(port: int) -> socket.socket:
         ) from None
 
 
-def _environment(ranks: int, folder: Path, port: int) -> dict[str, str]:
+@contextmanager
+def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+    """The children, of which none is left when we leave."""
+    children: list[subprocess.Popen[bytes]] = []
+    # The keeper first: it must not hold the socket, which is rank 0's and ends with it.
+    with keeper() as keep, ExitStack() as files:
+        listener = files.enter_context(listen_here(ranks.port))
+        environment = _environment(ranks, listener.getsockname()[1])
+        environment |= {ATTEMPT: str(attempt), VARIABLE: str(page)}
+        try:
+            for rank in range(ranks.count):
+                log = files.enter_context(open(ranks.log(rank), "ab"))
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                if rank == 0:
+                    own[LISTENER] = str(listener.fileno())
+                child = subprocess.Popen(
+                    [*ranks.interpreter, "-m", "vpipe", *ranks.arguments],
+                    env=environment | own,
+                    cwd=ranks.directory,
+                    stdin=subprocess.DEVNULL,
+                    stdout=log if rank or ranks.quiet else None,  # the first rank talks to the user
+                    stderr=log,
+                    start_new_session=True,
+                    pass_fds=(page,) if rank else (page, listener.fileno()),
+                )
+                children.append(child)
+                keep(child.pid)
+            listener.close()
+            yield children
+        finally:
+            for child in children:
+                _kill(child)
+
+
+def _environment(ranks: Ranks, port: int) -> dict[str, str]:
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks)),
+        "OMP_NUM_THREADS": str(max(1, cores // ranks.count)),
         **os.environ,
-        "WORLD_SIZE": str(ranks),
-        "LOCAL_WORLD_SIZE": str(ranks),
+        "WORLD_SIZE": str(ranks.count),
+        "LOCAL_WORLD_SIZE": str(ranks.count),
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         SECRET: secrets.token_hex(32),
-        LAUNCHED: str(folder.absolute()),
+        LAUNCHED: str(ranks.folder.absolute()),
         LAUNCHER: str(os.getpid()),
     }
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]]) -> None:
-    """Until all have ended well, or one has failed and the others had time to notice it."""
-    deadline = None
-    while any(child.poll() is None for child in children):
-        if deadline is None and any(child.poll() for child in children):
-            deadline = time.monotonic() + GRACE
-        if deadline is not None and time.monotonic() > deadline:
-            return
+def _wait(children: Sequence[subprocess.Popen[bytes]], watch: Watch, asked: _Asked) -> Culprit | None:
+    """Until all have ended, one has failed, or we were asked twice to end; who failed, if one has."""
+    told, saves = 0, 0
+    while any(child.poll() is None for child in children) and len(asked.to_end) < 2:
+        culprit = watch.culprit()
+        if culprit is not None:
+            return culprit
+        if told < len(asked.to_end):
+            told += 1
+            _send(children, signal.SIGTERM)
+        if saves < asked.to_save:
+            saves += 1
+            # A rank that does not heed signals yet would die of it.
+            _send([child for rank, child in enumerate(children) if watch.page.beat(rank)], signal.SIGUSR1)
         time.sleep(POLL)
+    return watch.culprit()
+
+
+def _send(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+    for child in children:
+        child.send_signal(number)  # nothing happens to one that has ended
 
 
 @contextmanager
-def _ended_in_the_end(children: list[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Whether we leave by an error, by Ctrl-C or by a signal: the children are ended and waited for."""
+def _heeding_signals() -> Iterator[_Asked]:
+    """The first signal to end is passed on: the ranks finish their step and save. The second ends all at once."""
+    asked = _Asked()
 
-    def leave(number: int, frame: FrameType | None) -> None:
-        raise SystemExit(128 + number)
+    def end(number: int, frame: FrameType | None) -> None:
+        asked.to_end.append(number)
 
-    before = {number: signal.signal(number, leave) for number in (signal.SIGTERM, signal.SIGHUP)}
+    def save(number: int, frame: FrameType | None) -> None:
+        asked.to_save += 1
+
+    handlers = {signal.SIGINT: end, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: save}
+    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield
+        yield asked
     finally:
-        for child in children:
-            if child.poll() is None:
-                child.terminate()
-        deadline = time.monotonic() + GRACE
-        for child in children:
-            try:
-                child.wait(max(0.0, deadline - time.monotonic()))
-            except subprocess.TimeoutExpired:
-                child.kill()
-                child.wait()
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _failure(codes: Sequence[int], folder: Path) -> VPipeError:
-    """What the rank that failed by itself said; the others only noticed."""
-    own = [rank for rank, code in enumerate(codes) if code not in (0, PEER_FAILED, -signal.SIGTERM)]
-    rank = own[0] if own else next(rank for rank, code in enumerate(codes) if code)
-    code = codes[rank]
-    log = folder / f"output.log.{rank}"
-    lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    said = [line for line in lines if line.startswith("error: ")]
-    if code in (2, PEER_FAILED) and said:
-        return VPipeError(said[-1].removeprefix("error: "))
-    ended = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with exit code {code}"
-    tail = "\n".join(f"  | {line}" for line in lines[-TAIL:])
-    return VPipeError(f"rank {rank} {ended}; the end of {log}:\n{tail}")
+def _code_when_asked(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
+    """What the ranks agree on; as a shell has it if they were killed."""
+    codes = {child.poll() for child in children}
+    code = codes.pop() if len(codes) == 1 else None
+    return code if code is not None and code >= 0 else 128 + number
+
+
+def _end(children: Sequence[subprocess.Popen[bytes]], culprit: Culprit, page: Page, ranks: Ranks) -> None:
+    """The others read the verdict and end; who does not is killed, and its log says why."""
+    _kill(children[culprit.rank])  # stopped, it would not notice anything
+    deadline = time.monotonic() + GRACE
+    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+        time.sleep(POLL)
+    for rank, child in enumerate(children):
+        if child.poll() is None:
+            _kill(child)
+            with ranks.log(rank).open("a") as log:
+                log.write(f"error: stopped because {page.verdict}\n")
+
+
+def _kill(child: subprocess.Popen[bytes]) -> None:
+    """The process and all that it has started."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.kill()
+    child.wait()
+
+
+def _failure(culprit: Culprit, page: Page, watch: Watch, ranks: Ranks) -> VPipeError:
+    if culprit.mistake:
+        return VPipeError(culprit.how)
+    output = watch.output(culprit.rank)
+    start = output.rfind("Traceback (most recent call last):")
+    if start >= 0:
+        return RankFailedError(f"{page.verdict}\n{output[start:].rstrip()}")
+    tail = "\n".join(f"  | {line}" for line in output.splitlines()[-TAIL:])
+    return RankFailedError(f"{page.verdict}; the end of {ranks.log(culprit.rank)}:\n{tail}")

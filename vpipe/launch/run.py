@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shutil
-import signal
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -14,32 +12,44 @@ from typing import TYPE_CHECKING
 
 from vpipe.arguments import build_schedule
 from vpipe.config_file import AUTO
-from vpipe.errors import ConfigError
-from vpipe.launch.local import LAUNCHED, LAUNCHER, run_ranks_here
+from vpipe.errors import ConfigError, RankFailedError
+from vpipe.faults import VARIABLE, read_faults
+from vpipe.launch.journal import Journal
+from vpipe.launch.local import Ranks, run_ranks_here
+from vpipe.launch.rank import LAUNCHED, end_with_launcher
 from vpipe.observe.folder import make_run_folder
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 
-def run(config: RunConfig, arguments: Sequence[str], work: Callable[[], None]) -> None:
+def run(
+    config: RunConfig, arguments: Sequence[str], work: Callable[[], None], *, max_restarts: int = 0
+) -> None:
     """Do `work` on every rank of the run; `arguments` are those of the same `vpipe` command for a rank.
 
     A process that torchrun or the launcher has started is a rank and works; any other starts the ranks.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        launch(config, arguments)
+        launch(config, arguments, max_restarts=max_restarts)
         return
     if LAUNCHED in os.environ:
-        _end_with_launcher()
+        end_with_launcher()
     work()
 
 
-def launch(config: RunConfig, arguments: Sequence[str], *, quiet: bool = False) -> Path:
+def launch(
+    config: RunConfig, arguments: Sequence[str], *, quiet: bool = False, max_restarts: int = 0
+) -> Path:
     """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
+    read_faults(os.environ.get(VARIABLE, ""))
     _check_hosts(config)
+    stages = ["some stage"] * config.ranks
     if config.partition != AUTO:
-        build_schedule(config)
+        schedule = build_schedule(config)
+        stages = [
+            " and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)
+        ]
     _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
     if directory is not None and not directory.is_dir():
@@ -51,15 +61,33 @@ def launch(config: RunConfig, arguments: Sequence[str], *, quiet: bool = False) 
         plan = folder.absolute() / "plan.json"
         write_run_plan(config, plan, profile_cache(config))
         arguments = [*arguments, "--set", f"partition={plan}"]
-    run_ranks_here(
+    ranks = Ranks(
         arguments,
         config.ranks,
         folder,
+        stages,
         port=config.port,
         directory=directory,
         interpreter=_interpreter(config),
         quiet=quiet,
+        heartbeat_limit=config.heartbeat_limit,
+        patience=config.timeout,
     )
+    journal = Journal(folder)
+    for attempt in range(max_restarts + 1):
+        try:
+            run_ranks_here(ranks, attempt, journal)
+            break
+        except RankFailedError as error:
+            if attempt == max_restarts:
+                if max_restarts:
+                    raise RankFailedError(f"gave up after {max_restarts} restarts: {error}") from None
+                raise
+            print(
+                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {folder}",
+                file=sys.stderr,
+                flush=True,
+            )
     return folder
 
 
@@ -97,11 +125,3 @@ def _interpreter(config: RunConfig) -> list[str]:
     if not image.exists():
         raise ConfigError(f"{config.source}: container is {config.container!r}: there is no such image")
     return [tool, "exec", str(image.absolute()), "python3"]
-
-
-def _end_with_launcher() -> None:
-    """Be killed by the kernel if the launcher dies, however that happens."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if not Path("/proc", os.environ[LAUNCHER]).exists():
-            sys.exit(1)  # it died before the kernel was told

@@ -114,7 +114,8 @@ class Recorder:
         by_rank = stage_figures(ranks, placement)
         first = ranks[0]
         summary = {
-            "loss": mean(loss for _, loss in self.losses[-RECENT:]),
+            # A run that was restarted after its last update has made none.
+            "loss": mean([loss for _, loss in self.losses[-RECENT:]] or [self.evaluations[-1][1]]),
             "evaluation_loss": self.evaluations[-1][1],
             "perplexity": perplexity(self.evaluations[-1][1]),
             "updates": self._pipe.updates,

@@ -14,8 +14,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table = Table(title=f"{summary['schedule']}, {len(summary['ranks'])} ranks", show_header=False)
     table.add_column("figure", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
-    first = summary["losses"][0][1]
-    table.add_row("loss", f"{summary['loss']:.4f} after {summary['updates']} updates, {first:.4f} at first")
+    first = f", {summary['losses'][0][1]:.4f} at first" if summary["losses"] else ""
+    table.add_row("loss", f"{summary['loss']:.4f} after {summary['updates']} updates{first}")
     table.add_row(
         "evaluation", f"loss {summary['evaluation_loss']:.4f}, perplexity {summary['perplexity']:.2f}"
     )

@@ -1,0 +1,126 @@
+"""Small real runs with a fault in them, and what is measured of them."""
+
+import json
+import os
+import re
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tests.end_to_end.command import Ended, alive, vpipe
+
+SMALL: dict[str, Any] = {
+    "model_type": "bert",
+    "hidden_size": 16,
+    "num_layers": 2,
+    "num_heads": 2,
+    "vocab_size": 64,
+    "sequence_length": 8,
+    "batch_size": 2,
+    "synthetic_data": True,
+    "schedule": "vpipe",
+    "learning_rate": 0.003,
+    "max_updates": 12,
+    "checkpoint_interval": 3,
+    "evaluation_samples": 4,
+    "max_samples": 64,
+    "timeout": 60,
+}
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Seconds count from the fault; `recover` and `lost` only where the run was restarted."""
+
+    rank: int
+    point: str
+    kind: str
+    struck: bool
+    code: int
+    detect: float | None = None
+    exit: float | None = None
+    recover: float | None = None
+    lost: int | None = None
+    how: str = ""
+    named: bool = False
+    """Every log names this rank, with its stage and where it was."""
+    clean: bool = False
+    """No process, shared memory or half checkpoint is left, and weights are those of the run without a fault."""
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def write_config(folder: Path, ranks: int, **keys: Any) -> None:
+    machines = [f"localhost:{rank}" for rank in range(ranks)]
+    (folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
+
+
+def train(folder: Path, fault: str = "", *options: object, timeout: float = 300) -> tuple[Ended, Path]:
+    """Run it to its end; what it said, and the folder of the run."""
+    os.environ["VPIPE_FAULT"] = fault
+    before = set(folder.glob("runs/2*"))
+    try:
+        ended = vpipe("train", "run.yml", *options, cwd=folder, timeout=timeout)
+    finally:
+        del os.environ["VPIPE_FAULT"]
+    (run,) = set(folder.glob("runs/2*")) - before
+    return ended, run
+
+
+def final_weights(run: Path) -> dict[str, str]:
+    """The hashes of the last checkpoint's files."""
+    manifest = json.loads((max((run / "checkpoints").glob("step-*")) / "manifest.json").read_text())
+    return {name: entry["sha256"] for name, entry in manifest["files"].items()}
+
+
+def failures(run: Path) -> list[dict[str, Any]]:
+    path = run / "failures.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def half_done(run: Path) -> list[str]:
+    """Checkpoints that are not whole."""
+    return [path.name for path in (run / "checkpoints").glob(".step-*")]
+
+
+def measure(
+    folder: Path, ranks: int, fault: dict[str, Any], weights: dict[str, str] | None = None
+) -> Measured:
+    """Run with a fault. With the weights of a run without one, it is restarted and must end with the same."""
+    rank, point, kind = fault["rank"], fault["point"], fault["kind"]
+    shared = set(os.listdir("/dev/shm"))
+    text = ",".join(f"{key}={value}" for key, value in fault.items())
+    ended, run = train(folder, text, *(() if weights is None else ("--max-restarts", 1)))
+    logs = [(run / f"output.log.{r}").read_text() for r in range(ranks)]
+    struck = re.search(rf"VPIPE_FAULT: {kind} at {point}, ([0-9.]+)", logs[rank])
+    told = failures(run)
+    if struck is None or not told:
+        return Measured(rank, point, kind, struck is not None, ended.code)
+    at, first = float(struck[1]), told[0]
+    back = next((line["recovered"] for line in told if "recovered" in line), None)
+    resumed = re.search(r"resumed from .* after (\d+) updates", logs[0])
+    verdict = f"rank {rank} failed: {first['how']}"
+    others = [log for r, log in enumerate(logs) if r != rank]
+    clean = not alive(str(folder)) and not set(os.listdir("/dev/shm")) - shared
+    if weights is not None:
+        clean = clean and ended.code == 0 and final_weights(run) == weights and not half_done(run)
+    return Measured(
+        rank,
+        point,
+        kind,
+        True,
+        ended.code,
+        detect=round(first["found"] - at, 2),
+        exit=round(first["ended"] - at, 2),
+        recover=None if back is None else round(back - at, 2),
+        lost=None if weights is None else fault.get("step", 0) - int(resumed[1] if resumed else 0),
+        how=first["how"],
+        named=first["rank"] == rank
+        and f"stage {rank}" in first["how"]
+        and verdict in ended.err
+        and all(f"stopped because {verdict}" in log for log in others),
+        clean=clean,
+    )

@@ -1,0 +1,138 @@
+"""Many faults in one run, with automatic restart: `make soak`. It must end with the weights of a run without any.
+
+python -m tests.faults.soak [--faults 200] [--seed 0] [--docs docs/reliability.md]
+"""
+
+import argparse
+import os
+import random
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from tests.end_to_end.command import alive
+from tests.faults.runs import failures, final_weights, half_done, train, write_config
+
+RANKS = 2
+EVERY = 4
+"""Updates between two faults."""
+KINDS = ("kill", "segv", "raise", "exit", "stop", "gil")
+POINTS = {
+    "rendezvous": (0, 1),
+    "init": (0, 1),
+    "data": (0, 1),
+    "fwd_recv": (1,),
+    "fwd": (0, 1),
+    "fwd_send": (0,),
+    "bwd_recv": (0,),
+    "bwd": (0, 1),
+    "bwd_send": (1,),
+    "reduce": (0, 1),
+    "step": (0, 1),
+    "ckpt_write": (0, 1),
+    "ckpt_commit": (0,),
+    "eval": (0, 1),
+}
+"""Where, and on which ranks."""
+IN_STEPS = ("data", "fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
+
+
+def random_faults(count: int, seed: int) -> list[str]:
+    """One for each attempt, each some updates after the one before."""
+    drawn = random.Random(seed)
+    faults = []
+    for attempt in range(count):
+        point = drawn.choice(list(POINTS))
+        parts = {
+            "rank": drawn.choice(POINTS[point]),
+            "point": point,
+            "kind": drawn.choice(KINDS),
+            "attempt": attempt,
+        }
+        if point == "data":
+            parts["minibatch"] = EVERY * (attempt + 1) + drawn.randrange(EVERY)
+        elif point in IN_STEPS:
+            parts["step"] = EVERY * (attempt + 1) + drawn.randrange(EVERY)
+        faults.append(",".join(f"{key}={value}" for key, value in parts.items()))
+    return faults
+
+
+def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
+    """What became of a run with these faults, compared with one without."""
+    updates = EVERY * (len(faults) + 3)
+    write_config(
+        folder, RANKS, max_updates=updates, checkpoint_interval=3, evaluation_interval=3, heartbeat_limit=2.0
+    )
+    clean, reference = train(folder)
+    assert clean.code == 0, clean.said
+    shared = set(os.listdir("/dev/shm"))
+    sizes: list[int] = []
+    watching = threading.Event()
+    watcher = threading.Thread(target=_watch_memory, args=(folder, sizes, watching))
+    watcher.start()
+    started = time.monotonic()
+    try:
+        ended, run = train(
+            folder, ";".join(faults), "--max-restarts", len(faults), timeout=600 + 120 * len(faults)
+        )
+    finally:
+        watching.set()
+        watcher.join()
+    assert ended.code == 0, ended.said
+    told = failures(run)
+    return {
+        "faults": sum("rank" in line for line in told),
+        "seconds": round(time.monotonic() - started),
+        "kinds": dict(
+            Counter(line["how"].partition(" (")[0].partition(" for ")[0] for line in told if "rank" in line)
+        ),
+        "same weights": final_weights(run) == final_weights(reference),
+        "processes left": alive(str(folder)),
+        "shared memory left": sorted(set(os.listdir("/dev/shm")) - shared),
+        "half checkpoints left": half_done(run),
+        "checkpoints": len(list((run / "checkpoints").iterdir())),
+        "files beside those of a clean run": sorted(
+            {path.name for path in run.iterdir()} - {path.name for path in reference.iterdir()}
+        ),
+        "launcher's memory, MiB": [sizes[len(sizes) // 10] >> 10, sizes[-1] >> 10] if sizes else [],
+    }
+
+
+def _watch_memory(folder: Path, sizes: list[int], end: threading.Event) -> None:
+    """The resident KiB of the launcher: the process that has our folder and no rank."""
+    while not end.wait(1.0):
+        for process in subprocess.run(
+            ["pgrep", "-f", "vpipe train run.yml"], capture_output=True, text=True, check=False
+        ).stdout.split():
+            place = Path("/proc", process)
+            try:
+                if (
+                    place.joinpath("cwd").readlink() == folder
+                    and b"RANK=" not in (place / "environ").read_bytes()
+                ):
+                    status = (place / "status").read_text().splitlines()
+                    sizes += [int(line.split()[1]) for line in status if line.startswith("VmRSS")]
+            except OSError:
+                continue
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--faults", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    with tempfile.TemporaryDirectory() as name:
+        result = soak(Path(name).resolve(), random_faults(arguments.faults, arguments.seed))
+    for key, value in result.items():
+        print(f"{key}: {value}")
+    if not result["same weights"] or result["processes left"] or result["faults"] != arguments.faults:
+        sys.exit(1)
+
+
+if __name__ == "__main__":
+    main()
