@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.files import write_json
-    from vpipe.launch.rank import start_beating
+    from vpipe.launch.rank import ASKED, start_beating
     from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
     from vpipe.observe.trace import write_trace
-    from vpipe.requests import EXIT_CODE, ignore_requests
+    from vpipe.requests import ignore_requests
     from vpipe.tables import show
     from vpipe.trainer import Trainer
 
@@ -33,7 +33,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     except Stopped as stopped:
         if trainer.rank == 0:
             print(stopped)
-        sys.exit(EXIT_CODE)
+        sys.exit(ASKED)
     finally:
         trainer.close()
     if trainer.rank:

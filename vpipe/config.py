@@ -194,6 +194,8 @@ class RunConfig(BaseModel):
     """Port where the ranks meet; 0: any that is free."""
     timeout: Positive = 600.0
     """Seconds that a rank waits for another before it gives up."""
+    rendezvous_limit: Positive = 300.0
+    """Seconds within which all ranks must have started."""
     heartbeat_limit: Annotated[Real, Field(ge=1)] = 10.0
     """Seconds within which a rank that was stopped, or whose interpreter stands still, is found."""
 

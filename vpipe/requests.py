@@ -26,8 +26,6 @@ from vpipe.errors import PeerError
 
 SAVE, STOP, GIVE_UP = 1, 2, 4
 """Save and go on; save and end; end because saving failed."""
-EXIT_CODE = 75
-"""Of a run that was asked to end: what can go on later is not done, and did not fail (EX_TEMPFAIL)."""
 AGAIN = 1.0
 """Seconds after which a further signal is another one: a launcher may pass on what a terminal sent to all."""
 LOOK = 1.0

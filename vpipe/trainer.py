@@ -21,16 +21,20 @@ from vpipe.data import Batches, Sampler
 from vpipe.datasets import Datasets, make_datasets
 from vpipe.determinism import make_deterministic
 from vpipe.errors import ConfigError, OutOfMemoryError, Stopped, VPipeError
+from vpipe.faults import ATTEMPT
 from vpipe.files import write_text
 from vpipe.foreseen import foreseen
 from vpipe.keeping import Keeper
 from vpipe.launch import LAUNCHED
+from vpipe.launch.alike import check_alike
 from vpipe.models import build_model
 from vpipe.observe.clocks import align_clocks
 from vpipe.observe.debug import attach
 from vpipe.observe.folder import make_run_folder
+from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.stages import write_stages
+from vpipe.observe.whereabouts import whereabouts
 from vpipe.pipeline import Pipeline
 from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
@@ -51,15 +55,24 @@ class Trainer:
                 f"{config.source}: distributed_backend is 'nccl', which carries GPU tensors, and there is no GPU here: "
                 "write gloo, or leave it out"
             )
-        self.world = world or ProcessWorld(timeout=config.timeout)
+        self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
+        self.place.say("the rendezvous")
+        watched = LAUNCHED in os.environ
+        self.world = world or ProcessWorld(
+            timeout=config.timeout,
+            rendezvous_limit=config.rendezvous_limit,
+            heartbeat_limit=None if watched else config.heartbeat_limit,
+        )
         if self.world.size != config.ranks:
             raise ConfigError(
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
                 f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
             )
+        check_alike(self.world, config)
         self.rank = self.world.rank
         self.folder = self._agree_on_folder()
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
+        self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
         self.sampler = Sampler(len(self.data.train), config.batch_size, config.seed)
         self.interval = build_schedule(config).update_interval
@@ -70,6 +83,7 @@ class Trainer:
         # Minibatches of earlier runs beyond what this run's interval counts for their updates.
         self.offset = 0
         self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
+        self.place.say("the making of the pipeline")
         self.pipe = self._build_pipeline()
         try:
             check_plan(config, self.pipe.layout.graph.plan_fingerprint)
@@ -104,7 +118,7 @@ class Trainer:
         pipe = self.pipe
         notes: list[str] = []
         restored = self.restore(resume, notes.append)
-        if pipe.updates >= self.updates:
+        if pipe.updates >= self.updates and not int(os.environ.get(ATTEMPT, "0")):
             raise VPipeError(
                 f"there is nothing to train: {pipe.updates} of {self.updates} updates are made: "
                 "raise epochs or max_updates"
@@ -154,10 +168,12 @@ class Trainer:
     def _train(self, recorder: Recorder, keeper: Keeper) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
         config, pipe = self.config, self.pipe
+        pace = Pace(pipe, recorder.say)
         evaluated = pipe.updates
         batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
         for update, loss in pipe.train(batches):
             recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
+            pace.update()
             asked = pipe.runtime.losses.requests_of(update)
             if update + 1 == self.updates:
                 continue
@@ -200,6 +216,7 @@ class Trainer:
         return min(self.minibatches, self.offset + updates * self.interval)
 
     def close(self) -> None:
+        self.place.say("its end")
         self.pipe.close()
 
     def _agree_on_folder(self) -> Path:
@@ -257,9 +274,12 @@ class Trainer:
         )
 
     def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:
-        if resume is None or self.rank:
+        if self.rank:
             return None
-        found = find_checkpoint(resume, self.folder.parent, report)
+        # A run that was restarted after a fault goes on where it was; before its first checkpoint, as it began.
+        found = checkpoint.newest(self.folder / "checkpoints", report) if LAUNCHED in os.environ else None
+        if found is None and resume is not None:
+            found = find_checkpoint(resume, self.folder.parent, report)
         return None if found is None else str(found)
 
     def _position_here(self) -> dict[str, Any]:

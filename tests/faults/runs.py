@@ -3,13 +3,18 @@
 import json
 import os
 import re
+import subprocess
+import time
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import yaml
 
-from tests.end_to_end.command import Ended, alive, vpipe
+from tests.end_to_end.command import Ended, alive, end, start
 
 SMALL: dict[str, Any] = {
     "model_type": "bert",
@@ -58,16 +63,32 @@ def write_config(folder: Path, ranks: int, **keys: Any) -> None:
     (folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
 
 
-def train(folder: Path, fault: str = "", *options: object, timeout: float = 300) -> tuple[Ended, Path]:
-    """Run it to its end; what it said, and the folder of the run."""
-    os.environ["VPIPE_FAULT"] = fault
+def train(
+    folder: Path,
+    fault: str = "",
+    *options: object,
+    timeout: float = 300,
+    look: Callable[[int], None] = lambda launcher: None,
+) -> tuple[Ended, Path]:
+    """Run it to its end; what it said, and the folder of the run. `look` is called each second."""
     before = set(folder.glob("runs/2*"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("VPIPE_FAULT", fault)
+        process = start("train", "run.yml", *options, cwd=folder, new=False)
+    deadline = time.monotonic() + timeout
     try:
-        ended = vpipe("train", "run.yml", *options, cwd=folder, timeout=timeout)
+        while time.monotonic() < deadline:
+            with suppress(subprocess.TimeoutExpired):
+                out, err = process.communicate(timeout=1.0)
+                break
+            look(process.pid)
+        else:
+            raise AssertionError(f"the run did not end within {timeout:g} s")
     finally:
-        del os.environ["VPIPE_FAULT"]
+        end(process)
+    assert process.returncode is not None
     (run,) = set(folder.glob("runs/2*")) - before
-    return ended, run
+    return Ended(process.returncode, out, err), run
 
 
 def final_weights(run: Path) -> dict[str, str]:

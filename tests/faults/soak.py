@@ -6,12 +6,11 @@ python -m tests.faults.soak [--faults 200] [--seed 0] [--docs docs/reliability.m
 import argparse
 import os
 import random
-import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections import Counter
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -72,17 +71,15 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
     assert clean.code == 0, clean.said
     shared = set(os.listdir("/dev/shm"))
     sizes: list[int] = []
-    watching = threading.Event()
-    watcher = threading.Thread(target=_watch_memory, args=(folder, sizes, watching))
-    watcher.start()
+
+    def look(launcher: int) -> None:
+        with suppress(OSError):
+            status = Path("/proc", str(launcher), "status").read_text().splitlines()
+            sizes.extend(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
+
     started = time.monotonic()
-    try:
-        ended, run = train(
-            folder, ";".join(faults), "--max-restarts", len(faults), timeout=600 + 120 * len(faults)
-        )
-    finally:
-        watching.set()
-        watcher.join()
+    options = ("--max-restarts", len(faults))
+    ended, run = train(folder, ";".join(faults), *options, timeout=600 + 120 * len(faults), look=look)
     assert ended.code == 0, ended.said
     told = failures(run)
     return {
@@ -101,24 +98,6 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
         ),
         "launcher's memory, MiB": [sizes[len(sizes) // 10] >> 10, sizes[-1] >> 10] if sizes else [],
     }
-
-
-def _watch_memory(folder: Path, sizes: list[int], end: threading.Event) -> None:
-    """The resident KiB of the launcher: the process that has our folder and no rank."""
-    while not end.wait(1.0):
-        for process in subprocess.run(
-            ["pgrep", "-f", "vpipe train run.yml"], capture_output=True, text=True, check=False
-        ).stdout.split():
-            place = Path("/proc", process)
-            try:
-                if (
-                    place.joinpath("cwd").readlink() == folder
-                    and b"RANK=" not in (place / "environ").read_bytes()
-                ):
-                    status = (place / "status").read_text().splitlines()
-                    sizes += [int(line.split()[1]) for line in status if line.startswith("VmRSS")]
-            except OSError:
-                continue
 
 
 def main() -> None:

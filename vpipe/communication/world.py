@@ -12,6 +12,8 @@ from typing import Any, Protocol, TypeVar
 
 import torch.distributed as dist
 
+from vpipe import faults
+from vpipe.communication.beats import Beats, connect_beats
 from vpipe.communication.channel import Channel
 from vpipe.communication.distributed import DistributedChannel, gloo_on_loopback
 from vpipe.communication.job import Job, join
@@ -75,7 +77,16 @@ def agree_on(world: World, name: str, mine: Any, fix: str) -> None:
 class ProcessWorld:
     """Processes started by torchrun (or by anything that sets its environment); alone without it."""
 
-    def __init__(self, channel: str = "auto", timeout: float = 600.0) -> None:
+    def __init__(
+        self,
+        channel: str = "auto",
+        timeout: float = 600.0,
+        *,
+        rendezvous_limit: float | None = None,
+        heartbeat_limit: float | None = None,
+    ) -> None:
+        """With a rendezvous limit, all ranks must come within it. With a heartbeat limit, the process ends when a
+        peer is not heard of for so long (`beats.py`)."""
         if channel not in ("auto", "gloo", "shared_memory"):
             raise VPipeError(f"unknown channel {channel!r}: choose auto, gloo or shared_memory")
         self.rank = int(os.environ.get("RANK", "0"))
@@ -87,13 +98,18 @@ class ProcessWorld:
         self._timeout = timeout
         self._meetings: Counter[str] = Counter()
         self._owns_group = False
+        self._heartbeat_limit = heartbeat_limit
+        self._beats: Beats | None = None
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
+        faults.point("rendezvous")
         if self.size > 1:
-            self._job = join(self.rank, self.size, timeout)
+            self._job = join(self.rank, self.size, rendezvous_limit or timeout)
             # Each world of a job meets under names of its own: a script may build several pipelines.
             self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
             self._store = dist.PrefixStore(self._name, self._job.store)
+            if rendezvous_limit is not None:
+                self._job.meeting.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         if self._job is None:
@@ -134,9 +150,15 @@ class ProcessWorld:
                     timeout=timedelta(seconds=self._timeout),
                 )
             self._owns_group = True
+        if self._heartbeat_limit is not None:
+            towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+            self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
         return {**near, **{peer: DistributedChannel(peer, buffer, self._timeout) for peer in far}}
 
     def close(self) -> None:
+        if self._beats is not None:
+            self._beats.close()
+            self._beats = None
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False

@@ -1,0 +1,52 @@
+"""A rank that is ten times as slow: the losses are the same, and a warning names it."""
+
+import re
+
+import pytest
+
+from tests import models
+from tests.examples import varied
+from vpipe import Pipeline, faults
+from vpipe.faults import VARIABLE
+from vpipe.observe.pace import FACTOR, WINDOW, Pace
+from vpipe.threads import run_ranks
+from vpipe.weights import optimizer_factory
+
+
+@pytest.mark.parametrize("slow", [0, 2])
+def test_a_slow_rank_is_named_and_changes_nothing(slow, monkeypatch, capture_once):
+    model, batch, loss_fn = models.sequential()
+    updates = 2 * WINDOW + 3
+
+    def train(fault):
+        monkeypatch.setenv(VARIABLE, fault)
+        faults.wanted.cache_clear()
+        said = []
+
+        def on_rank(world):
+            with Pipeline(
+                model,
+                batch,
+                optimizer=optimizer_factory("sgd", 0.05, weight_decay=0.0),
+                loss_fn=loss_fn,
+                schedule="pipedream",
+                world=world,
+            ) as pipe:
+                pace = Pace(pipe, said.append)
+                losses = []
+                for _, loss in pipe.train(varied(batch, updates)):
+                    losses.append(loss)
+                    pace.update()
+                return losses
+
+        return run_ranks(3, on_rank)[0], said
+
+    normal, _ = train("")
+    slowed, said = train(f"rank={slow},point=bwd,kind=sleep,seconds=0.1,times={updates}")
+    monkeypatch.delenv(VARIABLE)
+    faults.wanted.cache_clear()
+    assert slowed == normal
+    (warning,) = said
+    told = re.fullmatch(rf"warning: rank {slow} \(stage {slow}\) is ([0-9.]+) times as slow .*", warning)
+    assert told, warning
+    assert float(told[1]) > FACTOR

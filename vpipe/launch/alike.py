@@ -1,0 +1,43 @@
+"""Ranks that would not train the same thing are refused before they begin: other versions, another configuration."""
+
+from __future__ import annotations
+
+import platform
+from typing import Any
+
+import torch
+
+import vpipe
+from vpipe.communication import World
+from vpipe.config import RunConfig
+from vpipe.errors import ConfigError
+
+OF_THE_HOST = frozenset(
+    {
+        *("model", "pretrained", "data_dir", "tokenizer", "config_file", "directory", "container"),
+        *("log_directory", "port"),
+    }
+)
+"""Keys that may be written differently on each host; what is in the files is compared elsewhere."""
+
+
+def check_alike(world: World, config: RunConfig) -> None:
+    """Every rank must have rank 0's versions and configuration; every rank says which one has not, and in what."""
+    mine = {
+        "version of torch": torch.__version__,
+        "version of vpipe": vpipe.__version__,
+        "version of Python": ".".join(platform.python_version_tuple()[:2]),
+        **{key: value for key, value in config.model_dump(mode="json").items() if key not in OF_THE_HOST},
+    }
+    everybody: list[dict[str, Any]] = world.all_gather("versions and configuration", mine)
+    for rank, theirs in enumerate(everybody):
+        differences = [
+            f"{key} {theirs.get(key)!r} and {everybody[0].get(key)!r}"
+            for key in sorted({*theirs, *everybody[0]})
+            if theirs.get(key) != everybody[0].get(key)
+        ]
+        if differences:
+            raise ConfigError(
+                f"rank {rank} differs from rank 0: {'; '.join(differences)}: "
+                "start every rank from the same file and the same installation"
+            )
