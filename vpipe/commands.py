@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -67,6 +68,7 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     finally:
         trainer.close()
     if trainer.rank == 0:
+        shutil.rmtree(trainer.folder, ignore_errors=True)  # it holds logs of an evaluation that ended well
         figures: dict[str, Any] = {
             "loss": loss,
             "perplexity": perplexity(loss),

@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from pathlib import Path
 
 import pytest
@@ -65,7 +66,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
         warmup_updates=2,
         clip_norm=1.0,
     )
-    ended = vpipe("train", "run.yml", cwd=folder, new=True)
+    ended = vpipe("train", "run.yml", "--debug", "tensors,versions,schedule", cwd=folder, new=True)
     assert ended.code == 0, ended.said
     assert "2 CPU ranks" in ended.out
     assert "share of the limit" in ended.out
@@ -80,7 +81,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
     plan = json.loads((run / "plan.json").read_text())
     assert plan["policies"] == ["keep"] * sum(plan["partition"])
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {line["kind"] for line in metrics} == {"train", "evaluation", "ranks"}
+    assert {line["kind"] for line in metrics} == {"train", "evaluation", "stages", "ranks"}
     assert [line["update"] for line in metrics if line["kind"] == "train"] == [4, 8, 12, 16]
     summary = json.loads((run / "summary.json").read_text())
     assert math.isclose(summary["perplexity"], math.exp(summary["evaluation_loss"]))
@@ -90,6 +91,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
     assert list((run / "tensorboard").iterdir())
     assert "<html" in (run / "report.html").read_text()
     assert len(json.loads((run / "trace.json").read_text())["traceEvents"]) > 16 * 2 * 4
+    check_observed(folder, run, ended.out)
     steps = sorted(path.name for path in (run / "checkpoints").iterdir())
     assert steps[-1] == "step-00000016"
     middle = run / "checkpoints" / steps[0]
@@ -106,7 +108,37 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
     told = vpipe("eval", "run.yml", "--resume", run, "--json", cwd=folder)
     assert told.code == 0, told.said
     assert json.loads(told.out)["loss"] == summary["evaluation_loss"]
+    assert only_run(folder) == run
+    assert {path.name for path in (folder / "runs").iterdir()} == {
+        run.name,
+        "cache",
+    }  # an evaluation leaves nothing
     assert not alive(str(folder))
+
+
+def check_observed(folder: Path, run: Path, shown: str) -> None:
+    """What the run says of itself while it runs and afterwards."""
+    first, second = ((run / f"output.log.{rank}").read_text() for rank in (0, 1))
+    assert "versions: 0F2 reads version 1 of 1; held: 0, 1" in first
+    assert "versions: 0B1 reads version 0 of 1; held: 1, dropped 0" in first
+    assert "versions: 1STEP15 makes version 16; held: 16" in second
+    assert "tensors: received the gradient of " in first
+    assert second.count("tensors: freed ") == second.count("tensors: received ")
+    assert "schedule: stage 1 on rank 1: " in second
+    assert "schedule: 0SEND_F0 took " in first
+    assert "tensors: the rest stands in the ranks' logs" in shown
+    assert "norm " in shown
+    (page,) = re.findall(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
+    (told,) = json.loads(page)["runs"]
+    assert told["predicted"]["source"] == "the medians of its own actions"
+    assert [len(line["counted"]) > 16 for line in told["memory"]] == [True, True]
+    top = vpipe("top", run, cwd=folder)
+    assert "update 16 of 16" in top.out
+    found = {
+        finding["topic"]: finding for finding in json.loads(vpipe("diagnose", run, "--json", cwd=folder).out)
+    }
+    assert found["standstill"]["grade"] == found["versions"]["grade"] == "fine"
+    assert found["versions"]["figures"]["staleness"] == {"0": 1, "1": 0}
 
 
 def test_torchrun_starts_the_same_command(tiny):

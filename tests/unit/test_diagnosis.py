@@ -43,6 +43,18 @@ def test_a_rank_that_failed_is_told_from_those_who_noticed(tmp_path: Path) -> No
     assert only(tmp_path, "standstill").figures["culprit"] == 1
 
 
+def test_what_the_launcher_saw_goes_before_what_the_ranks_said(tmp_path: Path) -> None:
+    waiting = Waiting("0RECV_B5", 1, 0.2)
+    write_status(
+        heard(0, "0RECV_B5", state=FAILED, error="rank 1 closed its connection", waiting=waiting), tmp_path
+    )
+    how = "killed by SIGKILL (stage 1, its last action was 1F7)"
+    (tmp_path / "failures.jsonl").write_text(json.dumps({"attempt": 0, "rank": 1, "how": how}) + "\n")
+    found = only(tmp_path, "standstill")
+    assert found.text == f"rank 1 {how}; rank 0 waited for 0RECV_B5 from it; 0 updates were made"
+    assert found.figures["culprit"] == 1
+
+
 def test_out_of_memory_says_what_the_memory_went_to(tmp_path: Path) -> None:
     write_status(heard(0, "0F3", state=FAILED, error="DefaultCPUAllocator: can't allocate memory"), tmp_path)
     ring = Events(0)

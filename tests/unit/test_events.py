@@ -17,8 +17,10 @@ from vpipe.errors import ConfigError
 from vpipe.observe import clocks
 from vpipe.observe.clocks import ROUNDS, ClockOffset, align_clocks, best_offset
 from vpipe.observe.counts import counts
-from vpipe.observe.events import Events, RankEvents, Recorded, read_events
+from vpipe.observe.events import Events, RankEvents, Recorded, StageBytes, read_events
+from vpipe.observe.figures import figures_of
 from vpipe.observe.trace import messages, write_trace
+from vpipe.observe.watch import MemorySamples
 from vpipe.schedule import Action, Op
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
@@ -33,7 +35,7 @@ class Run:
         model, batch, loss_fn = models.sequential()
         data = varied(batch, MINIBATCHES)
 
-        def train(world: Any) -> tuple[list[Action], tuple[int, int, float], Any]:
+        def train(world: Any) -> tuple[list[Action], tuple[int, int, float], Any, tuple[float, float, float]]:
             optimizer = optimizer_factory("sgd", 0.05, weight_decay=0.0)
             with Pipeline(
                 model,
@@ -50,15 +52,20 @@ class Run:
                 for _ in pipe.train(data):
                     pass
                 after = handler.bytes_sent, handler.bytes_received, handler.waited
+                figures = figures_of(pipe)
                 pipe.evaluate(data[:2])
-                pipe.runtime.events.write(folder)
+                held = {index: StageBytes(1000, 2000, 500) for index in pipe.runtime.stages}
+                samples = MemorySamples()
+                samples.add(perf_counter(), 2**20)
+                pipe.runtime.events.write(folder, held, samples)
                 sums = after[0] - before[0], after[1] - before[1], after[2] - before[2]
-                return programs(pipe), sums, pipe.layout
+                return programs(pipe), sums, pipe.layout, (figures.compute, figures.send, sums[2])
 
         self.folder = folder
         told = run_ranks(ranks, train)
-        self.programs = [program for program, _, _ in told]
-        self.sums = [sums for _, sums, _ in told]
+        self.programs = [program for program, *_ in told]
+        self.sums = [sums for _, sums, *_ in told]
+        self.times = [times for *_, times in told]
         self.layout = told[0][2]
         self.events = read_events(folder)
 
@@ -150,7 +157,59 @@ def test_the_trace_has_a_slice_an_action_and_its_arrows_lie_in_their_slices(run:
             own = [s for s in slices if s["tid"] == end["tid"]]
             assert any(s["ts"] <= end["ts"] <= s["ts"] + s["dur"] + 0.01 for s in own)
     counters = {entry["name"] for entry in entries if entry["ph"] == "C"}
-    assert counters >= {"minibatches in flight, stage 0 on rank 0", "weight versions, stage 2 on rank 2"}
+    assert counters >= {
+        "minibatches in flight, stage 0 on rank 0", "weight versions, stage 2 on rank 2",
+        "memory by count, rank 1", "memory of the process, rank 2",
+    }  # fmt: skip
+
+
+def test_the_trace_keeps_the_rules_of_its_format(run: Run) -> None:
+    """Of the Trace Event Format: what each kind of entry must have, and each arrow both its ends."""
+    entries = json.loads(write_trace(run.folder).read_text())["traceEvents"]
+    ends: dict[Any, list[Any]] = {}
+    for entry in entries:
+        assert entry["ph"] in ("M", "X", "C", "s", "f")
+        assert isinstance(entry["name"], str)
+        assert isinstance(entry["pid"], int)
+        if entry["ph"] == "M":
+            continue
+        assert entry["ts"] >= 0
+        if entry["ph"] == "C":
+            assert all(isinstance(value, int | float) for value in entry["args"].values())
+        else:
+            assert isinstance(entry["tid"], int)
+            assert entry["cat"]
+        if entry["ph"] == "X":
+            assert entry["dur"] >= 0
+            assert entry["cname"]
+        if entry["ph"] in "sf":
+            ends.setdefault((entry["cat"], entry["name"], entry["id"]), []).append(entry)
+    assert ends
+    for pair in ends.values():
+        start, finish = pair
+        assert [start["ph"], finish["ph"], finish["bp"]] == ["s", "f", "e"]
+        assert start["ts"] <= finish["ts"]
+    by_op = {(entry["cat"], entry["cname"]) for entry in entries if entry["ph"] == "X"}
+    assert len({cat for cat, _ in by_op}) == len(by_op)  # an operation has one colour
+
+
+def test_shares_agree_with_what_the_trace_says(run: Run) -> None:
+    """The ranks' own counters of computing, sending and waiting, against sums over the slices of the trace."""
+    slices = [e for e in json.loads(write_trace(run.folder).read_text())["traceEvents"] if e["ph"] == "X"]
+    for rank, (compute, send, wait) in enumerate(run.times):
+        own = [e for e in slices if e["tid"] == rank and "of" not in e["args"]]
+        span = max(e["ts"] + e["dur"] for e in own) - min(e["ts"] for e in own)
+        waited = sum(1000 * e["args"].get("waited ms", 0) for e in own)
+        sent = sum(e["dur"] for e in own if "SEND" in e["name"] or "REDUCE" in e["name"])
+        computed = sum(
+            e["dur"] - 1000 * e["args"].get("waited ms", 0)
+            for e in own
+            if not any(op in e["name"] for op in ("SEND", "RECV", "REDUCE"))
+        )
+        assert 1e6 * compute / span == pytest.approx(computed / span, abs=0.01)
+        assert 1e6 * send / span == pytest.approx(sent / span, abs=0.01)
+        between = span - sum(e["dur"] for e in own)  # where a loss is waited for
+        assert waited - 0.01 * span <= 1e6 * wait <= waited + between + 0.01 * span
 
 
 def test_what_a_stage_held_is_what_the_schedule_lets_it_hold(run: Run) -> None:

@@ -2,6 +2,7 @@
 
 import json
 import time
+import timeit
 import urllib.request
 from pathlib import Path
 from typing import Any
@@ -13,10 +14,13 @@ from tests.examples import varied
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
 from vpipe.observe.hang import GONE, STOPPED, Finding, culprit, explain, fate_of, sentence
+from vpipe.observe.log import RankLog
 from vpipe.observe.prometheus import Endpoint, exposition
 from vpipe.observe.recorder import Recorder
+from vpipe.observe.resident import Gauge
 from vpipe.observe.status import Status, Waiting, read_statuses, stage_lines, write_status
 from vpipe.observe.top import picture, top
+from vpipe.observe.watch import Watch
 from vpipe.schedule import Op, build, lower
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
@@ -182,6 +186,25 @@ def test_the_grid_of_a_late_place_is_drawn_with_its_own_minibatches(tmp_path: Pa
     assert "[0F9004] << here" in text
     assert "B9002" in text
     assert picture(tmp_path)  # a table of the same
+
+
+def test_looking_costs_less_than_a_hundredth_of_the_time(tmp_path: Path) -> None:
+    """Ten samples of the memory and one status a second."""
+    model, batch, loss_fn = models.sequential()
+
+    def look(world: Any) -> float:
+        optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
+        with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
+            log = RankLog(tmp_path / "log")
+            watch = Watch(pipe, tmp_path, log, limit=60.0, facts=dict, say=print)
+            watch.close()
+            gauge = Gauge()
+            sample = min(timeit.repeat(gauge.read, number=100, repeat=5)) / 100
+            gauge.close()
+            watch._gauge = Gauge()
+            return 10 * sample + min(timeit.repeat(watch._look, number=5, repeat=5)) / 5
+
+    assert run_ranks(1, look)[0] < 0.01
 
 
 def test_a_run_that_has_not_begun(tmp_path: Path) -> None:

@@ -22,8 +22,8 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_lines(path: Path) -> list[dict[str, Any]]:
-    """`metrics.jsonl`. A run that was ended has an unfinished last line: it is left out."""
+def read_lines(path: Path, key: str = "update") -> list[dict[str, Any]]:
+    """Objects, one a line, that have `key`. A run that was ended has an unfinished last line: it is left out."""
     if not path.is_file():
         return []
     lines = []
@@ -32,7 +32,7 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
             value = json.loads(line)
         except ValueError:
             continue
-        if isinstance(value, dict) and "update" in value:
+        if isinstance(value, dict) and key in value:
             lines.append(value)
     return lines
 

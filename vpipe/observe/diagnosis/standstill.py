@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, UNKNOWN, Finding
 from vpipe.observe.hang import GONE, STOPPED, culprit, sentence
+from vpipe.observe.hang import Finding as RankFinding
+from vpipe.observe.run_files import read_lines
 from vpipe.observe.status import ENDED, FAILED, RUNNING
 
 TOPIC = "standstill"
@@ -14,6 +18,9 @@ LONG = 10.0
 
 def look(evidence: Evidence) -> Finding:
     states = evidence.states
+    befell = [line for line in read_lines(evidence.folder / "failures.jsonl", "how") if "rank" in line]
+    if befell and not evidence.summary:
+        return _told(befell[-1], states)
     if not states:
         return Finding(TOPIC, UNKNOWN, "no rank has left a status: its training has not begun")
     dead = [each for each in states if each.fate == GONE]
@@ -34,6 +41,20 @@ def look(evidence: Evidence) -> Finding:
         return Finding(TOPIC, FAULT, text, figures)
     running = sum(each.status.state == RUNNING for each in states)
     return Finding(TOPIC, FINE, f"{running} of {len(states)} ranks run, the longest wait is {longest:.1f} s")
+
+
+def _told(failure: dict[str, Any], states: list[RankFinding]) -> Finding:
+    """What the launcher, which saw the process end, wrote down."""
+    rank = int(failure["rank"])
+    text = f"rank {rank} {failure['how']}"
+    for each in states:
+        waited = each.status.waiting
+        if waited is not None and waited.peer == rank and each.rank != rank:
+            text += f"; rank {each.rank} waited for {waited.what} from it"
+    updates = max((each.status.updates for each in states), default=0)
+    return Finding(
+        TOPIC, FAULT, f"{text}; {updates} updates were made", {"culprit": rank, "updates": updates}
+    )
 
 
 def _death(evidence: Evidence) -> Finding:

@@ -12,7 +12,10 @@ const FIGURES = [
   { key: "updates", label: "updates", show: number, better: null },
 ];
 
-const INCIDENTAL = ["log_directory", "print_frequency", "verbose_frequency"]; // they make no run another
+const INCIDENTAL = [
+  "log_directory", "print_frequency", "verbose_frequency", "timeout", "hang_limit", "heartbeat_limit", "rendezvous_limit",
+  "prometheus_port", "port",
+]; // they make no run another
 
 function showFigures(run) {
   const section = byId("figures");
