@@ -12,15 +12,15 @@ The page is written anew after each number of ranks.
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import socket
 import statistics
 import sys
-import time
 from collections.abc import Sequence
 from itertools import cycle, islice
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -28,7 +28,7 @@ import work
 
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
-from vpipe.observe.figures import figures_of
+from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.profile import profile_model
 from vpipe.schedule import ASYNCHRONOUS, NAMES
 from vpipe.simulate import Simulation, simulate
@@ -37,8 +37,9 @@ MINIBATCHES = 8
 VOCABULARY = 512
 HEAD = 64  # columns of an attention head
 LIMIT = 0.05
-WARM, COUNTED = 2, 3
-"""Steps before the timed ones, and behind them, where bytes are counted: counting takes time."""
+WARM, TIMED, COUNTED = 1, 2, 3
+"""Steps of each turn before the timed ones, timed ones, and at the end those where bytes are counted."""
+PARTS = ("forward", "backward", "update", "send", "wait")
 
 
 class Case(NamedTuple):
@@ -58,8 +59,27 @@ class Measured(NamedTuple):
     samples_per_second: float
     peaks: tuple[int, ...]
     """Bytes, by rank."""
-    busy: tuple[float, ...]
-    """Seconds of computing for a minibatch, by rank."""
+    parts: tuple[dict[str, float], ...]
+    """Seconds of each part of a minibatch, by rank."""
+
+    @staticmethod
+    def of(ranks: Sequence[tuple[Sequence[RankFigures], int]]) -> Measured:
+        """Of what each rank measured: medians over the rounds, the slowest rank's speed."""
+        count = TIMED * MINIBATCHES
+        seconds = max(statistics.median(one.seconds for one in figures) for figures, _ in ranks)
+        return Measured(
+            count * work.MINIBATCH / seconds,
+            tuple(peak for _, peak in ranks),
+            tuple(
+                {part: statistics.median(getattr(one, part) for one in figures) / count for part in PARTS}
+                for figures, _ in ranks
+            ),
+        )
+
+    @property
+    def busy(self) -> list[float]:
+        """Seconds of computing for a minibatch, by rank."""
+        return [parts["forward"] + parts["backward"] + parts["update"] for parts in self.parts]
 
 
 class Row(NamedTuple):
@@ -99,13 +119,14 @@ def main() -> None:
     parser.add_argument("--ranks", default="2,3,4")
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
-    parser.add_argument("--steps", type=int, default=12, help="timed steps of each case")
+    parser.add_argument("--rounds", type=int, default=8, help="turns of each case")
     parser.add_argument("--write", type=Path, help="the table's file")
+    parser.add_argument("--detail", type=Path, help="a JSON file for what each rank did with its time")
     given = parser.parse_args()
     torch.set_num_threads(1)
     sizes = [2] if given.quick else [int(ranks) for ranks in given.ranks.split(",")]
     names = ("1f1b", "zb-h1", "pipedream") if given.quick else NAMES
-    steps = 4 if given.quick else given.steps
+    rounds = 2 if given.quick else given.rounds
     load = os.getloadavg()[0]
     resize(given.layers, given.width)
     command = "python benchmarks/accuracy.py " + " ".join(sys.argv[1:])
@@ -116,13 +137,31 @@ def main() -> None:
             work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, company=company
         )
         cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
-        timed = steps if ranks <= processors() else 1
-        measured = run(cases, len(profile.blocks), timed, given.layers, given.width)
+        turns = rounds if ranks <= processors() else 1
+        measured = run(cases, len(profile.blocks), turns, given.layers, given.width)
         new = [Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)]
         rows += new
         print(report(new), flush=True)
         if given.write:
             given.write.write_text(page(report(rows), rows, command, load), encoding="utf-8")
+        if given.detail:
+            given.detail.write_text(json.dumps([detail(row) for row in rows], indent=1), encoding="utf-8")
+
+
+def detail(row: Row) -> dict[str, Any]:
+    """Predicted and measured, of each rank."""
+    period = row.predicted.batch_size / row.predicted.samples_per_second
+    return {
+        **row.case._asdict(),
+        "predicted": row.predicted.samples_per_second,
+        "measured": row.measured.samples_per_second,
+        "busy": [
+            {"predicted": rank.compute * period, "measured": busy, "sending": rank.sending * period, **parts}
+            for rank, busy, parts in zip(
+                row.predicted.ranks, row.measured.busy, row.measured.parts, strict=True
+            )
+        ],
+    }
 
 
 def resize(layers: int, width: int) -> None:
@@ -135,32 +174,25 @@ def predict(case: Case, profile: Profile) -> Simulation:
     return simulate(profile, case.plan(len(profile.blocks)), minibatches=minibatches)
 
 
-def run(cases: Sequence[Case], blocks: int, steps: int, layers: int, width: int) -> list[Measured]:
-    """All cases of one number of ranks, in the same processes."""
+def run(cases: Sequence[Case], blocks: int, rounds: int, layers: int, width: int) -> list[Measured]:
+    """All cases of one number of ranks, in the same processes, round after round."""
     ranks = cases[0].ranks
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    arguments = (tuple(cases), blocks, steps, layers, width, port, queue)
+    arguments = (tuple(cases), blocks, rounds, layers, width, port, queue)
     torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
     found = dict(queue.get() for _ in range(ranks))
-    return [
-        Measured(
-            min(found[rank][case][0] for rank in range(ranks)),
-            tuple(found[rank][case][1] for rank in range(ranks)),
-            tuple(found[rank][case][2] for rank in range(ranks)),
-        )
-        for case in cases
-    ]
+    return [Measured.of([found[rank][number] for rank in range(ranks)]) for number in range(len(cases))]
 
 
 def work_as_rank(
     rank: int,
     cases: Sequence[Case],
     blocks: int,
-    steps: int,
+    rounds: int,
     layers: int,
     width: int,
     port: int,
@@ -170,36 +202,52 @@ def work_as_rank(
     resize(layers, width)
     world = {"RANK": rank, "WORLD_SIZE": cases[0].ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in world.items()}
-    queue.put((rank, {case: measure(case, case.plan(blocks), steps) for case in cases}))
+    runners = [Runner(case, case.plan(blocks)) for case in cases]
+    # The machine's pace moves within minutes: so every case has its turn in each round.
+    for _ in range(rounds):
+        for runner in runners:
+            runner.turn()
+    queue.put((rank, [runner.end() for runner in runners]))
 
 
-def measure(case: Case, plan: Plan, steps: int) -> tuple[float, int, float]:
-    """Samples a second, the most bytes that autograd holds, and seconds of computing a minibatch, on this rank."""
-    batches = work.batches(MINIBATCHES)
-    options = {"update_interval": MINIBATCHES} if case.schedule == "2bw" else {"minibatches": MINIBATCHES}
-    updates = 1  # of a step
-    if case.schedule in ASYNCHRONOUS and case.schedule != "2bw":
-        options, updates = {}, MINIBATCHES
-    with vpipe.Pipeline(
-        work.build_model(),
-        batches[0],
-        optimizer=work.build_optimizer,
-        schedule=case.schedule,
-        partition=plan.partition,
-        policies=plan.policies,
-        **options,
-    ) as pipe:
-        training = pipe.train(islice(cycle(batches), MINIBATCHES * (WARM + steps + COUNTED)))
-        taken, busy = [], []
-        for _ in range(WARM + steps):
-            start, before = time.perf_counter(), figures_of(pipe)
-            list(islice(training, updates))
-            taken.append(time.perf_counter() - start)
-            busy.append(figures_of(pipe).since(before).compute / MINIBATCHES)
-        held = pipe.runtime.count_held()
-        list(training)
-    speed = MINIBATCHES * work.MINIBATCH / statistics.median(taken[WARM:])
-    return speed, held.peak, statistics.median(busy[WARM:])
+class Runner:
+    """One case, as one rank trains it."""
+
+    def __init__(self, case: Case, plan: Plan) -> None:
+        batches = work.batches(MINIBATCHES)
+        options = {"update_interval": MINIBATCHES} if case.schedule == "2bw" else {"minibatches": MINIBATCHES}
+        self.updates = 1  # of a step
+        if case.schedule in ASYNCHRONOUS and case.schedule != "2bw":
+            options, self.updates = {}, MINIBATCHES
+        self.pipe = vpipe.Pipeline(
+            work.build_model(),
+            batches[0],
+            optimizer=work.build_optimizer,
+            schedule=case.schedule,
+            partition=plan.partition,
+            policies=plan.policies,
+            **options,
+        )
+        self.training = self.pipe.train(cycle(batches))
+        self.figures: list[RankFigures] = []
+
+    def turn(self) -> None:
+        """Some steps to get into its stride again, then the timed ones."""
+        self.steps(WARM)
+        before = figures_of(self.pipe)
+        self.steps(TIMED)
+        self.figures.append(figures_of(self.pipe).since(before))
+
+    def steps(self, count: int) -> None:
+        list(islice(self.training, count * self.updates))
+
+    def end(self) -> tuple[list[RankFigures], int]:
+        """What was measured, and the most bytes that autograd holds."""
+        held = self.pipe.runtime.count_held()
+        self.steps(COUNTED)
+        self.training.close()
+        self.pipe.close()
+        return self.figures, held.peak
 
 
 def report(rows: Sequence[Row]) -> str:

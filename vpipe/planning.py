@@ -26,6 +26,8 @@ MEASURED = (
     "batch_size", "sequence_length", "optimizer", "precision",
 )  # fmt: skip
 """The keys that a profile depends on."""
+METHOD = 2
+"""How profiles are measured: those of another method are not found in the cache."""
 
 
 def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
@@ -106,5 +108,5 @@ def _fingerprint(config: RunConfig) -> str:
     if config.model is not None:
         path = config.path(config.model)
         settings["model"] = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-    machine = [platform.node(), platform.machine(), torch.__version__, config.ranks]
+    machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

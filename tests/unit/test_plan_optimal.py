@@ -92,6 +92,7 @@ class Brute:
         base = sum(b.forward + b.input_gradient + b.weight_gradient for b in blocks)
         if exchanged and profile.link.sender_busy:
             reduce += 2 * (profile.link.latency + exchanged / profile.link.bandwidth)
+        reduce += sum(b.version for b in blocks) if versions > 1 else 0
         base += (sum(b.update for b in blocks) + reduce) / per_update
         link = 0.0
         if start > 0:
@@ -124,7 +125,7 @@ class Brute:
 small = st.integers(0, 6)
 block = st.builds(
     lambda forward, inputs, weights, update, kept, boundary, parameters: BlockCost(
-        "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters
+        "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters, version=update / 32
     ),
     small, small, small, st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 3),
 )  # fmt: skip

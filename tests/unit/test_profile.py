@@ -165,6 +165,7 @@ def test_device_and_link_are_plausible() -> None:
     assert 1e8 < link.bandwidth < 1e12
     assert 1e-6 < link.latency < 1e-1
     assert link.sender_busy
+    assert 1e-6 < device.overhead < 1e-2
 
 
 def test_memory_is_the_containers_limit(tmp_path: Path) -> None:

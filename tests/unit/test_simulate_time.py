@@ -1,5 +1,6 @@
 """Simulated time against closed formulas and cases worked out by hand."""
 
+from dataclasses import replace
 from math import inf
 from typing import Any
 
@@ -175,6 +176,28 @@ def test_another_batch_size() -> None:
     result = simulate(costs, plan, "1f1b", 4)
     assert result.step_time == pytest.approx(3 * 3 * 5 + 1)
     assert result.ranks[0].memory.activations == 2 * 30
+
+
+def test_new_versions_take_time_where_old_ones_are_read() -> None:
+    """PipeDream's last stage updates in place; a flush leaves nobody who reads the old weights."""
+    costs = profile(*[block(update=1.0, version=0.5)] * 3)
+    plan = Plan((1,) * 3, ("keep",) * 3)
+    found = simulate(costs, plan, "pipedream", 24)
+    assert [rank.compute * found.step_time for rank in found.ranks] == pytest.approx([4.5, 4.5, 4.0])
+    assert simulate(costs, plan, "1f1b", 4).step_time == pytest.approx(3 * (4 + 2) + 1)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_the_runtime_takes_its_time_for_each_action(name: str) -> None:
+    stages = 8 if name in ("interleaved", "zb-v") else 4
+    plan = Plan((1,) * stages, ("keep",) * stages)
+    bare = profile(*[block()] * stages)
+    longer = replace(block(), forward=block().forward + 0.25, input_gradient=block().input_gradient + 0.25)
+    if name.startswith("zb"):
+        longer = replace(longer, weight_gradient=block().weight_gradient + 0.25)
+    expected = simulate(replace(bare, blocks=(longer,) * stages), plan, name, 16)
+    found = simulate(replace(bare, device=replace(bare.device, overhead=0.25)), plan, name, 16)
+    assert found.step_time == pytest.approx(expected.step_time)
 
 
 def test_a_schedule_of_ones_own() -> None:

@@ -28,6 +28,8 @@ class BlockCost:
     deferred_bytes: int | None = None
     """What is left between the two parts of a split backward: inputs and output gradients of products. None: as
     much as is kept."""
+    version: float = 0.0
+    """What an update takes more where the old weights are still read, so that they are copied."""
 
     @property
     def deferred(self) -> int:
@@ -43,6 +45,8 @@ class DeviceCost:
     memory: int
     to_host: float
     from_host: float
+    overhead: float = 0.0
+    """Of the runtime, for each forward and each (part of a) backward of a stage."""
 
 
 @dataclass(frozen=True)

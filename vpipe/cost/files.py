@@ -17,7 +17,7 @@ FORMAT = "vpipe profile 1"
 KEYS = (
     "format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks", "tied",
 )  # fmt: skip
-DEVICE_KEYS = ("memory", "to_host", "from_host")
+DEVICE_KEYS = ("memory", "to_host", "from_host", "overhead")
 LINK_KEYS = ("bandwidth", "latency", "sender_busy")
 BLOCK_KEYS = tuple(entry.name for entry in dataclass_fields(BlockCost))
 
@@ -55,6 +55,7 @@ def read_profile(path: Path) -> Profile:
             memory=device.count("memory", "bytes", least=1),
             to_host=device.number("to_host", "bytes a second", positive=True),
             from_host=device.number("from_host", "bytes a second", positive=True),
+            overhead=device.number("overhead", "seconds", default=0.0),
         ),
         link=_link(Fields(top.required("link", LINK_EXAMPLE), f"{path}: link", LINK_KEYS, LINK_EXAMPLE)),
         batch_size=top.count("batch_size", "samples of a minibatch", least=1),
@@ -96,6 +97,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         parameter_bytes=fields.count("parameter_bytes", "bytes"),
         spread=fields.number("spread", "a share of the median", default=0.0),
         deferred_bytes=fields.optional_count("deferred_bytes", "bytes", least=0),
+        version=fields.number("version", "seconds", default=0.0),
     )
 
 

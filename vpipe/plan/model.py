@@ -23,7 +23,8 @@ a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes to
 
 A rank works on a minibatch for
 
-    compute      forward + backward of all blocks, once more the forward of the recomputed ones; the update and,
+    compute      forward + backward of all blocks, once more the forward of the recomputed ones; the runtime's
+                 overhead for each forward, backward and part of a backward; the update and,
                  where there are replicas, the sending of the gradients to each of the others, shared by the rank's
                  minibatches of one update; and what it sends, if senders copy their messages themselves
     host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time
@@ -130,7 +131,7 @@ def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Seq
             compute += block.forward + block.backward
             compute += block.forward if policy == RECOMPUTE else 0.0
             swapped += block.kept_bytes if policy == SWAP else 0
-        compute += update_seconds(profile, piece) + sum(copy_seconds(profile, piece))
+        compute += fixed_seconds(profile, piece)
         link += link_seconds(profile, piece)
     return Time(compute, swapped / host_bandwidth(profile), link)
 
@@ -152,11 +153,24 @@ def host_bandwidth(profile: Profile) -> float:
     return 1 / (1 / profile.device.to_host + 1 / profile.device.from_host)
 
 
+def actions(load: Load) -> int:
+    """Of a stage for a minibatch: a forward, and a backward in one or two parts."""
+    return 3 if load.split else 2
+
+
+def fixed_seconds(profile: Profile, piece: Slice) -> float:
+    """What no policy changes, beside the blocks' own time: for the runtime, the update and copied messages."""
+    runtime = actions(piece.load) * profile.device.overhead
+    return runtime + update_seconds(profile, piece) + sum(copy_seconds(profile, piece))
+
+
 def update_seconds(profile: Profile, piece: Slice) -> float:
     """The share of one minibatch in the update, and in the reduction where there are replicas."""
     blocks = profile.blocks[piece.start : piece.stop]
     parameters = profile.parameter_bytes(piece.start, piece.stop)
     spent = sum(block.update for block in blocks) + reduce_seconds(profile, piece.load.replicas, parameters)
+    if piece.load.versions > 1:
+        spent += sum(block.version for block in blocks)
     spent += profile.exchange_seconds(profile.exchanged_bytes(piece.start, piece.stop))
     return spent / piece.load.per_update
 

@@ -19,11 +19,10 @@ from vpipe.plan.groups import Members, Policies, ceilings, group_blocks, placed,
 from vpipe.plan.model import (
     Slice,
     buffer_bytes,
-    copy_seconds,
+    fixed_seconds,
     host_bandwidth,
     stage_memory,
     stage_time,
-    update_seconds,
     weight_bytes,
 )
 
@@ -164,7 +163,6 @@ def bytes_of_keeping(profile: Profile, slices: Sequence[Slice]) -> int:
 def compute_seconds(profile: Profile, slices: Sequence[Slice]) -> float:
     return sum(
         sum(block.forward + block.backward for block in profile.blocks[piece.start : piece.stop])
-        + update_seconds(profile, piece)
-        + sum(copy_seconds(profile, piece))
+        + fixed_seconds(profile, piece)
         for piece in slices
     )

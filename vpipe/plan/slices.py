@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from vpipe.cost import Profile
 from vpipe.plan.loads import Loads
-from vpipe.plan.model import Slice, hop_seconds, host_bandwidth, reduce_seconds
+from vpipe.plan.model import Slice, actions, hop_seconds, host_bandwidth, reduce_seconds
 from vpipe.plan.policies import choose, least_memory
 
 Floats = npt.NDArray[np.float64]
@@ -53,6 +53,7 @@ class Sums:
         self.kept = _before(kept)
         self.compute = _before(again + np.array([block.backward for block in blocks]))
         self.update = _before([block.update for block in blocks])
+        self.version = _before([block.version for block in blocks])
         self.parameters = _before([block.parameter_bytes for block in blocks])
         self.buffers = 2 * np.concatenate([entered, [0.0]])  # of the cut before each block; none at the ends
         in_flight = _column(load.in_flight for load in loads.loads)
@@ -154,6 +155,8 @@ class TimeCosts(SliceCosts):
         self.reduce_byte = (
             _column(reduce_seconds(profile, load.replicas, 1) for load in loads.loads) - self.reduce_fixed
         )
+        self.versioned = _column(load.versions > 1 for load in loads.loads)
+        self.runtime = _column(actions(load) * profile.device.overhead for load in loads.loads)
         self.host = host_bandwidth(profile)
         self.copies = np.zeros(len(profile.blocks) + 1)
         if profile.link.sender_busy:
@@ -173,8 +176,9 @@ class TimeCosts(SliceCosts):
         kept = sums.kept[ends] - sums.kept[start]
         parameters = sums.parameters[ends] - sums.parameters[start] - sums.shared(start)
         spent = sums.update[ends] - sums.update[start] + self.reduce_byte[rows] * parameters
+        spent = spent + self.versioned[rows] * (sums.version[ends] - sums.version[start])
         compute = sums.compute[ends] - sums.compute[start] + self.copies[start] + self.copies[ends]
-        compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows]
+        compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows] + self.runtime[rows]
         # Swapping is free while compute lasts; from there on each second carries and recomputes so many bytes.
         rate = sums.swap_rate[rows]
         need_more = need - rate * np.minimum(compute * self.host, kept)

@@ -16,7 +16,7 @@ from vpipe.graph.held import address
 from vpipe.graph.split import waiting_tensors
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE = "F", "B", "I", "W", "STEP"
+FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE, VERSION = "F", "B", "I", "W", "STEP", "VERSION"
 
 
 class Bench:
@@ -84,6 +84,13 @@ class Bench:
         self.weights.step()
         return self.clock() - start
 
+    def new_version(self) -> float:
+        """An update while a minibatch still reads the old weights."""
+        self.weights.load_new_params(0)
+        taken = self.update()
+        self.weights.release(0)
+        return taken
+
     def saved_bytes(self) -> tuple[dict[int, int], dict[str, Tensor]]:
         """What autograd saves, by address, without what is there anyway; and the values that are made."""
         sources = (self.whole.parameters_by_name, self.whole.buffers_by_name, self.fields)
@@ -138,7 +145,8 @@ def run_round(benches: Sequence[Bench]) -> None:
     for bench in reversed(benches):
         bench.times[INPUT_GRADIENT].append(bench.backward())
         bench.times[WEIGHT_GRADIENT].append(bench.weight_gradients())
-        bench.weights.skip()
+    for bench in benches:
+        bench.times[VERSION].append(bench.new_version())
 
 
 def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
@@ -169,6 +177,7 @@ class Times:
         self.input_gradient = backward * share
         self.weight_gradient = backward - self.input_gradient
         self.update = median(pooled(UPDATE))
+        self.version = max(0.0, median(pooled(VERSION)) - self.update)
         both = [
             f + b
             for bench in benches

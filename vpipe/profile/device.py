@@ -11,6 +11,7 @@ import torch
 
 from vpipe.cost import DeviceCost
 from vpipe.graph.swap import HostStore
+from vpipe.profile.overhead import measure_overhead
 
 COPIED, COUNT = 2 * 2**20, 16
 """Bytes of a tensor, such as a layer saves, and how many there are."""
@@ -20,7 +21,7 @@ _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_byt
 
 def measure_device() -> DeviceCost:
     to_host, from_host = _host_bandwidth()
-    return DeviceCost(total_memory(), to_host, from_host)
+    return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
 
 
 def total_memory(root: Path = Path("/")) -> int:

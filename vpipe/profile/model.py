@@ -150,6 +150,7 @@ def _costs(
                 parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
                 spread=time.spread,
                 deferred_bytes=memory.deferred,
+                version=time.version,
             )
         )
     return tuple(costs)

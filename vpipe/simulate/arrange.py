@@ -59,6 +59,18 @@ def arrange(plan: Plan, schedule: Schedule | str | None, minibatches: int | None
     return replace(lower(schedule, edges=()), lowered=False, edges=schedule.edges)
 
 
+def makes_versions(schedule: Schedule, stage: int) -> bool:
+    """Whether minibatches are in flight when the stage updates, as its first updates tell."""
+    in_flight = updates = 0
+    for action in schedule.program(schedule.placement[stage][0]):
+        if action.stage == stage:
+            in_flight += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
+            updates += action.op is Op.STEP
+            if action.op is Op.STEP and (in_flight or updates == 3):
+                return in_flight > 0
+    return False
+
+
 def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
     stages = len(plan.partition)
     own = name == plan.schedule

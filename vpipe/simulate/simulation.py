@@ -8,7 +8,7 @@ from math import inf
 
 from vpipe.cost import Plan, Profile, for_batch_size
 from vpipe.schedule import Action, Event, Op, Schedule, walk
-from vpipe.simulate.arrange import arrange, check_fit
+from vpipe.simulate.arrange import arrange, check_fit, makes_versions
 from vpipe.simulate.host import HostLink
 from vpipe.simulate.memory import Ledger, Memory, TimedLedger, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
@@ -100,6 +100,8 @@ class _Run:
             if len(ranks) > 1:
                 self.seconds[stage][Op.REDUCE] = reduce_seconds(profile, ranks, costs[stage].parameters)
             self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
+            if costs[stage].version and makes_versions(schedule, stage):
+                self.seconds[stage][Op.STEP] += costs[stage].version
         self.ledgers: list[Ledger] = []
         self.hosts: dict[int, HostLink] = {}
         for rank in range(schedule.num_ranks):

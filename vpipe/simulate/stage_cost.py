@@ -29,6 +29,8 @@ class StageCost:
     """With the forward again of what is recomputed."""
     weight_gradient: float
     update: float
+    version: float
+    """What an update takes more if the old weights are still read."""
     held: int
     """On the device from F to the end of B or I: what is kept, and the inputs of what is recomputed."""
     whole_backward: int
@@ -44,12 +46,15 @@ class StageCost:
     """Across the cuts before and behind the stage; gradients are as large."""
     exchanged: int
     """Gradients of parameters that it shares with other stages, for each update."""
+    overhead: float
+    """Of the runtime, for each action."""
 
     @property
     def seconds(self) -> dict[Op, float]:
         backward = self.input_gradient + self.weight_gradient
         parts = {Op.F: self.forward, Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.B: backward}
-        return dict.fromkeys(Op, 0.0) | parts | {Op.STEP: self.update}
+        computed = {op: seconds + self.overhead for op, seconds in parts.items()}
+        return dict.fromkeys(Op, 0.0) | computed | {Op.STEP: self.update}
 
 
 def stage_costs(profile: Profile, plan: Plan) -> list[StageCost]:
@@ -74,6 +79,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str])
         input_gradient=sum(block.input_gradient for block in own) + again,
         weight_gradient=sum(block.weight_gradient for block in own),
         update=sum(block.update for block in own),
+        version=sum(block.version for block in own),
         held=held[KEEP] + held[RECOMPUTE],
         whole_backward=backward_bytes(blocks, start, policies, split=False),
         input_backward=backward_bytes(blocks, start, policies, split=True),
@@ -83,4 +89,5 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str])
         received=input_bytes(blocks, start),
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
         exchanged=profile.exchanged_bytes(start, stop),
+        overhead=profile.device.overhead,
     )
