@@ -97,6 +97,11 @@ class Saver:
             self._thread.join()
             self._thread = None
 
+    @property
+    def busy(self) -> bool:
+        """Whether a save is under way."""
+        return self._thread is not None and self._thread.is_alive()
+
     def finish(self) -> Path | None:
         """The checkpoint that was begun last, once it is whole, or what went wrong; None if none was begun."""
         self.wait()

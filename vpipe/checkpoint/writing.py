@@ -78,7 +78,7 @@ def _wait_for(job: Job, what: str, rank: int) -> tuple[str | None, Any]:
 def _write_files(job: Job) -> dict[str, Written]:
     with telling("make", job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
-    faults.point("ckpt_write")
+    faults.point("ckpt_write", job.updates)
     written = {}
     for index, stage in job.stages.items():
         name = f"stage-{index:03d}.safetensors"
@@ -100,7 +100,7 @@ def _commit(job: Job) -> None:
         job.folder,
         Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra),
     )
-    faults.point("ckpt_commit")
+    faults.point("ckpt_commit", job.updates)
     with telling("rename", job.folder):
         sync(job.folder)
         _show(job.folder, job.final, job.token)
