@@ -103,8 +103,12 @@ class Saver:
         return self._thread is not None and self._thread.is_alive()
 
     def finish(self) -> Path | None:
-        """The checkpoint that was begun last, once it is whole, or what went wrong; None if none was begun."""
+        """The checkpoint that was begun last, once it is whole, or what went wrong; None if none was begun.
+
+        Every rank calls it: rank 0, which keeps what the ranks tell each other, must not leave before all have heard.
+        """
         self.wait()
+        self._pipe.world.all_gather("checkpoint saved", None)
         if self._error is not None:
             raise self._error
         return self._saved
