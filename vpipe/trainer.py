@@ -83,6 +83,7 @@ class Trainer:
         # Minibatches of earlier runs beyond what this run's interval counts for their updates.
         self.offset = 0
         self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
+        self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
         self.pipe = self._build_pipeline()
         try:
@@ -169,7 +170,8 @@ class Trainer:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
         config, pipe = self.config, self.pipe
         pace = Pace(pipe, recorder.say)
-        evaluated = pipe.updates
+        # Where it was drained for an evaluation is part of what a resumed run must do alike.
+        self.evaluated = self.position_found.get("evaluated", pipe.updates)
         batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
         for update, loss in pipe.train(batches):
             recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
@@ -177,9 +179,8 @@ class Trainer:
             asked = pipe.runtime.losses.requests_of(update)
             if update + 1 == self.updates:
                 continue
-            if config.evaluation_interval and update + 1 - evaluated >= config.evaluation_interval:
+            if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
                 self._evaluate(recorder, keeper)
-                evaluated = pipe.updates
             if keeper.wants(update + 1, asked):
                 recorder.pause()
                 keeper.save(self._position_here)
@@ -201,6 +202,7 @@ class Trainer:
     def _evaluate(self, recorder: Recorder, keeper: Keeper) -> None:
         recorder.pause()
         loss = self.evaluate()
+        self.evaluated = self.pipe.updates
         recorder.evaluation(loss)
         keeper.evaluated(loss)
 
@@ -284,7 +286,11 @@ class Trainer:
 
     def _position_here(self) -> dict[str, Any]:
         """Where in the data the pipeline is, once it is drained."""
-        return {"minibatch": self.position(self.pipe.updates), **self._order()}
+        return {
+            "minibatch": self.position(self.pipe.updates),
+            "evaluated": self.evaluated,
+            **self._order(),
+        }
 
     def _order(self) -> dict[str, Any]:
         """All that the order of the samples follows from, and what the first of them looks like."""

@@ -15,7 +15,7 @@ from tests.faults.runs import Measured, final_weights, measure, train, write_con
 from vpipe.faults import POINTS
 
 RANKS = 3
-STEP = 5
+STEP = 9
 BEGIN, END = "<!-- measured by make faults -->\n", "<!-- end -->\n"
 
 ABSENT = {

@@ -102,6 +102,11 @@ def failures(run: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def shared_memory() -> set[str]:
+    """Names of shared memory; semaphores of Python's pools come and go with the tests themselves."""
+    return {name for name in os.listdir("/dev/shm") if not name.startswith("sem.mp-")}
+
+
 def half_done(run: Path) -> list[str]:
     """Checkpoints that are not whole."""
     return [path.name for path in (run / "checkpoints").glob(".step-*")]
@@ -112,7 +117,7 @@ def measure(
 ) -> Measured:
     """Run with a fault. With the weights of a run without one, it is restarted and must end with the same."""
     rank, point, kind = fault["rank"], fault["point"], fault["kind"]
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     text = ",".join(f"{key}={value}" for key, value in fault.items())
     ended, run = train(folder, text, *(() if weights is None else ("--max-restarts", 1)))
     logs = [(run / f"output.log.{r}").read_text() for r in range(ranks)]
@@ -125,7 +130,7 @@ def measure(
     resumed = re.search(r"resumed from .* after (\d+) updates", logs[0])
     verdict = f"rank {rank} failed: {first['how']}"
     others = [log for r, log in enumerate(logs) if r != rank]
-    clean = not alive(str(folder)) and not set(os.listdir("/dev/shm")) - shared
+    clean = not alive(str(folder)) and not shared_memory() - shared
     if weights is not None:
         clean = clean and ended.code == 0 and final_weights(run) == weights and not half_done(run)
     return Measured(

@@ -4,7 +4,6 @@ python -m tests.faults.soak [--faults 200] [--seed 0] [--docs docs/reliability.m
 """
 
 import argparse
-import os
 import random
 import sys
 import tempfile
@@ -15,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.end_to_end.command import alive
-from tests.faults.runs import failures, final_weights, half_done, train, write_config
+from tests.faults.runs import failures, final_weights, half_done, shared_memory, train, write_config
 
 RANKS = 2
 EVERY = 4
@@ -69,7 +68,7 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
     )
     clean, reference = train(folder)
     assert clean.code == 0, clean.said
-    shared = set(os.listdir("/dev/shm"))
+    shared = shared_memory()
     sizes: list[int] = []
 
     def look(launcher: int) -> None:
@@ -90,7 +89,7 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
         ),
         "same weights": final_weights(run) == final_weights(reference),
         "processes left": alive(str(folder)),
-        "shared memory left": sorted(set(os.listdir("/dev/shm")) - shared),
+        "shared memory left": sorted(shared_memory() - shared),
         "half checkpoints left": half_done(run),
         "checkpoints": len(list((run / "checkpoints").iterdir())),
         "files beside those of a clean run": sorted(

@@ -94,7 +94,7 @@ class Beats:
             self._miss(now)
         self._tell(_LOST + self.lost.encode() + b"\n")
         if not select.select([self._leaving], [], [], TO_END)[0]:
-            print(f"error: stopped because {self.lost}", file=sys.stderr, flush=True)
+            os.write(2, f"error: stopped because {self.lost}\n".encode())
             os._exit(PEER_FAILED)
 
     def _leave(self) -> None:

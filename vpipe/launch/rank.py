@@ -90,7 +90,8 @@ def fail(error: Exception) -> NoReturn:
 
 
 def _stop(verdict: str) -> NoReturn:
-    print(f"error: stopped because {verdict}", file=sys.stderr, flush=True)
+    # Not by `print`: the main thread may be in something that has put another stream in place of stderr.
+    os.write(2, f"error: stopped because {verdict}\n".encode())
     _exit(PEER_FAILED)
 
 
