@@ -10,7 +10,7 @@ import pytest
 
 from vpipe.observe.diagnosis import Finding, diagnose, diagnose_command
 from vpipe.observe.events import Events, StageBytes
-from vpipe.observe.status import FAILED, Status, Waiting, write_status
+from vpipe.observe.status import ENDED, FAILED, Status, Waiting, write_status
 from vpipe.schedule import Action, Op
 
 
@@ -51,8 +51,17 @@ def test_what_the_launcher_saw_goes_before_what_the_ranks_said(tmp_path: Path) -
     how = "killed by SIGKILL (stage 1, its last action was 1F7)"
     (tmp_path / "failures.jsonl").write_text(json.dumps({"attempt": 0, "rank": 1, "how": how}) + "\n")
     found = only(tmp_path, "standstill")
-    assert found.text == f"rank 1 {how}; rank 0 waited for 0RECV_B5 from it; 0 updates were made"
+    assert found.text == f"rank 1 failed: {how}; rank 0 waited for 0RECV_B5 from it; 0 updates were made"
     assert found.figures["culprit"] == 1
+
+
+def test_a_hang_that_is_over_is_remembered(tmp_path: Path) -> None:
+    write_status(heard(0, "its end", state=ENDED), tmp_path)
+    assert only(tmp_path, "standstill").grade == "fine"
+    (tmp_path / "hang.txt").write_text("rank 1 waits for 1RECV_F7 from rank 0\n")
+    found = only(tmp_path, "standstill")
+    assert found.grade == "notice"
+    assert found.text.endswith("but for a while: rank 1 waits for 1RECV_F7 from rank 0")
 
 
 def test_out_of_memory_says_what_the_memory_went_to(tmp_path: Path) -> None:

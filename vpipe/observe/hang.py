@@ -56,17 +56,17 @@ class Finding:
 
     @property
     def waits(self) -> bool:
-        return self.status.waiting is not None and not self.fate
+        return self.status.waiting is not None and not self.fate and self.status.state == RUNNING
 
     def __str__(self) -> str:
         where = f"in {self.place}" if self.inside else f"behind {self.place}"
         if self.fate:
             return f"rank {self.rank} {self.fate}: it was {where}"
-        if self.status.waiting is not None:
-            return _waits(self.status)
         if self.status.state in (ENDED, FAILED):
             why = f": {self.status.error}" if self.status.error else ""
             return f"rank {self.rank} has {self.status.state}{why}"
+        if self.status.waiting is not None:
+            return _waits(self.status)
         return f"rank {self.rank} has been {where} for {_seconds(self.seconds)}"
 
 

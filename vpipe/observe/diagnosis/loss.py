@@ -20,7 +20,7 @@ FALLS = 0.02
 def look(evidence: Evidence) -> Finding:
     losses = _losses(evidence)
     if len(losses) < FEW:
-        return Finding(TOPIC, UNKNOWN, f"only {len(losses)} losses are written down")
+        return Finding(TOPIC, UNKNOWN, f"too few losses are written down: {len(losses)}")
     rates = {
         line["update"]: line["learning_rate"]
         for line in evidence.metrics

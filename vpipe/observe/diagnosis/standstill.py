@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from vpipe.observe.diagnosis.evidence import Evidence
-from vpipe.observe.diagnosis.finding import FAULT, FINE, UNKNOWN, Finding
+from vpipe.observe.diagnosis.finding import FAULT, FINE, NOTICE, UNKNOWN, Finding
 from vpipe.observe.hang import GONE, STOPPED, culprit, sentence
 from vpipe.observe.hang import Finding as RankFinding
 from vpipe.observe.run_files import read_lines
@@ -27,9 +27,12 @@ def look(evidence: Evidence) -> Finding:
     failed = [each for each in states if each.status.state == FAILED]
     if dead or failed:
         return _death(evidence)
-    if all(each.status.state == ENDED for each in states):
-        return Finding(TOPIC, FINE, f"all {len(states)} ranks came to their end")
     told = evidence.folder / "hang.txt"
+    if all(each.status.state == ENDED for each in states):
+        text = f"all {len(states)} ranks came to their end"
+        if not told.is_file():
+            return Finding(TOPIC, FINE, text)
+        return Finding(TOPIC, NOTICE, f"{text}, but for a while: {told.read_text(encoding='utf-8').rstrip()}")
     longest = max((each.status.waiting.seconds for each in states if each.status.waiting), default=0.0)
     stuck = [each for each in states if each.fate]
     if stuck or longest > LONG:
@@ -46,11 +49,7 @@ def look(evidence: Evidence) -> Finding:
 def _told(failure: dict[str, Any], states: list[RankFinding]) -> Finding:
     """What the launcher, which saw the process end, wrote down."""
     rank = int(failure["rank"])
-    text = f"rank {rank} {failure['how']}"
-    for each in states:
-        waited = each.status.waiting
-        if waited is not None and waited.peer == rank and each.rank != rank:
-            text += f"; rank {each.rank} waited for {waited.what} from it"
+    text = f"rank {rank} failed: {failure['how']}" + "".join(_waited(each, rank) for each in states)
     updates = max((each.status.updates for each in states), default=0)
     return Finding(
         TOPIC, FAULT, f"{text}; {updates} updates were made", {"culprit": rank, "updates": updates}
@@ -72,13 +71,20 @@ def _death(evidence: Evidence) -> Finding:
             text += "; its log speaks of memory"
     else:
         text = f"rank {first.rank} (stage {stage}) failed {where}: {first.status.error}"
-    others = [each for each in states if each.rank != first.rank]
-    for each in others:
-        waited = each.status.waiting
-        if waited is not None and waited.peer == first.rank:
-            text += f"; rank {each.rank} waited for {waited.what} from it"
-        elif each.status.error:
+    for each in states:
+        if each.rank != first.rank and each.status.error and not _waited(each, first.rank):
             text += f"; rank {each.rank}: {each.status.error}"
+        text += _waited(each, first.rank)
     return Finding(
         TOPIC, FAULT, text, {"culprit": first.rank, "place": first.place, "updates": first.status.updates}
     )
+
+
+def _waited(each: RankFinding, culprit: int) -> str:
+    """What a rank waited for when the culprit ended, if it waited for that one."""
+    waiting = each.status.waiting
+    if waiting is None or waiting.peer != culprit or each.rank == culprit:
+        return ""
+    if waiting.room:
+        return f"; rank {each.rank} waited in {waiting.what} for it"
+    return f"; rank {each.rank} waited for {waiting.what} from it"
