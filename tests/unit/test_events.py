@@ -56,7 +56,7 @@ class Run:
                 figures = figures_of(pipe)
                 pipe.evaluate(data[:2])
                 held = {index: StageBytes(1000, 2000, 500) for index in pipe.runtime.stages}
-                samples = MemorySamples()
+                samples = MemorySamples("process")
                 samples.add(perf_counter(), 2**20)
                 pipe.runtime.events.write(folder, held, samples)
                 sums = after[0] - before[0], after[1] - before[1], after[2] - before[2]

@@ -38,7 +38,9 @@ def make_run(folder: Path, *, ranks: int = 2, minibatches: int = 6, loss: float 
                 action, end = Action(rank, op, minibatch), time + took / 1000
                 ring.add(action, time, end, waited / 1000, 0, 0, minibatch, False)
                 time = end
-        ring.write(folder, {rank: StageBytes(1000, 2000, 500)}, Samples([100.0, 100.02], [2**20, 2**21]))
+        ring.write(
+            folder, {rank: StageBytes(1000, 2000, 500)}, Samples("process", [100.0, 100.02], [2**20, 2**21])
+        )
     by_rank = [{"rank": rank, "stages": [rank], "peak_memory": 2**20} for rank in range(ranks)]
     summary = {
         "loss": loss, "samples_per_s": 12.0, "seconds_per_update": 0.008, "bubble_share": 0.125, "updates": minibatches,
@@ -67,6 +69,7 @@ def make_run(folder: Path, *, ranks: int = 2, minibatches: int = 6, loss: float 
 
 
 class Samples(NamedTuple):
+    of: str
     times: list[float]
     bytes: list[int]
 

@@ -60,7 +60,10 @@ class StageBytes(NamedTuple):
 
 
 class Samples(Protocol):
-    """The memory of a process over time."""
+    """The memory of a process, or of its device, over time."""
+
+    @property
+    def of(self) -> str: ...
 
     @property
     def times(self) -> Sequence[float]: ...
@@ -83,7 +86,8 @@ class RankEvents:
     held: Mapping[int, StageBytes] = field(default_factory=dict)
     """By stage; empty if nobody counted."""
     memory: tuple[tuple[float, int], ...] = ()
-    """Times and bytes of the whole process, libraries included."""
+    """Times and bytes: of the whole process, libraries included, or of what the device's allocator has handed out."""
+    memory_of: str = "process"
 
 
 class Events:
@@ -150,6 +154,7 @@ class Events:
             "round_trip": self.clock.round_trip,
             "edges": self.edges,
             "held": [[stage, *counts] for stage, counts in (held or {}).items()],
+            "memory_of": "process" if memory is None else memory.of,
             "memory": [] if memory is None else _thinned(memory, origin),
         }
         # A column a line: compact, and still something that people can look at.
@@ -219,7 +224,10 @@ def _read(path: Path) -> RankEvents:
         edges = tuple((int(producer), int(reader)) for producer, reader in told["edges"])
         held = {int(stage): StageBytes(*map(int, counts)) for stage, *counts in told.get("held", ())}
         memory = tuple((origin + time / 1e9, int(count)) for time, count in told.get("memory", ()))
-        return RankEvents(int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory)
+        memory_of = str(told.get("memory_of", "process"))
+        return RankEvents(
+            int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory, memory_of
+        )
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"

@@ -43,7 +43,9 @@ def trace_entries(ranks: Sequence[RankEvents]) -> Iterator[Entry]:
             yield counter(f"memory by count, rank {events.rank}", time - began, bytes=held)
         for time, held in events.memory:
             if time >= began:
-                yield counter(f"memory of the process, rank {events.rank}", time - began, bytes=held)
+                yield counter(
+                    f"memory of the {events.memory_of}, rank {events.rank}", time - began, bytes=held
+                )
         for stage in stages:
             for time, in_flight, versions in counts(events.actions, stage):
                 place = f"stage {stage} on rank {events.rank}"

@@ -23,7 +23,7 @@ from vpipe.communication.handler import ROOM
 from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.observe.hang import explain
 from vpipe.observe.log import RankLog
-from vpipe.observe.resident import Gauge
+from vpipe.observe.resident import gauge_for
 from vpipe.observe.status import ENDED, FAILED, RUNNING, Status, Waiting, read_statuses, write_status
 from vpipe.observe.whereabouts import launchers_page
 from vpipe.schedule.action import COMMUNICATION, UPDATE
@@ -58,10 +58,10 @@ class Watch(threading.Thread):
     ) -> None:
         """`facts` gives what only the recorder knows of a status; `say` tells the user."""
         super().__init__(name="vpipe watch", daemon=True)
-        self.memory = MemorySamples()
         self._pipe, self._folder, self._log = pipe, folder, log
         self._limit, self._facts, self._say = limit, facts, say
-        self._gauge = Gauge()
+        self._gauge = gauge_for(pipe.runtime)
+        self.memory = MemorySamples(self._gauge.of)
         self._recent: deque[RankFigures] = deque([figures_of(pipe)], maxlen=WINDOW + 1)
         self._leave = threading.Event()
         self._answered = 0  # the request's time
@@ -207,9 +207,10 @@ class _Place(NamedTuple):
 
 
 class MemorySamples:
-    """Times and bytes, the last `SAMPLES` of them."""
+    """Times and bytes, the last `SAMPLES` of them, of a process or a device."""
 
-    def __init__(self) -> None:
+    def __init__(self, of: str) -> None:
+        self.of = of
         self.times = array("d")
         self.bytes = array("q")
 

@@ -46,10 +46,11 @@ function showMemoryOverTime(run) {
   byId("memory-counted").replaceChildren(...counted);
   const own = processes.map((line) => {
     const peak = line.process.reduce((m, p) => Math.max(m, p[1]), 0);
-    return memoryChart([element("b", {}, `rank ${line.rank}`), ` process, at most ${bytes(peak)}`], line.process, [], "var(--send)", false);
+    return memoryChart([element("b", {}, `rank ${line.rank}`), ` ${line.of}, at most ${bytes(peak)}`], line.process, [], "var(--send)", false);
   });
   byId("memory-process").replaceChildren(...own);
   byId("memory-time-note").textContent =
+    (processes.some((line) => line.of === "device") ? "Of a device it is what its allocator has handed out. " : "") +
     "By count: weights, gradients, optimizer state, old weight versions, and for each minibatch in flight what the first one was counted to hold." +
     (run.predicted ? ` Predicted with ${run.predicted.source}.` : "") + (run.cap ? "" : " The configuration sets no cap (gpu_memory).");
 }

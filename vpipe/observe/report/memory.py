@@ -21,6 +21,7 @@ def memory_lines(ranks: Sequence[RankEvents]) -> list[dict[str, Any]]:
             "stages": sorted(events.held),
             "counted": _line(counted_memory(events), began),
             "process": _line((sample for sample in events.memory if sample[0] >= began), began),
+            "of": events.memory_of,
             "fixed": sum(2 * held.weights + held.optimizer for held in events.held.values()),
         }
         for events in ranks
