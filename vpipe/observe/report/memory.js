@@ -1,7 +1,7 @@
 "use strict";
 // Memory over time: for each rank what it held by count, against the prediction and the cap; and the processes.
 
-const AREA = { width: 420, height: 170, left: 62, right: 10, top: 12, bottom: 24 };
+const AREA = { width: 300, height: 150, left: 60, right: 8, top: 14, bottom: 22 };
 
 /** `lines` are {label, value, colour}: levels across the chart; `points` are [seconds, bytes] in steps. */
 function memoryChart(title, points, levels, stroke, stepped = true) {
