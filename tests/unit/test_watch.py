@@ -26,7 +26,7 @@ from vpipe.schedule import Op, build, lower
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
-SLEEPS = 5.0
+SLEEPS = 6.0
 
 
 def recorded(
@@ -66,6 +66,8 @@ def recorded(
 def test_a_hang_is_explained_by_who_waits_for_whom(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    for name in ("hang.request", "hang.txt"):
+        (tmp_path / name).write_text("of an earlier attempt")
     recorded(tmp_path, hold=SLEEPS, limit=1.0)
     said = (tmp_path / "hang.txt").read_text()
     first, *grid = said.splitlines()

@@ -66,6 +66,9 @@ class Watch(threading.Thread):
         self._leave = threading.Event()
         self._answered = 0  # the request's time
         self._asked: tuple[object, float] | None = None  # what is waited for, and when the others were asked
+        if pipe.rank == 0:  # an earlier attempt of this run may have ended in the middle of a hang
+            (folder / REQUEST).unlink(missing_ok=True)
+            (folder / EXPLAINED).unlink(missing_ok=True)
         self._told = 0  # the explanation's time, on rank 0
         self.start()
 
@@ -84,6 +87,7 @@ class Watch(threading.Thread):
         self._leave.set()
         self.join(5.0)
         with suppress(OSError):
+            self._pass_on()
             write_status(self._status(FAILED if error else ENDED, str(error or "")), self._folder)
             if self._asked is not None:
                 (self._folder / REQUEST).unlink(missing_ok=True)
