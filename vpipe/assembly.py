@@ -1,5 +1,6 @@
 """The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
 
+import torch
 from torch import nn
 
 from vpipe.communication import CommunicationHandler
@@ -24,7 +25,9 @@ def assemble(
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
-        index: _make_stage(layout, index, model, optimizer, lr_scheduler, split=split, seed=seed)
+        index: _make_stage(
+            layout, index, model, optimizer, lr_scheduler, device=handler.device, split=split, seed=seed
+        )
         for index in schedule.stages_of(handler.rank)
     }
     loss_scale = LossScale.for_precision(layout.precision)
@@ -39,7 +42,9 @@ def assemble(
         loss_scale=loss_scale,
         on_nonfinite=on_nonfinite,
     )
-    losses = Losses(handler, schedule.placement[-1], stop_unless_finite=on_nonfinite == "stop")
+    # Updates that a host may be ahead of its GPU.
+    late = 0 if handler.device.type == "cpu" else layout.lag + 1
+    losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=on_nonfinite == "stop")
     return StageRuntime(
         layout.graph, layout.stage_graphs, stages, schedule, handler, exchange, updates, losses
     )
@@ -52,6 +57,7 @@ def _make_stage(
     optimizer: OptimizerFactory,
     lr_scheduler: SchedulerFactory | None,
     *,
+    device: torch.device,
     split: bool,
     seed: int,
 ) -> Stage:
@@ -61,6 +67,7 @@ def _make_stage(
         recompute=layout.blocks_to(RECOMPUTE, index),
         swap=layout.blocks_to(SWAP, index),
         split=split,
+        device=device,
         seed=seed,
     )
     dtype = layout.compute_dtype

@@ -119,6 +119,9 @@ def verify(
         int | None, typer.Option(help="Updates to train; 5, and some more where weights are stale.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda; if not given, the GPU where there is one.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train some updates with and without the pipeline and compare losses, gradients and weights.
@@ -135,7 +138,7 @@ def verify(
         # A path on the command line is relative to where we stand, one in the file to the file.
         table = schedule.endswith(".csv")
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
-    result = verify_config(run, updates=updates, dtype=dtype)
+    result = verify_config(run, updates=updates, dtype=dtype, device=device)
     if as_json:
         print(json.dumps(describe_verification(result)))
     else:

@@ -47,6 +47,7 @@ class EagerModel:
         stages: Sequence[StageGraph] = (),
     ) -> None:
         self.model = model
+        self.device = next((p.device for p in model.parameters()), torch.device("cpu"))
         self.layout = graph.check.layout
         self.module = LossModule(model, self.layout, loss_fn)
         self.seed = seed
@@ -122,9 +123,9 @@ class _Follow(TorchFunctionMode):
             args, kwargs = self._substitute(args, kwargs)
         if self.eager.opaque:
             return function(*args, **kwargs)
-        before = torch.get_rng_state()
+        before = self._random_state()
         result = function(*args, **kwargs)
-        if not torch.equal(before, torch.get_rng_state()):
+        if not torch.equal(before, self._random_state()):
             self.drawn += 1
             self._seed_next()
         # A call that returns no tensor has only asked for a size or a dtype.
@@ -132,6 +133,11 @@ class _Follow(TorchFunctionMode):
             for name, _ in reads:
                 self.read[name] += 1
         return result
+
+    def _random_state(self) -> Tensor:
+        """That of the generator which the model draws from."""
+        device = self.eager.device
+        return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def check_end(self) -> None:
         """Both runs must have drawn, and read tied parameters, equally often: else the count was no guide."""

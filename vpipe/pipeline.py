@@ -9,7 +9,8 @@ from torch import Tensor, nn
 
 from vpipe import faults
 from vpipe.assembly import assemble
-from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
+from vpipe.communication import HOST, CommunicationHandler, ProcessWorld, World, agree, agree_on
+from vpipe.device import choose_device
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout, Options, make_layout
 from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
@@ -53,6 +54,7 @@ class Pipeline:
         loss_weight: Callable[[Fields], float] = count_samples,
         lr_scheduler: SchedulerFactory | None = None,
         seed: int = 0,
+        device: str | torch.device | None = None,
         channel: str = "auto",
         timeout: float = 600.0,
         world: World | None = None,
@@ -60,6 +62,9 @@ class Pipeline:
         if on_nonfinite not in (None, "stop", "skip"):
             raise VPipeError(f"unknown on_nonfinite {on_nonfinite!r}: choose stop, skip or None")
         self.world = world or ProcessWorld(channel, timeout)
+        self.device = agree(self.world, "device", lambda: choose_device(device, self.world.local_rank))
+        if self.device.type == "cuda":
+            torch.cuda.set_device(self.device)
         self.loss_weight = loss_weight
         faults.point("init")
         options = Options(
@@ -83,7 +88,7 @@ class Pipeline:
         for what, value, fix in self.layout.must_agree(model, seed, clip_norm):
             agree_on(self.world, what, value, fix)
         agree_on(self.world, "on_nonfinite", on_nonfinite, "give every rank the same arguments")
-        self.handler = CommunicationHandler(self.world, self.layout.buffer)
+        self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
         for name in ("admitted", "evaluation", "state"):
             self.handler.register_tensor(name)
 
@@ -102,6 +107,7 @@ class Pipeline:
 
         try:
             self.runtime = agree(self.world, "stages", build_stages)
+            self.handler.open()
         except BaseException:
             self.close()
             raise
@@ -126,8 +132,9 @@ class Pipeline:
     def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
         """Train on the batches, yielding (update, loss) in order, the same on every rank.
 
-        A loss comes when this rank has made the update, so an asynchronous pipeline is then at work on later
-        minibatches already. Leaving the loop early drains it: leave at the same update on every rank.
+        A loss comes when this rank has made the update (on a GPU some updates later, so that nobody has to wait
+        for it), so an asynchronous pipeline is then at work on later minibatches already. Leaving the loop early
+        drains it: leave at the same update on every rank.
         """
         feed = self._feed = self._open_feed(batches, self.updates)
         self._check_data(feed)
@@ -136,8 +143,9 @@ class Pipeline:
                 self._running = self.runtime.run(program, feed)
                 for action in self._running:
                     if self._completes_update(action):
-                        yield self._read_loss(action.minibatch)
+                        yield from self._made_update(action.minibatch)
                 yield from self._take_arrived()
+            yield from self._losses_to_come()
         except GeneratorExit:
             self.flush()
             raise
@@ -159,7 +167,8 @@ class Pipeline:
         self._feed.limit = -(-self._gather_admitted(self._feed) // interval) * interval
         for action in running:
             if self._completes_update(action):
-                self._arrived.append(self._read_loss(action.minibatch))
+                self._arrived += self._made_update(action.minibatch)
+        self._arrived += self._losses_to_come()
         self._settle()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
@@ -201,11 +210,11 @@ class Pipeline:
         for number, (name, owner, shape, dtype) in enumerate(self.layout.state_entries()):
             key = self._gathers << 20 | number
             if owner == self.rank == 0:
-                gathered[name] = own[name].to(dtype, copy=True)
+                gathered[name] = own[name].to("cpu", dtype, copy=True)
             elif owner == self.rank:
-                self.handler.send("state", own[name].to(dtype), key, 0)
+                self.handler.send("state", own[name].to("cpu", dtype), key, 0)
             elif self.rank == 0:
-                received = self.handler.recv("state", key, owner, shape, dtype, owner=name)
+                received = self.handler.recv("state", key, owner, shape, dtype, owner=name, device=HOST)
                 gathered[name] = received.clone()
                 self.handler.release(name)
         self._wait_for_all()  # whoever closes now would take with it what is still under way
@@ -263,7 +272,15 @@ class Pipeline:
             schedule.update_interval,
             start=updates * schedule.update_interval,
             wanted=lambda place: any(schedule.rank_of(stage, place) == self.rank for stage in stages),
+            place=self._place,
         )
+
+    def _place(self, fields: Fields) -> Fields:
+        """What this rank's stages read of a batch, on its device."""
+        if self.device.type == "cpu":
+            return fields
+        read = {name for stage in self.runtime.stages.values() for name in stage.graph.fields}
+        return {name: _on_device(tensor, self.device) for name, tensor in fields.items() if name in read}
 
     def _programs(self, feed: Feed) -> Iterator[Iterator[Action]]:
         """The programs that use up the data; each starts from the minibatch `feed.offset`.
@@ -292,12 +309,16 @@ class Pipeline:
         return int(max(count for (count,) in admitted))
 
     def _completes_update(self, action: Action) -> bool:
-        return action.op is Op.STEP and self.runtime.steps % len(self.runtime.stages) == 0
+        return action.op is Op.STEP and self.runtime.completes_update
 
-    def _read_loss(self, minibatch: int) -> tuple[int, float]:
+    def _made_update(self, minibatch: int) -> Iterator[tuple[int, float]]:
+        """This rank has made an update: the losses that are there now."""
         update = minibatch // self.schedule.update_interval
         self.updates = update + 1
-        return update, self.runtime.losses.read(update)
+        return self.runtime.losses.arrived()
+
+    def _losses_to_come(self) -> Iterator[tuple[int, float]]:
+        return self.runtime.losses.arrived(all_of_them=True)
 
     def _take_arrived(self) -> Iterator[tuple[int, float]]:
         arrived, self._arrived = self._arrived, []
@@ -330,3 +351,8 @@ class Pipeline:
             digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         fix = "give every rank a loader that yields the same batches in the same order (seed its shuffling)"
         agree_on(self.world, "first batch", digest.hexdigest()[:16], fix)
+
+
+def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
+    """Behind what was issued, without waiting for it: the copy needs memory that stays in place."""
+    return tensor.to(device) if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)

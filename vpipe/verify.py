@@ -6,10 +6,10 @@ Both ways run in this process: the pipeline with a thread for each rank, the ref
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf, isnan
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from vpipe.arguments import pipeline_arguments
+from vpipe.device import choose_device
 from vpipe.eager import check_runs
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout
@@ -39,6 +40,7 @@ if TYPE_CHECKING:
     from vpipe.communication import InProcessWorld
     from vpipe.config import RunConfig
 
+K = TypeVar("K")
 Place = tuple[int, str]  # stage, name
 BOUNDS = {"float64": 1e-9, "float32": 1e-5}
 """The largest relative difference that rounding explains."""
@@ -88,7 +90,9 @@ class _RankRun:
     weights: dict[Place, Tensor]
 
 
-def verify_config(config: RunConfig, *, updates: int | None = None, dtype: str = "float64") -> Verification:
+def verify_config(
+    config: RunConfig, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+) -> Verification:
     """Verify the run that a configuration describes, on synthetic data.
 
     Its precision and its learning-rate policy have no part in this: both ways compute in `dtype`, and the
@@ -105,6 +109,7 @@ def verify_config(config: RunConfig, *, updates: int | None = None, dtype: str =
         loss_fn=loss_fn,
         updates=updates,
         dtype=dtype,
+        device=device,
         clip_norm=config.clip_norm,
         seed=config.seed,
         **arguments,
@@ -120,6 +125,7 @@ def verify(
     loss_fn: Callable[..., Tensor] | None = None,
     updates: int | None = None,
     dtype: str = "float64",
+    device: str | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
     loss_weight: Callable[[Fields], float] = count_samples,
@@ -127,12 +133,14 @@ def verify(
 ) -> Verification:
     """Train a copy of the model both ways and compare; `make_batch(number)` gives each minibatch.
 
+    Both compute on `device`: if none is given, on the GPU where there is one; all ranks share it.
     `options` are those of Pipeline. Dropout stays on. Without a number of `updates` there are five, and in
     an asynchronous schedule as many more as it takes until every stage works on stale weights.
     """
     kind = _read_dtype(dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
+    place = choose_device(device, 0)
     model = copy.deepcopy(model).to(kind)
 
     def batch(number: int) -> Any:
@@ -147,6 +155,7 @@ def verify(
             clip_norm=clip_norm,
             seed=seed,
             loss_weight=loss_weight,
+            device=place,
             world=world,
             **options,
         ) as pipe:
@@ -158,7 +167,9 @@ def verify(
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
         common = {"seed": seed, "clip_norm": clip_norm, "weigh": loss_weight}
-        expected = _train_plainly(model, batches, layout, optimizer, loss_fn, common)
+        there = [_moved(batch, place) for batch in batches]
+        trained = _train_plainly(model.to(place), there, layout, optimizer, loss_fn, common)
+        expected = Trained(trained.losses, _on_host(trained.gradients), _on_host(trained.weights))
     return _compare_runs(runs, expected, dtype)
 
 
@@ -170,6 +181,14 @@ def _read_dtype(name: str) -> torch.dtype:
 
 def _converted(batch: Any, dtype: torch.dtype) -> Any:
     return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
+
+
+def _on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
 def _count(layout: Layout, updates: int | None) -> int:
@@ -190,7 +209,7 @@ def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
         for stage in pipe.runtime.stages.values()
         for name, tensor in stage.optimizer.values().items()
     }
-    return _RankRun(pipe.layout, batches, losses, gradients, weights)
+    return _RankRun(pipe.layout, batches, losses, _on_host(gradients), _on_host(weights))
 
 
 def _record_first_gradients(stage: Stage, gradients: dict[Place, Tensor]) -> None:

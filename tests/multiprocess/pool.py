@@ -81,9 +81,11 @@ class _Worker:
 
 
 class Pool:
-    def __init__(self) -> None:
-        self._context = server_context()
-        forkserver.ensure_running()  # it imports while the tests do something else
+    def __init__(self, *, forked: bool = True) -> None:
+        """Workers are forked from the server, or each is a new process: CUDA does not survive a fork."""
+        self._context = server_context() if forked else multiprocessing.get_context("spawn")
+        if forked:
+            forkserver.ensure_running()  # it imports while the tests do something else
         self._workers: list[_Worker] = []
 
     def run(

@@ -1,12 +1,13 @@
 """Tagged tensors between ranks: the handler and its channels."""
 
-from vpipe.communication.channel import Channel, Key
+from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.handler import BUFFERED_MESSAGES, CommunicationHandler
 from vpipe.communication.in_process import InProcessHub, InProcessWorld
 from vpipe.communication.world import ProcessWorld, World, agree, agree_on
 
 __all__ = [
     "BUFFERED_MESSAGES",
+    "HOST",
     "Channel",
     "CommunicationHandler",
     "InProcessHub",

@@ -2,10 +2,12 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
+
+HOST = torch.device("cpu")
 
 
 class Key(NamedTuple):
@@ -23,7 +25,9 @@ class Channel(ABC):
     changed after it was sent. A received tensor belongs to the channel and may be read until `release`.
     """
 
-    takes_expectations = False
+    name: ClassVar[str]
+    """What carries the messages, for the log."""
+    takes_expectations: ClassVar[bool] = False
     """Whether `expect` does anything: a channel that pushes needs no such hint."""
 
     def __init__(self, peer: int, buffer: int, timeout: float) -> None:
@@ -35,12 +39,14 @@ class Channel(ABC):
     def send(self, key: Key, tensor: Tensor) -> None:
         """Hand a tensor over; blocks only while the stream's buffer is full."""
 
-    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> None:  # noqa: B027
+    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:  # noqa: B027
         """Say ahead of need that this message will be received."""
 
     @abstractmethod
-    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        """Wait for a message and return its tensor."""
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
+        """Wait for a message and return its tensor; on a GPU it may be read by what follows on the current stream."""
 
     def release(self, key: Key) -> None:  # noqa: B027
         """Give the received tensor's memory back to the channel: nobody reads it any more."""

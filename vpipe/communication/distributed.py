@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.communication.channel import Channel, Key
+from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.errors import PeerError
 
 _STREAMS = 4096
@@ -49,6 +49,7 @@ def _tag(key: Key) -> int:
 
 
 class DistributedChannel(Channel):
+    name = "gloo"
     takes_expectations = True
 
     def __init__(self, peer: int, buffer: int, timeout: float) -> None:
@@ -63,13 +64,15 @@ class DistributedChannel(Channel):
         tensor = tensor.detach().contiguous()
         under_way.append((key, self._begin(dist.isend, tensor, key), tensor))
 
-    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> None:
+    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
         if key not in self._posted:
             tensor = torch.empty(tuple(shape), dtype=dtype)
             self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
 
-    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-        self.expect(key, shape, dtype)
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
+        self.expect(key, shape, dtype, device)
         work, tensor = self._posted.pop(key)
         self._wait(work, f"message {key}")
         return tensor

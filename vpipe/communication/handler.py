@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.communication.channel import Channel, Key
+from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
@@ -24,8 +24,9 @@ class CommunicationHandler:
     Each name has two streams, forward (activations) and backward (gradients), numbered by minibatch.
     """
 
-    def __init__(self, world: World, buffer: int = BUFFERED_MESSAGES) -> None:
+    def __init__(self, world: World, buffer: int = BUFFERED_MESSAGES, device: torch.device = HOST) -> None:
         self.world = world
+        self.device = device
         self.rank = world.rank
         self.local_rank = world.local_rank
         self.world_size = world.size
@@ -35,9 +36,13 @@ class CommunicationHandler:
         self.waited = 0.0  # seconds spent in waiting for messages
         self.waiting: Waiting | None = None  # read by the rank's watch; after a failure it is what failed
         self.buffer = buffer
-        self._channels: dict[int, Channel] = world.channels(buffer)
+        self._channels: dict[int, Channel] = world.channels(buffer, device)
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
+
+    def open(self) -> None:
+        """Every name is registered: channels that need it prepare their streams. Called once, by every rank."""
+        self.world.open_streams(2 * len(self.tensor_tags))
 
     def register_tensor(self, name: str) -> None:
         self.tensor_tags.setdefault(name, len(self.tensor_tags))
@@ -61,7 +66,7 @@ class CommunicationHandler:
         backward: bool = False,
     ) -> None:
         """Post a receive ahead of need."""
-        self._channels[source].expect(self._key(tensor_name, minibatch, backward), shape, dtype)
+        self._channels[source].expect(self._key(tensor_name, minibatch, backward), shape, dtype, self.device)
 
     def recv(
         self,
@@ -73,12 +78,13 @@ class CommunicationHandler:
         *,
         owner: Hashable,
         backward: bool = False,
+        device: torch.device | None = None,
     ) -> Tensor:
-        """Wait for a tensor; it may be read until `release(owner)`."""
+        """Wait for a tensor, which was sent from this kind of device; it may be read until `release(owner)`."""
         channel, key = self._channels[source], self._key(tensor_name, minibatch, backward)
         started = perf_counter()
         self.waiting = (MESSAGE, tensor_name, minibatch, source, started)
-        tensor = channel.receive(key, shape, dtype)
+        tensor = channel.receive(key, shape, dtype, device or self.device)
         self.waiting = None
         self.waited += perf_counter() - started
         self.bytes_received += tensor.numel() * tensor.element_size()
@@ -107,10 +113,15 @@ class CommunicationHandler:
         found = {}
         for peer in peers:
             self.waiting = (MESSAGE, name, number, peer, started)
-            found[peer] = self._channels[peer].receive(key, (count,), torch.float64).tolist()
+            found[peer] = self._channels[peer].receive(key, (count,), torch.float64, HOST).tolist()
         self.waiting = None
         self.waited += perf_counter() - started
         return found
+
+    @property
+    def channel_names(self) -> dict[int, str]:
+        """What carries the tensors to and from each of the others."""
+        return {peer: channel.name for peer, channel in self._channels.items()}
 
     def everyone(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]

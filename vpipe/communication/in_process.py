@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.communication.channel import Channel, Key
+from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import ANYONE
 from vpipe.errors import PeerError
 
@@ -26,6 +26,8 @@ class _Mailbox:
 
 
 class InProcessChannel(Channel):
+    name = "in process"
+
     def __init__(self, peer: int, buffer: int, timeout: float, outbox: _Mailbox, inbox: _Mailbox) -> None:
         super().__init__(peer, buffer, timeout)
         self._outbox = outbox
@@ -47,7 +49,9 @@ class InProcessChannel(Channel):
             box.waiting[key.stream] += 1
             box.changed.notify_all()
 
-    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
         box = self._inbox
         with box.changed:
             self._wait(box, lambda: key in box.messages, f"message {key}")
@@ -142,7 +146,7 @@ class InProcessWorld:
     def told(self, name: str, rank: int) -> Any:
         return self.hub.told(rank, name)
 
-    def channels(self, buffer: int) -> dict[int, Channel]:
+    def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         boxes = self.hub._boxes
         return {
             peer: InProcessChannel(
@@ -151,6 +155,9 @@ class InProcessWorld:
             for peer in range(self.size)
             if peer != self.rank
         }
+
+    def open_streams(self, count: int) -> None:
+        """Threads need no preparation."""
 
     def close(self) -> None:
         """Nothing is held for a thread."""

@@ -29,10 +29,10 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from vpipe.communication.channel import Channel, Key
+from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.errors import PeerError
 
-_DTYPES = (
+DTYPES = (
     torch.float32,
     torch.float64,
     torch.bfloat16,
@@ -46,16 +46,18 @@ _DTYPES = (
     torch.complex64,
     torch.complex128,
 )
-_DTYPE_CODES = {dtype: code for code, dtype in enumerate(_DTYPES)}
-_HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number, slot, slot's size
-_DATA, _INLINE, _TAKEN, _FREE = range(4)
+DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
+HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number, slot, slot's size
+_DATA, _INLINE, _TAKEN, _FREE, DEVICE_DATA = range(5)
 _INLINE_BYTES = 1024
 _NOTICES = 4  # that may wait together
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)  # one descriptor
-_MESSAGE_BYTES = _HEADER.size * (_NOTICES + 1) + 8 * 64 + _INLINE_BYTES
+_MESSAGE_BYTES = HEADER.size * (_NOTICES + 1) + 8 * 64 + _INLINE_BYTES
 
 
 class SharedMemoryChannel(Channel):
+    name = "shared memory"
+
     def __init__(self, peer: int, buffer: int, timeout: float, link: socket.socket) -> None:
         super().__init__(peer, buffer, timeout)
         self._link = link
@@ -72,38 +74,37 @@ class SharedMemoryChannel(Channel):
         self._lost = False
 
     def send(self, key: Key, tensor: Tensor) -> None:
-        most = self.buffer + self._patience - 1  # that many may have been taken without our knowing
-        if self._untaken[key.stream] >= most:
-            self._wait(lambda: self._untaken[key.stream] < most, f"room to send {key}")
-        self._untaken[key.stream] += 1
+        self._wait_for_room(key)
         tensor = tensor.detach()
         size = tensor.numel() * tensor.element_size()
         shape = struct.pack(f"<{tensor.dim()}q", *tensor.shape)
-        dtype = _DTYPE_CODES[tensor.dtype]
+        dtype = DTYPE_CODES[tensor.dtype]
         if size <= _INLINE_BYTES:
-            header = _HEADER.pack(_INLINE, dtype, tensor.dim(), key.stream, key.number, -1, size)
+            header = HEADER.pack(_INLINE, dtype, tensor.dim(), key.stream, key.number, -1, size)
             whole = tensor.contiguous()
             self._transmit(header + shape + ctypes.string_at(whole.data_ptr(), size))
             return
         slot, descriptor = self._slot_of(size)
         target = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
         target.view(tensor.shape).copy_(tensor)
-        header = _HEADER.pack(_DATA, dtype, tensor.dim(), key.stream, key.number, slot, size)
+        header = HEADER.pack(_DATA, dtype, tensor.dim(), key.stream, key.number, slot, size)
         self._transmit(header + shape, descriptor)
 
-    def receive(self, key: Key, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
         if key not in self._arrived:
             self._wait(lambda: key in self._arrived, f"message {key}")
         tensor, slot = self._arrived.pop(key)
         if slot is not None:
             self._held[key] = slot
-        self._notify(_HEADER.pack(_TAKEN, 0, 0, key.stream, key.number, -1, 0))
+        self._notify(HEADER.pack(_TAKEN, 0, 0, key.stream, key.number, -1, 0))
         return tensor
 
     def release(self, key: Key) -> None:
         slot = self._held.pop(key, None)
         if slot is not None:
-            self._notify(_HEADER.pack(_FREE, 0, 0, 0, 0, slot, len(self._peer_slots[slot])))
+            self._notify(HEADER.pack(_FREE, 0, 0, 0, 0, slot, self._freed_size(slot)))
 
     def leftovers(self) -> list[str]:
         self._tell()
@@ -118,6 +119,12 @@ class SharedMemoryChannel(Channel):
         self._arrived.clear()
         self._slots.clear()
         self._peer_slots.clear()
+
+    def _wait_for_room(self, key: Key) -> None:
+        most = self.buffer + self._patience - 1  # that many may have been taken without our knowing
+        if self._untaken[key.stream] >= most:
+            self._wait(lambda: self._untaken[key.stream] < most, f"room to send {key}")
+        self._untaken[key.stream] += 1
 
     def _slot_of(self, size: int) -> tuple[int, int | None]:
         """A free slot of this size, or a new one with its descriptor."""
@@ -210,18 +217,35 @@ class SharedMemoryChannel(Channel):
     def _take_in(self, message: bytes, descriptors: list[int]) -> None:
         start = 0
         while start < len(message):
-            kind, code, dimensions, stream, number, slot, size = _HEADER.unpack_from(message, start)
-            start += _HEADER.size
+            kind, code, dimensions, stream, number, slot, size = HEADER.unpack_from(message, start)
+            start += HEADER.size
             if kind == _TAKEN:
                 self._untaken[stream] -= 1
             elif kind == _FREE:
-                self._free[size].append(slot)
+                self._take_free(slot, size)
             else:
                 shape = struct.unpack_from(f"<{dimensions}q", message, start)
-                payload = message[start + 8 * dimensions :] if kind == _INLINE else None
-                tensor = self._tensor(payload, slot, size, _DTYPES[code], descriptors).view(shape)
-                self._arrived[Key(stream, number)] = (tensor, slot if payload is None else None)
+                payload = message[start + 8 * dimensions :]
+                if kind == DEVICE_DATA:
+                    tensor = self._device_tensor(slot, size, code, payload)
+                else:
+                    tensor = self._tensor(
+                        payload if kind == _INLINE else None, slot, size, DTYPES[code], descriptors
+                    )
+                self._arrived[Key(stream, number)] = (tensor.view(shape), None if kind == _INLINE else slot)
                 return
+
+    def _take_free(self, slot: int, size: int) -> None:
+        """The peer is done with one of our slots."""
+        self._free[size].append(slot)
+
+    def _freed_size(self, slot: int) -> int:
+        return len(self._peer_slots[slot])
+
+    def _device_tensor(self, slot: int, size: int, code: int, payload: bytes) -> Tensor:
+        raise PeerError(
+            f"rank {self.peer} sends from a GPU to a rank without one: give all ranks GPUs, or none"
+        )
 
     def _tensor(
         self, payload: bytes | None, slot: int, size: int, dtype: torch.dtype, descriptors: list[int]
@@ -244,9 +268,9 @@ class SharedMemoryChannel(Channel):
 
 
 def connect_all(
-    rank: int, peers: Sequence[int], gather: Callable[[str, str], list[str]], buffer: int, timeout: float
-) -> dict[int, SharedMemoryChannel]:
-    """Connect every pair of this host's ranks; `gather` is called once by every rank of the world.
+    rank: int, peers: Sequence[int], gather: Callable[[str, str], list[str]], timeout: float
+) -> dict[int, socket.socket]:
+    """A socket to each of this host's ranks; `gather` is called once by every rank of the world.
 
     Of a pair the higher rank calls and the lower one answers. The address lies in the abstract namespace
     (it dies with its socket); a caller must show the token that only the job's ranks were given.
@@ -277,4 +301,4 @@ def connect_all(
         raise PeerError(f"ranks {missing} of this host did not connect within {timeout:g} s") from error
     finally:
         listener.close()
-    return {peer: SharedMemoryChannel(peer, buffer, timeout, link) for peer, link in links.items()}
+    return links

@@ -2,7 +2,6 @@
 
 import json
 import os
-import socket
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -10,14 +9,30 @@ from datetime import timedelta
 from time import perf_counter
 from typing import Any, Protocol, TypeVar
 
+import torch
 import torch.distributed as dist
 
 from vpipe import faults
 from vpipe.communication.beats import Beats, connect_beats
-from vpipe.communication.channel import Channel
+from vpipe.communication.channel import HOST, Channel
+from vpipe.communication.choice import (
+    CUDA_IPC,
+    GLOO,
+    NCCL,
+    NEAR,
+    SHARED_MEMORY,
+    STAGED,
+    WANTED,
+    Place,
+    choose_kind,
+    place_of,
+)
+from vpipe.communication.cuda_ipc import CudaIpcChannel
 from vpipe.communication.distributed import DistributedChannel, gloo_on_loopback
+from vpipe.communication.groups import GroupChannel, StreamGroups
 from vpipe.communication.job import Job, join
-from vpipe.communication.shared_memory import connect_all
+from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
+from vpipe.communication.staged import StagedChannel
 from vpipe.errors import PeerError, VPipeError
 
 T = TypeVar("T")
@@ -44,8 +59,11 @@ class World(Protocol):
     def told(self, name: str, rank: int) -> Any:
         """What a rank has told, or None as long as it has not."""
 
-    def channels(self, buffer: int) -> dict[int, Channel]:
-        """One channel to each other rank."""
+    def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
+        """One channel to each other rank, for tensors of this device and of the host."""
+
+    def open_streams(self, count: int) -> None:
+        """Prepare for messages of so many streams; every rank calls it once, after `channels`."""
 
     def close(self) -> None: ...
 
@@ -87,8 +105,8 @@ class ProcessWorld:
     ) -> None:
         """With a rendezvous limit, all ranks must come within it. With a heartbeat limit, the process ends when a
         peer is not heard of for so long (`beats.py`)."""
-        if channel not in ("auto", "gloo", "shared_memory"):
-            raise VPipeError(f"unknown channel {channel!r}: choose auto, gloo or shared_memory")
+        if channel not in WANTED:
+            raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
         self.rank = int(os.environ.get("RANK", "0"))
         self.size = int(os.environ.get("WORLD_SIZE", "1"))
         self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
@@ -100,6 +118,7 @@ class ProcessWorld:
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
         self._beats: Beats | None = None
+        self._groups = StreamGroups(self.rank, False, timeout)
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
@@ -128,20 +147,20 @@ class ProcessWorld:
         key = f"told/{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
-    def channels(self, buffer: int) -> dict[int, Channel]:
+    def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        hosts = self.all_gather("host", _host())
-        here = [r for r in range(self.size) if r != self.rank and hosts[r] == hosts[self.rank]]
-        if self._kind == "gloo":
-            here = []
-        elif self._kind == "shared_memory" and len(here) < self.size - 1:
-            raise PeerError("channel shared_memory needs all ranks on one host: use channel='auto' or 'gloo'")
-        near = connect_all(self.rank, here, self.all_gather, buffer, self._timeout)
-        far = [r for r in range(self.size) if r != self.rank and r not in near]
+        places = [Place(*told) for told in self.all_gather("place", list(place_of(device)))]
+        kinds = {
+            peer: choose_kind(self._kind, places[self.rank], places[peer])
+            for peer in range(self.size)
+            if peer != self.rank
+        }
+        near = [peer for peer, kind in kinds.items() if kind in NEAR]
+        links = connect_all(self.rank, near, self.all_gather, self._timeout)
         # Every rank must take part in making a process group, also one that needs none.
-        if any(self.all_gather("gloo", bool(far))) and not dist.is_initialized():
-            with gloo_on_loopback() if len(set(hosts)) == 1 else nullcontext():
+        if any(self.all_gather("gloo", len(near) < len(kinds))) and not dist.is_initialized():
+            with gloo_on_loopback() if len({place.host for place in places}) == 1 else nullcontext():
                 dist.init_process_group(
                     "gloo",
                     store=dist.PrefixStore("gloo", self._store),
@@ -153,23 +172,26 @@ class ProcessWorld:
         if self._heartbeat_limit is not None:
             towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
-        return {**near, **{peer: DistributedChannel(peer, buffer, self._timeout) for peer in far}}
+        self._groups = StreamGroups(
+            self.rank, any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout
+        )
+        make: dict[str, Callable[[int], Channel]] = {
+            SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
+            CUDA_IPC: lambda peer: CudaIpcChannel(peer, buffer, self._timeout, links[peer], device),
+            GLOO: lambda peer: DistributedChannel(peer, buffer, self._timeout),
+            STAGED: lambda peer: StagedChannel(peer, buffer, self._timeout, device),
+            NCCL: lambda peer: GroupChannel(peer, buffer, self._timeout, self._groups),
+        }
+        return {peer: make[kind](peer) for peer, kind in kinds.items()}
+
+    def open_streams(self, count: int) -> None:
+        self._groups.open(count)
 
     def close(self) -> None:
         if self._beats is not None:
             self._beats.close()
             self._beats = None
+        self._groups.close()
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False
-
-
-def _host() -> str:
-    """Equal for ranks that can share memory: the same kernel and the same network namespace."""
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-        namespace = str(os.stat("/proc/self/ns/net").st_ino)
-    except OSError:
-        boot, namespace = "", ""
-    return f"{socket.gethostname()}/{boot}/{namespace}"

@@ -32,10 +32,9 @@ class Ticket:
 
 
 class HostStore:
-    """Host memory of a rank. Buffers are used again: a fresh one costs more than the copy into it.
+    """Host memory of a stage. Buffers are used again: a fresh one costs more than the copy into it.
 
-    Here every copy is done when the call returns. On a device with copy engines `put` and `fetch` only start
-    it (pinned buffers, a stream of its own), and `take` waits.
+    Here every copy is done when the call returns; on a GPU (`PinnedStore`) it is only begun.
     """
 
     def __init__(self) -> None:
@@ -43,10 +42,12 @@ class HostStore:
 
     def put(self, tensor: Tensor) -> Ticket:
         """Start to copy a tensor of bytes to the host."""
-        size = tensor.numel()
-        buffer = self._free[size].pop() if self._free[size] else torch.empty(size, dtype=torch.uint8)
+        buffer = self._buffer(tensor.numel())
         buffer.copy_(tensor)
         return Ticket(buffer, tensor.device)
+
+    def settle(self) -> None:
+        """What has left the device is needed there: wait until it has."""
 
     def fetch(self, ticket: Ticket) -> Tensor:
         """Start to bring it back; the tensor returned may be read after `take`."""
@@ -61,6 +62,66 @@ class HostStore:
         self._free[ticket.buffer.numel()].append(ticket.buffer)
         return tensor
 
+    def drop(self, ticket: Ticket) -> None:
+        """Nobody will read it."""
+        if ticket.coming is not None:
+            self.take(ticket)  # its new place must not be given to others while it is on its way
+        else:
+            self._free[ticket.buffer.numel()].append(ticket.buffer)
+
+    def _buffer(self, size: int, *, pinned: bool = False) -> Tensor:
+        if self._free[size]:
+            return self._free[size].pop()
+        return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+class PinnedStore(HostStore):
+    """Host memory that a GPU reads and writes by itself, on a stream for each way, beside the computation.
+
+    What leaves stays in place until the stage's next forward, which waits for the copies: so the memory is given
+    back in the order of the computing stream, and no plan is upset by a host that runs ahead.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        super().__init__()
+        self._device = device
+        self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
+        self._leaving: list[Tensor] = []
+        self._arrivals: dict[int, torch.cuda.Event] = {}  # ticket ▶ it is back
+
+    def put(self, tensor: Tensor) -> Ticket:
+        if not self._leaving:
+            self._out.wait_stream(torch.cuda.current_stream(self._device))
+        buffer = self._buffer(tensor.numel(), pinned=True)
+        with torch.cuda.stream(self._out):
+            buffer.copy_(tensor, non_blocking=True)
+        self._leaving.append(tensor)
+        return Ticket(buffer, tensor.device)
+
+    def settle(self) -> None:
+        if self._leaving:
+            torch.cuda.current_stream(self._device).wait_stream(self._out)
+            self._leaving.clear()
+
+    def fetch(self, ticket: Ticket) -> Tensor:
+        if ticket.coming is None:
+            ticket.coming = torch.empty_like(ticket.buffer, device=ticket.device)
+            self._in.wait_stream(torch.cuda.current_stream(self._device))  # its memory may still be read
+            self._in.wait_stream(self._out)
+            with torch.cuda.stream(self._in):
+                ticket.coming.copy_(ticket.buffer, non_blocking=True)
+            self._arrivals[id(ticket)] = self._in.record_event()
+        return ticket.coming
+
+    def take(self, ticket: Ticket) -> Tensor:
+        tensor = super().take(ticket)
+        torch.cuda.current_stream(self._device).wait_event(self._arrivals.pop(id(ticket)))
+        return tensor
+
+
+def make_store(device: torch.device) -> HostStore:
+    return PinnedStore(device) if device.type == "cuda" else HostStore()
+
 
 class _Storage:
     """The bytes behind one or more saved tensors: on the device while there is a hold, else in the store."""
@@ -72,6 +133,10 @@ class _Storage:
         self._saver = saver
         self._ticket: Ticket | None = None
         self._hold: Hold | None = saver.keep(_bytes_of(tensor))
+
+    def __del__(self) -> None:
+        if self._ticket is not None:
+            self._store.drop(self._ticket)
 
     def leave(self) -> None:
         assert self._hold is not None

@@ -8,6 +8,8 @@ from dataclasses import astuple, dataclass, replace
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
+import torch
+
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
@@ -63,11 +65,18 @@ def figures_of(pipe: Pipeline) -> RankFigures:
         backward=runtime.backward_stats.compute,
         update=runtime.update_stats.compute,
         send=sum(way.send for way in ways),
-        wait=runtime.handler.waited,
+        wait=runtime.waited,
         bytes_sent=runtime.handler.bytes_sent,
         bytes_received=runtime.handler.bytes_received,
-        peak_memory=resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        peak_memory=peak_memory(pipe.device),
     )
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most that this rank has used: of its GPU's memory what the allocator took, else of the host's."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 class Meter:

@@ -27,6 +27,7 @@ class Feed:
         interval: int,
         start: int = 0,
         wanted: Callable[[int], bool] = lambda place: True,
+        place: Callable[[Fields], Fields] = lambda fields: fields,
     ) -> None:
         self.interval = interval
         self.offset = start  # the minibatch that the running program calls 0
@@ -38,6 +39,7 @@ class Feed:
         self._normalise = normalise
         self._weigh = weigh
         self._wanted = wanted  # a replica does not keep the other replicas' minibatches
+        self._place = place  # on the rank's device; after the weighing, which would wait for it
         self._fields: dict[int, Fields] = {}
         self._shapes: dict[int, dict[str, torch.Size]] = {}
         self._weights: dict[int, float] = {}
@@ -102,7 +104,7 @@ class Feed:
             weight = self._weigh(fields)
             self._totals[update] += weight
             if self._wanted(self.end - self.offset):
-                self._fields[self.end] = fields
+                self._fields[self.end] = self._place(fields)
                 self._shapes[self.end] = {name: tensor.shape for name, tensor in fields.items()}
                 self._weights[self.end] = weight
             self.end += 1

@@ -1,20 +1,29 @@
 """The losses of a run: made where the criterion is, read on every rank.
 
-The ranks of the last stage post their part of an update's loss as soon as they have it, long before the
-gradients of that update have come back to the others; so nobody waits when reading it.
+The ranks of the last stage send their part of an update's loss as soon as they have issued it, long before the
+gradients of that update have come back to the others; so nobody waits for a message when reading it. On a GPU the
+number itself is copied to the host behind whatever else was issued, and is read some updates later (`late`): a host
+that asked for it at once would wait until its GPU had nothing left to do.
 
-What is asked of the run (a number whose bits mean requests) travels with the loss, so that it reaches
-every rank at the same update.
+What is asked of the run (a number whose bits mean requests) travels with the loss, so that it reaches every rank at
+the same update.
 """
 
-import math
-from collections.abc import Callable
+from __future__ import annotations
 
+import math
+from collections import deque
+from collections.abc import Callable, Iterator
+
+import torch
 from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
 from vpipe.runtime.precision import LESS_OR_SKIP
+
+Arrived = tuple[int, float]
+"""An update and its loss."""
 
 
 class Losses:
@@ -22,15 +31,18 @@ class Losses:
         self,
         handler: CommunicationHandler,
         criterion_ranks: tuple[int, ...],
+        late: int = 0,
         *,
         stop_unless_finite: bool = False,
     ) -> None:
         self.handler = handler
         self.criterion_ranks = criterion_ranks
+        self.late = late
         self.asked: Callable[[], int] = lambda: 0  # what to send along with the next loss
         self._stop_unless_finite = stop_unless_finite
         self._parts: dict[int, dict[int, Tensor]] = {}  # update ▶ minibatch ▶ its share of the loss
-        self._posted: dict[int, tuple[float, float]] = {}
+        self._posted: dict[int, Tensor] = {}  # update ▶ own part of the loss, and requests
+        self._coming: deque[tuple[int, list[Tensor], torch.cuda.Event | None]] = deque()
         self._requests: dict[int, int] = {}
         handler.register_tensor("loss")
 
@@ -45,22 +57,52 @@ class Losses:
         """Tell everybody this rank's part of the update's loss; also a rank that had none of it does."""
         if update not in self._posted:
             parts = self._parts.pop(update, {})
-            part = float(sum(parts.values()))
-            if self._stop_unless_finite and not math.isfinite(part):
+            # Filled on the device: a copy of a number from the host would wait for the GPU.
+            told = torch.zeros(2, dtype=torch.float64, device=self.handler.device)
+            told[1].fill_(self.asked())
+            for part in parts.values():
+                told[0] += part.reshape(())
+            if self._stop_unless_finite and not told.is_cuda and not math.isfinite(told[0]):
                 raise self._not_finite(update, parts)
-            self._posted[update] = (part, float(self.asked()))
-            self.handler.post("loss", update, self._posted[update], self.handler.everyone())
+            self._posted[update] = told
+            for rank in self.handler.everyone():
+                self.handler.send("loss", told, update, rank)
 
-    def read(self, update: int) -> float:
-        """The loss of an update, on any rank."""
-        others = [rank for rank in self.criterion_ranks if rank != self.handler.rank]
-        parts = {rank: (p, f) for rank, (p, f) in self.handler.collect("loss", update, 2, others).items()}
-        if self.handler.rank in self.criterion_ranks:
-            parts[self.handler.rank] = self._posted.pop(update)
-        for _, flags in parts.values():
-            if flags:
-                self._requests[update] = self._requests.get(update, 0) | int(flags)
-        return sum(parts[rank][0] for rank in self.criterion_ranks)
+    def ask(self, update: int) -> None:
+        """This rank has made the update: its loss will be read."""
+        parts = []
+        owner = ("loss", update)
+        for rank in self.criterion_ranks:
+            if rank == self.handler.rank:
+                parts.append(self._posted.pop(update))
+            else:
+                parts.append(
+                    self.handler.recv("loss", update, rank, (2,), torch.float64, owner=owner).clone()
+                )
+        self.handler.release(owner)
+        copied = None
+        if parts[0].is_cuda:
+            parts = [
+                torch.empty_like(p, device="cpu", pin_memory=True).copy_(p, non_blocking=True) for p in parts
+            ]
+            copied = torch.cuda.Event()
+            copied.record()
+        self._coming.append((update, parts, copied))
+
+    def arrived(self, *, all_of_them: bool = False) -> Iterator[Arrived]:
+        """Losses in order, all but the `late` newest ones; the same at the same update on every rank."""
+        while len(self._coming) > (0 if all_of_them else self.late):
+            update, parts, copied = self._coming.popleft()
+            if copied is not None:
+                copied.synchronize()
+            loss = 0.0
+            for part, flags in map(Tensor.tolist, parts):
+                loss += part
+                if flags:
+                    self._requests[update] = self._requests.get(update, 0) | int(flags)
+            if self._stop_unless_finite and not math.isfinite(loss):
+                raise NonFiniteError(f"update {update}: the loss is {loss}; {LESS_OR_SKIP}")
+            yield update, loss
 
     def requests_of(self, update: int) -> int:
         """What was asked for with the loss of this update, the same on every rank; it is told once."""

@@ -12,7 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import Held, Hold
 from vpipe.graph.split import waiting_tensors
-from vpipe.graph.swap import HostStore, Swap
+from vpipe.graph.swap import Swap, make_store
 from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
@@ -60,7 +60,7 @@ class Stage:
         self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
         self.in_flight: dict[int, InFlight] = {}
         self.held: Held | None = None  # counts what autograd holds, if given
-        self._store = HostStore() if module.swaps else None
+        self._store = make_store(module.device) if module.swaps else None
 
     def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
         self.arrived.setdefault(minibatch, {})[value] = tensor
@@ -68,6 +68,8 @@ class Stage:
     def forward(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
         """Run the blocks with the newest weights; remember what backward needs. Returns the outputs."""
         self.optimizer.load_new_params(minibatch)
+        if self._store:
+            self._store.settle()
         inputs = {
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
             for name, tensor in self.arrived.pop(minibatch, {}).items()
@@ -111,7 +113,9 @@ class Stage:
         roots, gradients = [], []
         for name, root in flight.roots.items():
             if name == "loss":
-                gradients.append(torch.full((), seed_gradient, dtype=flight.loss_dtype))
+                gradients.append(
+                    torch.full((), seed_gradient, dtype=flight.loss_dtype, device=self.module.device)
+                )
             elif by_reader := flight.gradients.get(name):
                 # Summed in the order of the readers, so that the result does not depend on arrival.
                 ordered = [by_reader[reader] for reader in sorted(by_reader)]

@@ -3,6 +3,8 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import lcm
+from time import perf_counter
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,21 +14,35 @@ from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph.held import Held
 from vpipe.observe.events import NO_VERSION, Events
 from vpipe.observe.whereabouts import whereabouts
+from vpipe.runtime.device_clock import DeviceClock
 from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
 from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stats import Clock, RuntimeStats
+from vpipe.runtime.stats import RuntimeStats
 from vpipe.runtime.updates import Updates
 from vpipe.schedule import Action, Op, Schedule
 
 LOOK_AHEAD = 8
 """How many actions ahead of the current one receives are posted."""
 
+RECEIVES = (Op.RECV_F, Op.RECV_B)
+SENDS = (Op.SEND_F, Op.SEND_B, Op.REDUCE)
+
 Link = tuple[str, str, int, int]  # value, its name on the wire, the other stage, the other rank
 Method = Callable[[Stage, int], None]
+
+
+class Done(NamedTuple):
+    """An action that was issued, and what is known of it before its time is."""
+
+    action: Action
+    sent: int
+    received: int
+    version: int
+    evaluation: bool
 
 
 class StageRuntime:
@@ -75,8 +91,15 @@ class StageRuntime:
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._known_running: dict[int, list[int]] = {}
         self._swaps = any(stage.module.swaps for stage in stages.values())
-        self._clock = Clock()
+        self._device_clock: DeviceClock[Done] | None = (
+            DeviceClock(handler.device) if handler.device.type == "cuda" else None
+        )
         self._feed: Feed | None = None
+        forward, backward, update = self.forward_stats, self.backward_stats, self.update_stats
+        self._stats = dict.fromkeys(Op, backward) | {
+            **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), forward),
+            **dict.fromkeys((Op.REDUCE, Op.STEP), update),
+        }
         methods: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
@@ -134,6 +157,18 @@ class StageRuntime:
             stage.held = held
         return held
 
+    @property
+    def completes_update(self) -> bool:
+        """Whether the latest STEP was the last of this rank's stages'."""
+        return self.steps % len(self.stages) == 0
+
+    @property
+    def waited(self) -> float:
+        """Seconds in which this rank's device had nothing to do because a message had not come."""
+        if self._device_clock is None:
+            return self.handler.waited
+        return sum(stats.wait for stats in (self.forward_stats, self.backward_stats, self.update_stats))
+
     def leftovers(self) -> list[str]:
         """What should not be there when a run is over."""
         found = [line for stage in self.stages.values() for line in stage.leftovers()]
@@ -147,7 +182,6 @@ class StageRuntime:
             tensor = self._receive(link, stage, minibatch, backward=False)
             stage.hand_over(minibatch, link[0], tensor)
             self.forward_stats.bytes_received += tensor.nbytes
-        self.forward_stats.wait += self._clock.lap()
 
     def run_forward(self, stage: Stage, minibatch: int) -> None:
         self.forward_minibatch_id = minibatch
@@ -167,7 +201,6 @@ class StageRuntime:
         if not self.forward_only and stage.index == self._stages_running(minibatch)[-1]:
             self.feed.forget_values(minibatch)
         self.forward_stats.actions += 1
-        self.forward_stats.compute += self._clock.lap()
 
     def send_tensors_forward(self, stage: Stage, minibatch: int) -> None:
         outputs = self.unsent.pop((stage.index, minibatch))
@@ -176,7 +209,6 @@ class StageRuntime:
             self.forward_stats.bytes_sent += outputs[value].nbytes
         if self.forward_only:
             self._end_evaluation(stage, minibatch)
-        self.forward_stats.send += self._clock.lap()
 
     # Backward
 
@@ -189,7 +221,6 @@ class StageRuntime:
             stage.gradient_arrived(minibatch, value, reader, gradient)
             self.handler.confirm(name, minibatch, rank)
             self.backward_stats.bytes_received += gradient.nbytes
-        self.backward_stats.wait += self._clock.lap()
 
     def run_backward(self, stage: Stage, minibatch: int) -> None:
         self.run_input_backward(stage, minibatch)
@@ -209,13 +240,11 @@ class StageRuntime:
         if stage.index == self._stages_running(minibatch)[0]:
             self.feed.drop(minibatch)
         self.backward_stats.actions += 1
-        self.backward_stats.compute += self._clock.lap()
 
     def run_weight_backward(self, stage: Stage, minibatch: int) -> None:
         stage.weight_gradients(minibatch)
         stage.finish(minibatch)
         self.handler.release((stage.index, minibatch))
-        self.backward_stats.compute += self._clock.lap()
 
     def send_tensors_backward(self, stage: Stage, minibatch: int) -> None:
         gradients = self.unsent.pop((stage.index, minibatch))
@@ -223,13 +252,11 @@ class StageRuntime:
             if value in gradients:
                 self.handler.send(name, gradients[value], minibatch, rank, backward=True)
                 self.backward_stats.bytes_sent += gradients[value].nbytes
-        self.backward_stats.send += self._clock.lap()
 
     # Update
 
     def send_gradients(self, stage: Stage, minibatch: int) -> None:
         self.exchange.send_parts(stage.index, minibatch // self.feed.interval)
-        self.update_stats.send += self._clock.lap()
 
     def step(self, stage: Stage, minibatch: int) -> None:
         update = minibatch // self.feed.interval
@@ -240,8 +267,9 @@ class StageRuntime:
         waited = self.handler.waited - before
         self.steps += 1
         self.update_stats.actions += 1
-        self.update_stats.wait += waited
-        self.update_stats.compute += self._clock.lap() - waited
+        if self.completes_update:
+            self.losses.ask(update)
+        self.update_stats.wait += waited - waited
 
     # Within
 
@@ -256,23 +284,45 @@ class StageRuntime:
     def _execute(self, action: Action, ahead: Iterable[Action]) -> Action:
         handler, stage = self.handler, self.stages[action.stage]
         waited, sent, received = handler.waited, handler.bytes_sent, handler.bytes_received
-        self._clock.lap()
-        start = self._clock.now
+        start = perf_counter()
         self.whereabouts.enter(action, start)
         if self._swaps and action.op in (Op.B, Op.I):
             self._fetch_next(ahead)
         self._methods[action.op](stage, action.minibatch)
-        self.events.add(
+        done = Done(
             action,
-            start,
-            self._clock.now,  # every method ends with a lap
-            handler.waited - waited,
             handler.bytes_sent - sent,
             handler.bytes_received - received,
             _version(stage, action.op),
             self.forward_only,
         )
+        if self._device_clock is None:
+            self._record(done, start, perf_counter(), handler.waited - waited)
+        else:
+            self._device_clock.mark(done)
+            self.read_clock()
         return action
+
+    def read_clock(self, *, wait: bool = False) -> None:
+        """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
+        if self._device_clock is not None:
+            for done, start, end in self._device_clock.passed(wait=wait):
+                self._record(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
+
+    def _record(self, done: Done, start: float, end: float, waited: float) -> None:
+        """Add an action's time to the figures, and the action to the events."""
+        op = done.action.op
+        stats = self._stats[op]
+        if op in RECEIVES:
+            stats.wait += end - start
+        elif op in SENDS:
+            stats.send += end - start
+        else:
+            stats.wait += waited
+            stats.compute += end - start - waited
+        self.events.add(
+            done.action, start, end, waited, done.sent, done.received, done.version, done.evaluation
+        )
 
     def _fetch_next(self, ahead: Iterable[Action]) -> None:
         """While one backward runs, what the next one reads is on its way."""

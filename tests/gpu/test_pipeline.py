@@ -1,0 +1,90 @@
+"""Ranks that share one GPU train as ranks that are threads do, and these as the plain model does."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+
+from tests.gpu import tasks
+from tests.gpu.tasks import SCHEDULES
+from tests.multiprocess.pool import Pool
+from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
+from vpipe.threads import run_ranks
+from vpipe.verify import verify
+
+BOUND = 1e-9
+
+
+def threads(ranks: int, schedule: str, data: list[Batch], **options: Any) -> Any:
+    tasks.double_bert()  # before the threads, which would each build one, with one random generator
+    return run_ranks(ranks, lambda world: tasks.train(schedule, data, world=world, **options))[0]
+
+
+def processes(pool: Pool, ranks: int, schedule: str, data: list[Batch], **options: Any) -> Any:
+    results = pool.run(ranks, tasks.train, schedule, data, timeout=100, **options)
+    assert all(losses == results[0][0] for losses, _ in results)
+    return results[0]
+
+
+def assert_close(ours: Any, theirs: Any) -> None:
+    losses, weights = ours
+    expected, state = theirs
+    assert [number for number, _ in losses] == [number for number, _ in expected]
+    assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=BOUND)
+    for name, tensor in state.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=BOUND, atol=BOUND / 10, msg=name)
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_processes_on_one_gpu_train_as_threads_do(pool: Pool, schedule: str) -> None:
+    data = batches(16)
+    assert_close(processes(pool, 2, schedule, data), threads(2, schedule, data))
+
+
+@pytest.mark.parametrize("policy", ["recompute", "swap"])
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_memory_policies_change_nothing(pool: Pool, schedule: str, policy: str) -> None:
+    data = batches(12)
+    policies = [policy, "keep"] * 3 + [policy]
+    assert_close(processes(pool, 2, schedule, data, policies=policies), threads(2, schedule, data))
+
+
+@pytest.mark.parametrize("channel", ["cuda_ipc", "gloo"])
+def test_channels_give_the_same(pool: Pool, channel: str) -> None:
+    data = batches(12)
+    assert_close(processes(pool, 2, "1f1b", data, channel=channel), threads(2, "1f1b", data))
+
+
+def test_replicas_and_ragged_batches(pool: Pool) -> None:
+    data = ragged_batches()
+    assert_close(processes(pool, 3, "1f1b", data, replicas=[2, 1]), threads(3, "1f1b", data, replicas=[2, 1]))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_follows_the_unpartitioned_run(pool: Pool, precision: str) -> None:
+    data = batches(16)
+    ours, whole = (
+        [loss for _, loss in run[0]]
+        for run in (
+            processes(pool, 2, "1f1b", data, precision=precision),
+            threads(1, "1f1b", data, precision=precision),
+        )
+    )
+    assert ours == pytest.approx(whole, rel=2e-2)
+    assert all(map(math.isfinite, ours))
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_threads_on_the_gpu_train_as_the_plain_model_does(schedule: str) -> None:
+    model, _, _ = bert()
+    result = verify(
+        model,
+        lambda number: batches(1, number)[0],
+        ranks=2,
+        optimizer=adamw,
+        device=tasks.GPU,
+        schedule=schedule,
+        **tasks.options_of(schedule),
+    )
+    assert result.ok, result

@@ -1,0 +1,153 @@
+"""The channel between processes of one host whose tensors lie on GPUs: memory and events of CUDA IPC.
+
+It is the shared-memory channel with another kind of slot. The sender copies a tensor into a slot of its own
+GPU memory and records the slot's event; the receiver, told over the socket, lets its stream wait for that event
+and reads the slot where it lies. When backward is done with it the receiver records the event again, and the
+sender's next copy waits for it:
+
+    sender's stream     copy ▶ slot 3, record e3 ....................... wait e3, copy ▶ slot 3
+    socket                              DATA 3 ▶             ◀ FREE 3
+    receiver's stream                   wait e3, read ... record e3
+
+The hosts only exchange notices: neither waits for a GPU. A slot on another GPU is fetched by the receiver, on a
+stream of its own, and is free again as soon as the copy is made.
+"""
+
+from __future__ import annotations
+
+import base64
+import json
+import struct
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from vpipe.communication.channel import HOST, Key
+from vpipe.communication.shared_memory import DEVICE_DATA, DTYPE_CODES, DTYPES, HEADER, SharedMemoryChannel
+
+FIRST = 1 << 40
+"""Slots of device memory are numbered from here, those of host memory from 0."""
+GRAIN = 512
+
+
+class _Slot(NamedTuple):
+    """Device memory that both processes see, and the event that says who may touch it."""
+
+    buffer: Tensor  # of bytes
+    event: torch.cuda.Event
+
+
+class CudaIpcChannel(SharedMemoryChannel):
+    name = "CUDA IPC"
+
+    def __init__(self, peer: int, buffer: int, timeout: float, link: Any, device: torch.device) -> None:
+        super().__init__(peer, buffer, timeout, link)
+        self.device = device
+        self._device_slots: list[_Slot] = []  # ours, written here
+        self._device_free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
+        self._peer_device_slots: dict[int, _Slot] = {}  # theirs, read here
+        self._fetching: torch.cuda.Stream | None = None
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        if not tensor.is_cuda:
+            super().send(key, tensor)
+            return
+        self._wait_for_room(key)
+        tensor = tensor.detach()
+        size = tensor.numel() * tensor.element_size()
+        number, handles = self._device_slot_of(size)
+        slot = self._device_slots[number]
+        stream = torch.cuda.current_stream(self.device)
+        stream.wait_event(slot.event)
+        slot.buffer[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+        slot.event.record(stream)
+        header = HEADER.pack(
+            DEVICE_DATA, DTYPE_CODES[tensor.dtype], tensor.dim(), key.stream, key.number, FIRST + number, size
+        )
+        self._transmit(header + struct.pack(f"<{tensor.dim()}q", *tensor.shape) + handles)
+
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
+        tensor = super().receive(key, shape, dtype, device)
+        number = self._held.get(key, 0)
+        if number < FIRST:
+            return tensor
+        slot = self._peer_device_slots[number]
+        if tensor.device == self.device:
+            torch.cuda.current_stream(self.device).wait_event(slot.event)
+            return tensor
+        return self._fetch(key, tensor, slot)
+
+    def release(self, key: Key) -> None:
+        number = self._held.get(key, 0)
+        if number >= FIRST:
+            self._peer_device_slots[number].event.record(torch.cuda.current_stream(self.device))
+        super().release(key)
+
+    def close(self) -> None:
+        super().close()
+        self._device_slots.clear()
+        self._peer_device_slots.clear()
+
+    def _fetch(self, key: Key, tensor: Tensor, slot: _Slot) -> Tensor:
+        """Bring a tensor over from the peer's GPU; its slot is free when the copy is made."""
+        if self._fetching is None:
+            self._fetching = torch.cuda.Stream(self.device)
+        here = torch.empty_like(tensor, device=self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._fetching.wait_stream(current)  # the memory may still be read by what was there before
+        self._fetching.wait_event(slot.event)
+        with torch.cuda.stream(self._fetching):
+            here.copy_(tensor, non_blocking=True)
+        slot.event.record(self._fetching)
+        current.wait_stream(self._fetching)
+        super().release(key)
+        return here
+
+    def _device_slot_of(self, size: int) -> tuple[int, bytes]:
+        """A free slot of this size, or a new one with the handles by which the peer opens it."""
+        size = -(-max(size, 1) // GRAIN) * GRAIN
+        if not self._device_free[size]:
+            self._pump()
+        if self._device_free[size]:
+            return self._device_free[size].pop(), b""
+        slot = _Slot(
+            torch.empty(size, dtype=torch.uint8, device=self.device), torch.cuda.Event(interprocess=True)
+        )
+        slot.event.record(torch.cuda.current_stream(self.device))
+        self._device_slots.append(slot)
+        handles = {"memory": slot.buffer.untyped_storage()._share_cuda_(), "event": slot.event.ipc_handle()}
+        return len(self._device_slots) - 1, json.dumps(handles, default=_as_text).encode()
+
+    def _take_free(self, slot: int, size: int) -> None:
+        if slot < FIRST:
+            super()._take_free(slot, size)
+        else:
+            self._device_free[self._device_slots[slot - FIRST].buffer.numel()].append(slot - FIRST)
+
+    def _device_tensor(self, slot: int, size: int, code: int, payload: bytes) -> Tensor:
+        """The message's tensor over the peer's slot, whose handles come the first time."""
+        if payload:
+            self._peer_device_slots[slot] = self._open(json.loads(payload))
+        return self._peer_device_slots[slot].buffer[:size].view(DTYPES[code])
+
+    def _open(self, handles: dict[str, Any]) -> _Slot:
+        memory = [
+            base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handles["memory"]
+        ]
+        storage = torch.UntypedStorage._new_shared_cuda(*memory)
+        buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        event = torch.cuda.Event.from_ipc_handle(self.device, base64.b64decode(handles["event"]["bytes"]))
+        return _Slot(buffer, event)
+
+    def _freed_size(self, slot: int) -> int:
+        return 0 if slot >= FIRST else super()._freed_size(slot)
+
+
+def _as_text(value: Any) -> dict[str, str]:
+    assert isinstance(value, bytes)
+    return {"bytes": base64.b64encode(value).decode()}

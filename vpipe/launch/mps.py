@@ -1,0 +1,107 @@
+"""Several ranks on one GPU: NVIDIA's MPS lets them compute side by side, each with its share of the card.
+
+The daemon is started for the run alone, in folders of its own, by a guard: a small process that waits for the launcher
+to end, however it ends, and then ends the daemon and removes the folders.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from vpipe.environment import DEVICE, GPU_SHARE
+from vpipe.errors import VPipeError
+
+CONTROL = "nvidia-cuda-mps-control"
+READY = b"ready\n"
+PATIENCE = 2
+"""Seconds that the daemon gives its clients when it is told to end."""
+
+
+def has_gpu(devices: Path = Path("/dev")) -> bool:
+    """Whether this host has an NVIDIA GPU, without asking CUDA, which takes seconds."""
+    return any(devices.glob("nvidia[0-9]*"))
+
+
+@contextmanager
+def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
+    """What each rank's environment needs so that it computes on its GPU, with its share of it."""
+    counts = Counter(gpus)
+    environments = [{DEVICE: f"cuda:{gpu}", GPU_SHARE: str(counts[gpu])} for gpu in gpus]
+    crowded = {gpu: count for gpu, count in counts.items() if count > 1}
+    if not crowded:
+        yield list(environments)
+        return
+    if shutil.which(CONTROL) is None:
+        for gpu, count in crowded.items():
+            print(
+                f"{count} ranks share GPU {gpu}, one after the other: {CONTROL} is not here, which would let them "
+                "compute side by side",
+                file=sys.stderr,
+            )
+        yield list(environments)
+        return
+    with _daemon() as common:
+        yield [
+            {**own, **common, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // counts[gpu])}
+            for own, gpu in zip(environments, gpus, strict=True)
+        ]
+
+
+@contextmanager
+def _daemon() -> Iterator[dict[str, str]]:
+    """MPS while the context lasts; the variables by which its clients find it."""
+    folder = Path(tempfile.mkdtemp(prefix="vpipe-mps-"))
+    guard = subprocess.Popen(
+        [sys.executable, "-m", "vpipe.launch.mps", str(folder)],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        start_new_session=True,
+    )
+    assert guard.stdin is not None
+    assert guard.stdout is not None
+    try:
+        if guard.stdout.readline() != READY:
+            raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
+        yield _variables(folder)
+    finally:
+        guard.stdin.close()
+        guard.wait()
+        guard.stdout.close()
+
+
+def _variables(folder: Path) -> dict[str, str]:
+    return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
+
+
+def _guard(folder: Path) -> None:
+    """Start the daemon, say so, and end it when the launcher closes our input, or dies."""
+    environment = {**os.environ, **_variables(folder)}
+    for path in _variables(folder).values():
+        Path(path).mkdir()
+    started = subprocess.run([CONTROL, "-d"], env=environment, stdout=subprocess.DEVNULL, check=False)
+    if started.returncode:
+        return
+    try:
+        os.write(sys.stdout.fileno(), READY)
+        sys.stdin.buffer.read()
+    finally:
+        subprocess.run(
+            [CONTROL],
+            input=f"quit -t {PATIENCE}\n".encode(),
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            check=False,
+        )
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+if __name__ == "__main__":
+    _guard(Path(sys.argv[1]))
