@@ -20,6 +20,7 @@ from vpipe.cost import Plan, write_plan
 from vpipe.data import Batches, Sampler
 from vpipe.datasets import Datasets, make_datasets
 from vpipe.determinism import make_deterministic
+from vpipe.device import choose_device, limit_memory
 from vpipe.errors import ConfigError, OutOfMemoryError, Stopped, VPipeError
 from vpipe.faults import ATTEMPT
 from vpipe.files import write_text
@@ -36,6 +37,7 @@ from vpipe.observe.recorder import Recorder
 from vpipe.observe.stages import write_stages
 from vpipe.observe.whereabouts import whereabouts
 from vpipe.pipeline import Pipeline
+from vpipe.plan.sizes import read_bytes
 from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
 from vpipe.runtime import count_labels
@@ -59,6 +61,7 @@ class Trainer:
         self.place.say("the rendezvous")
         watched = LAUNCHED in os.environ
         self.world = world or ProcessWorld(
+            "nccl" if config.distributed_backend == "nccl" else "auto",
             timeout=config.timeout,
             rendezvous_limit=config.rendezvous_limit,
             heartbeat_limit=None if watched else config.heartbeat_limit,
@@ -70,6 +73,7 @@ class Trainer:
             )
         check_alike(self.world, config)
         self.rank = self.world.rank
+        self.device = agree(self.world, "device", self._take_device)
         self.folder = self._agree_on_folder()
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
         self.place.say("the reading of the data")
@@ -257,6 +261,7 @@ class Trainer:
             on_nonfinite=config.on_nonfinite,
             loss_weight=count_labels,
             seed=config.seed,
+            device=self.device,
             world=self.world,
             **pipeline_arguments(config),
         )
@@ -341,11 +346,21 @@ class Trainer:
             layout.graph.plan_fingerprint,
         )
 
+    def _take_device(self) -> torch.device:
+        """This rank's device, of whose memory it may have what the configuration says."""
+        device = choose_device(None, self.world.local_rank)
+        cap = self.config.gpu_memory
+        limit_memory(device, None if cap is None else read_bytes(cap))
+        return device
+
     def _describe_ranks(self) -> str:
-        layout = self.pipe.layout
-        why = "GPUs are not used yet" if torch.cuda.is_available() else "there is no GPU here"
+        layout, handler = self.pipe.layout, self.pipe.handler
+        devices = self.world.all_gather("devices", str(self.device))
+        where = "CPU ranks (there is no GPU here)"
+        if self.device.type == "cuda":
+            where = f"ranks on {', '.join(devices)}, joined by {', '.join(sorted(set(handler.channel_names.values())))}"
         return (
             f"{type(self.model).__name__}: {len(layout.graph.blocks)} blocks as {list(layout.partition)} on "
-            f"{self.world.size} CPU ranks ({why}), schedule {layout.schedule.name}, {self.updates} updates of "
+            f"{self.world.size} {where}, schedule {layout.schedule.name}, {self.updates} updates of "
             f"{self.interval} x {self.config.batch_size} samples"
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from statistics import median, quantiles
-from time import perf_counter, thread_time
+from time import perf_counter
 
 import torch
 from torch import Tensor, nn
@@ -14,6 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import address
 from vpipe.graph.split import waiting_tensors
+from vpipe.profile.clocks import Lap, clock_of, seconds
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE, VERSION = "F", "B", "I", "W", "STEP", "VERSION"
@@ -30,10 +31,11 @@ class Bench:
         dtype: torch.dtype | None,
         values: Mapping[str, Tensor],
         fields: Mapping[str, Tensor],
+        device: torch.device,
     ) -> None:
         self.stage = stage
         self.fields = fields
-        self.whole = stage.build(model)
+        self.whole = stage.build(model, device=device)
         originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
         if dtype is not None:
             for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
@@ -45,21 +47,20 @@ class Bench:
         )
         self.inputs = {name: values[name] for name in stage.reads}
         self.free = self.whole.free_values(fields, RandomContext())
-        self.times: dict[str, list[float]] = defaultdict(list)
-        # Its processor's time, which others on the machine do not lengthen; the wall's where work has more threads.
-        self.clock = thread_time if torch.get_num_threads() == 1 else perf_counter
+        self.laps: dict[str, list[Lap]] = defaultdict(list)
+        self.clock = clock_of(device)
         self._outputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()
 
-    def forward(self, module: StageModule) -> float:
+    def forward(self, module: StageModule) -> Lap:
         self._context = RandomContext()
         leaves = {n: t.detach().requires_grad_(self.stage.needs_gradient(n)) for n, t in self.inputs.items()}
         start = self.clock()
         self._outputs = module.run_blocks({**leaves, **self.free}, self.fields, self._context)
-        return self.clock() - start
+        return start, self.clock()
 
-    def backward(self) -> float:
+    def backward(self) -> Lap:
         """Whole, or of a split module the input gradient alone."""
         roots = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         for name, tensor in roots.items():
@@ -68,23 +69,23 @@ class Bench:
         start = self.clock()
         if roots:
             torch.autograd.backward(list(roots.values()), gradients)
-        taken = self.clock() - start
+        end = self.clock()
         self._outputs = {}
-        return taken
+        return start, end
 
-    def weight_gradients(self) -> float:
+    def weight_gradients(self) -> Lap:
         start = self.clock()
         for work in self._context.deferred:
             work()
         self._context.deferred.clear()
-        return self.clock() - start
+        return start, self.clock()
 
-    def update(self) -> float:
+    def update(self) -> Lap:
         start = self.clock()
         self.weights.step()
-        return self.clock() - start
+        return start, self.clock()
 
-    def new_version(self) -> float:
+    def new_version(self) -> Lap:
         """An update while a minibatch still reads the old weights."""
         self.weights.load_new_params(0)
         taken = self.update()
@@ -135,18 +136,18 @@ def run_round(benches: Sequence[Bench]) -> None:
     In the order of a pipeline: so each finds the caches as it would there, filled with the others' data.
     """
     for bench in benches:
-        bench.times[FORWARD].append(bench.forward(bench.whole))
+        bench.laps[FORWARD].append(bench.forward(bench.whole))
     for bench in reversed(benches):
-        bench.times[BACKWARD].append(bench.backward())
+        bench.laps[BACKWARD].append(bench.backward())
     for bench in benches:
-        bench.times[UPDATE].append(bench.update())
+        bench.laps[UPDATE].append(bench.update())
     for bench in benches:
         bench.forward(bench.split)
     for bench in reversed(benches):
-        bench.times[INPUT_GRADIENT].append(bench.backward())
-        bench.times[WEIGHT_GRADIENT].append(bench.weight_gradients())
+        bench.laps[INPUT_GRADIENT].append(bench.backward())
+        bench.laps[WEIGHT_GRADIENT].append(bench.weight_gradients())
     for bench in benches:
-        bench.times[VERSION].append(bench.new_version())
+        bench.laps[VERSION].append(bench.new_version())
 
 
 def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
@@ -154,7 +155,7 @@ def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) 
     for _ in range(2):
         run_round(benches)
     for bench in benches:
-        bench.times.clear()
+        bench.laps.clear()
     deadline = perf_counter() + seconds
     for number in range(most):
         if number >= least and perf_counter() > deadline:
@@ -167,7 +168,7 @@ class Times:
 
     def __init__(self, benches: Sequence[Bench]) -> None:
         def pooled(phase: str) -> list[float]:
-            return [seconds for bench in benches for seconds in bench.times[phase]]
+            return [seconds(lap) for bench in benches for lap in bench.laps[phase]]
 
         self.forward = median(pooled(FORWARD))
         backward = median(pooled(BACKWARD))
@@ -179,9 +180,9 @@ class Times:
         self.update = median(pooled(UPDATE))
         self.version = max(0.0, median(pooled(VERSION)) - self.update)
         both = [
-            f + b
+            seconds(f) + seconds(b)
             for bench in benches
-            for f, b in zip(bench.times[FORWARD], bench.times[BACKWARD], strict=True)
+            for f, b in zip(bench.laps[FORWARD], bench.laps[BACKWARD], strict=True)
         ]
         quarters = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
         self.spread = (quarters[2] - quarters[0]) / median(both) if median(both) else 0.0

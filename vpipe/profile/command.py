@@ -35,10 +35,12 @@ def profile_command(config: RunConfig, output: Path, as_json: bool) -> None:
 def profile_config(config: RunConfig) -> Profile:
     import torch
 
+    from vpipe.device import choose_device
     from vpipe.models import build_model
     from vpipe.profile.model import profile_model
     from vpipe.weights import optimizer_factory
 
+    place = choose_device(None, 0)
     before = torch.get_num_threads()
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
     threads = int(os.environ.get("OMP_NUM_THREADS", share))
@@ -53,7 +55,8 @@ def profile_config(config: RunConfig) -> Profile:
             loss_fn,
             optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
             precision=config.precision,
-            company=company,
+            company=0 if place.type == "cuda" else company,  # CUDA does not survive a fork
+            place=place,
         )
     finally:
         torch.set_num_threads(before)

@@ -9,8 +9,9 @@ from time import perf_counter
 
 import torch
 
+from vpipe.communication import HOST
 from vpipe.cost import DeviceCost
-from vpipe.graph.swap import HostStore
+from vpipe.graph.swap import make_store
 from vpipe.profile.overhead import measure_overhead
 
 COPIED, COUNT = 2 * 2**20, 16
@@ -19,8 +20,10 @@ REPEATS = 9
 _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
-def measure_device() -> DeviceCost:
-    to_host, from_host = _host_bandwidth()
+def measure_device(device: torch.device = HOST) -> DeviceCost:
+    to_host, from_host = _host_bandwidth(device)
+    if device.type == "cuda":
+        return DeviceCost(torch.cuda.get_device_properties(device).total_memory, to_host, from_host)
     return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
 
 
@@ -37,17 +40,25 @@ def total_memory(root: Path = Path("/")) -> int:
     return min(sizes)
 
 
-def _host_bandwidth() -> tuple[float, float]:
+def _host_bandwidth(device: torch.device) -> tuple[float, float]:
     """Bytes a second out and back, through the store that swapping uses."""
-    store = HostStore()
-    tensors = [torch.ones(COPIED, dtype=torch.uint8) for _ in range(COUNT)]
+    store = make_store(device)
+    tensors = [torch.ones(COPIED, dtype=torch.uint8, device=device) for _ in range(COUNT)]
     out, back = [], []
     for _ in range(REPEATS):
-        start = perf_counter()
+        start = _now(device)
         tickets = [store.put(tensor) for tensor in tensors]
         tensors.clear()  # as a forward's end drops them
-        there = perf_counter()
+        store.settle()
+        there = _now(device)
         tensors = [store.take(ticket) for ticket in tickets]
         out.append(there - start)
-        back.append(perf_counter() - there)
+        back.append(_now(device) - there)
     return COUNT * COPIED / median(out[1:]), COUNT * COPIED / median(back[1:])
+
+
+def _now(device: torch.device) -> float:
+    """The time when the device has done what it was given."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return perf_counter()

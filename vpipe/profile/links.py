@@ -11,10 +11,11 @@ from time import perf_counter
 
 import torch
 
-from vpipe.communication.channel import Key
+from vpipe.communication.channel import HOST, Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.cost import LinkCost
 from vpipe.errors import PeerError
+from vpipe.profile.clocks import Lap, clock_of, seconds
 
 SMALL, LARGE = 64 * 2**10, 8 * 2**20
 REPEATS = 30
@@ -23,15 +24,33 @@ TIMEOUT = 60.0
 DEFAULT = LinkCost(bandwidth=5e9, latency=3e-5, sender_busy=True)
 """Where no second process can be started: an ordinary host's shared memory."""
 
+NOTICE = 2e-5
+"""Seconds from a copy on one rank's stream to the other's going on: events of CUDA IPC, an ordinary host."""
+
 _PROGRAM = "import sys; from vpipe.profile.links import answer; answer(int(sys.argv[1]))"
 
 
-def measure_link() -> LinkCost:
-    """Bandwidth and latency of the shared-memory channel between two processes of this host."""
+def measure_link(device: torch.device = HOST) -> LinkCost:
+    """Bandwidth and latency of the channel between two processes of this host: shared memory, or that of a GPU."""
+    if device.type == "cuda":
+        return LinkCost(_copy_bandwidth(device), NOTICE, sender_busy=True)
     try:
         return _measure()
     except (OSError, PeerError):
         return DEFAULT
+
+
+def _copy_bandwidth(device: torch.device) -> float:
+    """Bytes a second of a copy within the GPU's memory, which is what sending over CUDA IPC costs."""
+    source = torch.zeros(LARGE, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    clock = clock_of(device)
+    laps: list[Lap] = []
+    for _ in range(REPEATS):
+        start = clock()
+        target.copy_(source)
+        laps.append((start, clock()))
+    return LARGE / median(map(seconds, laps[WARM:]))
 
 
 def _measure() -> LinkCost:

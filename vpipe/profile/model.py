@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from vpipe.communication import HOST
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, capture
@@ -52,8 +53,9 @@ def profile_model(
     device: DeviceCost | None = None,
     link: LinkCost | None = None,
     company: int = 0,
+    place: torch.device = HOST,
 ) -> Profile:
-    """Measure the model on this machine, with minibatches like `example_batch`.
+    """Measure the model on this machine, on the CPU or a GPU (`place`), with minibatches like `example_batch`.
 
     The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
     for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
@@ -64,17 +66,18 @@ def profile_model(
     fields = graph.batch_fields(example_batch)
     if dtype is not None:
         fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
+    fields = {name: tensor.to(place) for name, tensor in fields.items()}
     found = shapes(graph)
     with torch.random.fork_rng(devices=[]):
-        benches, kept = _set_up(graph, found, model, optimizer, dtype, fields)
+        benches, kept = _set_up(graph, found, model, optimizer, dtype, fields, place)
         everything = [bench for own in benches.values() for bench in own]
         with kept_company(company, partial(run_round, everything)):
             run_rounds(everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
     times = {kind: Times(own) for kind, own in benches.items()}
     return Profile(
         blocks=_costs(graph, found, times, kept),
-        device=device or measure_device(),
-        link=link or measure_link(),
+        device=device or measure_device(place),
+        link=link or measure_link(place),
         batch_size=int(count_samples(fields)),
         optimizer_ratio=_optimizer_ratio([bench for own in benches.values() for bench in own]),
         fingerprint=graph.plan_fingerprint,
@@ -89,6 +92,7 @@ def _set_up(
     optimizer: OptimizerFactory,
     dtype: torch.dtype | None,
     fields: Mapping[str, Tensor],
+    place: torch.device,
 ) -> tuple[dict[str, list[Bench]], dict[str, Kept]]:
     """Benches for each kind, with the inputs that the blocks before made for them."""
     benches: dict[str, list[Bench]] = defaultdict(list)
@@ -98,7 +102,7 @@ def _set_up(
         same = benches[shape.kind]
         if len(same) < MEMBERS:
             own = {name: fields[name] for name in stage.fields}
-            bench = Bench(stage, model, optimizer, dtype, values, own)
+            bench = Bench(stage, model, optimizer, dtype, values, own, place)
             saved, made = bench.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}

@@ -8,9 +8,10 @@ from time import thread_time
 import torch
 from torch import nn
 
-from vpipe.communication import InProcessWorld
+from vpipe.communication import HOST, InProcessWorld
 from vpipe.graph import capture
 from vpipe.profile.bench import BACKWARD, FORWARD, Bench, run_rounds
+from vpipe.profile.clocks import seconds
 from vpipe.threads import run_ranks
 
 MINIBATCHES, UPDATES, WARM = 8, 12, 2
@@ -23,9 +24,9 @@ def measure_overhead() -> float:
         model, batch = _tiny()
         graph = capture(model, batch, nn.functional.mse_loss)
         (stage,) = graph.stages((len(graph.blocks),))
-        bench = Bench(stage, model, _optimizer, None, {}, graph.batch_fields(batch))
+        bench = Bench(stage, model, _optimizer, None, {}, graph.batch_fields(batch), HOST)
         run_rounds([bench], 50, 50, 0.0)
-    bare = median(bench.times[FORWARD]) + median(bench.times[BACKWARD])
+    bare = sum(median(map(seconds, bench.laps[phase])) for phase in (FORWARD, BACKWARD))
     return max(0.0, (update / MINIBATCHES - bare) / 2)
 
 
@@ -38,6 +39,7 @@ def _train(world: InProcessWorld) -> float:
         model,
         batch,
         loss_fn=nn.functional.mse_loss,
+        device=HOST,
         optimizer=_optimizer,
         schedule="1f1b",
         minibatches=MINIBATCHES,
