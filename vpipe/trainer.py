@@ -37,10 +37,10 @@ from vpipe.observe.recorder import Recorder
 from vpipe.observe.stages import write_stages
 from vpipe.observe.whereabouts import whereabouts
 from vpipe.pipeline import Pipeline
-from vpipe.plan.sizes import read_bytes
 from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
 from vpipe.runtime import count_labels
+from vpipe.sizes import read_bytes
 from vpipe.weights import learning_rate_policy, optimizer_factory
 
 

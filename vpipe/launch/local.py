@@ -25,6 +25,7 @@ from vpipe.errors import ConfigError, RankFailedError, VPipeError
 from vpipe.faults import ATTEMPT
 from vpipe.launch.journal import Journal
 from vpipe.launch.keeper import keeper
+from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.watch import Culprit, Watch
 from vpipe.observe.whereabouts import VARIABLE, Page, shared_page
@@ -51,6 +52,8 @@ class Ranks:
     quiet: bool = False
     heartbeat_limit: float = 10.0
     patience: float = 600.0
+    gpus: Sequence[int] | None = None
+    """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
 
     def log(self, rank: int) -> Path:
         return self.folder / f"output.log.{rank}"
@@ -108,13 +111,14 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
     children: list[subprocess.Popen[bytes]] = []
     # The keeper first: it must not hold the socket, which is rank 0's and ends with it.
     with keeper() as keep, ExitStack() as files:
+        devices = [{}] * ranks.count if ranks.gpus is None else files.enter_context(sharing(ranks.gpus))
         listener = files.enter_context(listen_here(ranks.port))
         environment = _environment(ranks, listener.getsockname()[1])
         environment |= {ATTEMPT: str(attempt), VARIABLE: str(page)}
         try:
             for rank in range(ranks.count):
                 log = files.enter_context(open(ranks.log(rank), "ab"))
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **devices[rank]}
                 if rank == 0:
                     own[LISTENER] = str(listener.fileno())
                 child = subprocess.Popen(

@@ -25,9 +25,9 @@ PATIENCE = 2
 """Seconds that the daemon gives its clients when it is told to end."""
 
 
-def has_gpu(devices: Path = Path("/dev")) -> bool:
-    """Whether this host has an NVIDIA GPU, without asking CUDA, which takes seconds."""
-    return any(devices.glob("nvidia[0-9]*"))
+def count_gpus(devices: Path = Path("/dev")) -> int:
+    """NVIDIA GPUs of this host, without asking CUDA, which takes seconds."""
+    return sum(1 for _ in devices.glob("nvidia[0-9]*"))
 
 
 @contextmanager

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING
 
 from vpipe.arguments import build_schedule
 from vpipe.config_file import AUTO
+from vpipe.environment import DEVICE
 from vpipe.errors import ConfigError, RankFailedError
 from vpipe.faults import VARIABLE, read_faults
 from vpipe.launch.journal import Journal
 from vpipe.launch.local import Ranks, run_ranks_here
+from vpipe.launch.mps import count_gpus
 from vpipe.launch.rank import LAUNCHED, end_with_launcher
 from vpipe.observe.folder import make_run_folder
 
@@ -72,6 +74,7 @@ def launch(
         quiet=quiet,
         heartbeat_limit=config.heartbeat_limit,
         patience=config.timeout,
+        gpus=_gpus(config),
     )
     journal = Journal(folder)
     for attempt in range(max_restarts + 1):
@@ -89,6 +92,22 @@ def launch(
                 flush=True,
             )
     return folder
+
+
+def _gpus(config: RunConfig) -> list[int] | None:
+    """The GPU of each rank: as `machines` says, or one after the other; None where there is no GPU."""
+    count = count_gpus()
+    if not count or DEVICE in os.environ:
+        return None
+    if config.machines is None:
+        return [rank % count for rank in range(config.ranks)]
+    named = [int(machine.rpartition(":")[2]) for machine in config.machines]
+    if max(named) >= count:
+        raise ConfigError(
+            f"{config.source}: machines names GPU {max(named)}, and this host has {count} (0 to {count - 1}): "
+            "several ranks may share one"
+        )
+    return named
 
 
 def _check_hosts(config: RunConfig) -> None:
