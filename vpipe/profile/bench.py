@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from vpipe.communication import HOST
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import address
 from vpipe.graph.split import waiting_tensors
@@ -31,7 +32,7 @@ class Bench:
         dtype: torch.dtype | None,
         values: Mapping[str, Tensor],
         fields: Mapping[str, Tensor],
-        device: torch.device,
+        device: torch.device = HOST,
     ) -> None:
         self.stage = stage
         self.fields = fields

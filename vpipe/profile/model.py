@@ -92,7 +92,7 @@ def _set_up(
     optimizer: OptimizerFactory,
     dtype: torch.dtype | None,
     fields: Mapping[str, Tensor],
-    place: torch.device,
+    place: torch.device = HOST,
 ) -> tuple[dict[str, list[Bench]], dict[str, Kept]]:
     """Benches for each kind, with the inputs that the blocks before made for them."""
     benches: dict[str, list[Bench]] = defaultdict(list)
