@@ -78,6 +78,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--write", type=Path, help="the file whose section on memory this becomes")
     given = parser.parse_args()
+    given.load = os.getloadavg()[0]
     if "MALLOC_TRIM_THRESHOLD_" not in os.environ:  # glibc reads it when a process starts
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     torch.set_num_threads(1)
@@ -209,7 +210,8 @@ def report(
         f"The cap is {cap:,} bytes a rank: what PipeDream needs with {given.batch_size // 2} samples a minibatch",
         f"(with {given.batch_size} it would not fit), and in which GPipe, which recomputes everything, accumulates as",
         "many minibatches as it can.",
-        "*Bytes* are the activations of the rank that holds most of them, as autograd counts them.",
+        "*Bytes* are the activations of the rank that holds most of them, as autograd counts them. The machine's load was",
+        f"{given.load:.1f} before the run: above 0.5 it was shared, and what was measured tells little.",
         "",
         "| setting | minibatch | partition | recomputed, swapped | of the cap | bytes predicted | counted "
         "| samples/s predicted | measured | quartiles |",

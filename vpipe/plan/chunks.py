@@ -19,7 +19,7 @@ from vpipe.plan.moments import Moment, at_moments, peak_memory
 from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
-EFFORT = 20_000
+EFFORT = 8_000
 """Blocks of all ranks that were looked at, after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 

@@ -62,6 +62,8 @@ def least_of_schedule(task: Task) -> Least | None:
 def _plans(task: Task) -> Iterator[PlanResult]:
     if task.schedule in CHUNKED:
         for positions in _divisors(task):
+            if _weights_alone(task, positions) > task.memory:
+                continue
             seats = _seats(task, positions)
             chosen = [
                 Position(seat.slices, seat.policies, seat.memory)
@@ -98,11 +100,12 @@ def _plans(task: Task) -> Iterator[PlanResult]:
 
 def _leasts(task: Task) -> Iterator[Least]:
     if task.schedule in CHUNKED:
-        for positions in _divisors(task):
-            seats = _seats(task, positions)
-            if seats:
+        # The more positions, the fewer blocks on each: what fits there may not be the least, but it fits.
+        for positions in reversed(_divisors(task)):
+            if seats := _seats(task, positions):
                 worst = max(range(len(seats)), key=lambda index: seats[index].missing)
                 yield Least(task.memory + seats[worst].missing, worst, seats[worst].slices)
+                return
         return
     for loads in _loads(task):
         stages = search(MemoryCosts(task.profile, loads), len(task.profile.blocks), even=False)
@@ -127,6 +130,15 @@ def _seats(task: Task, positions: int) -> list[Seat]:
     loads = schedule_loads(task.schedule, positions, replicas, task.update, chunks)
     moments = schedule_moments(task.schedule, positions, replicas, task.update, chunks)
     return search_chunks(task.profile, schedule.placement, loads, moments, task.memory) or []
+
+
+def _weights_alone(task: Task, positions: int) -> float:
+    """What a rank holds at least, however the blocks are cut: its share of weights, gradients, optimizer state."""
+    return (
+        task.profile.parameter_bytes(0, len(task.profile.blocks))
+        * (2 + task.profile.optimizer_ratio)
+        / positions
+    )
 
 
 def _divisors(task: Task) -> list[int]:

@@ -1,0 +1,30 @@
+"""Planned runs through the real command line: profiled, planned and trained in one go."""
+
+import json
+
+import pytest
+
+from tests.end_to_end.command import alive, vpipe
+from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fixture)
+
+
+@pytest.mark.timeout(240)
+def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny):  # noqa: F811
+    folder = tiny(partition="auto", max_updates=3, gpu_memory="1GiB")
+    ended = vpipe("train", "run.yml", cwd=folder)
+    assert ended.code == 0, ended.said
+    run = only_run(folder)
+    plan = json.loads((run / "plan.json").read_text())
+    assert sum(plan["replicas"]) == len(TINY["machines"])
+    assert sum(plan["partition"]) == len(plan["policies"]) == 5
+    assert plan["prediction"]["samples_per_s"] > 0
+    assert len(list((folder / "runs" / "cache").glob("profile-*.json"))) == 1
+    summary = json.loads((run / "summary.json").read_text())
+    assert summary["partition"] == plan["partition"]
+    # The same plan, a model with as many blocks of another width: every rank finds out, one line is said.
+    tiny(partition=str(run / "plan.json"), max_updates=3, hidden_size=48)
+    refused = vpipe("train", "run.yml", cwd=folder)
+    assert refused.code == 2, refused.said
+    assert "plan.json: is a plan for another model" in refused.err
+    assert "Traceback" not in refused.said
+    assert not alive(str(folder))
