@@ -210,8 +210,8 @@ def report(
         f"The cap is {cap:,} bytes a rank: what PipeDream needs with {given.batch_size // 2} samples a minibatch",
         f"(with {given.batch_size} it would not fit), and in which GPipe, which recomputes everything, accumulates as",
         "many minibatches as it can.",
-        "*Bytes* are the activations of the rank that holds most of them, as autograd counts them. The machine's load was",
-        f"{given.load:.1f} before the run: above 0.5 it was shared, and what was measured tells little.",
+        "*Bytes* are the activations of the rank that holds most of them, as autograd counts them. The machine's load",
+        f"was {given.load:.1f} before the run: above 0.5 it was shared, and what was measured tells little.",
         "",
         "| setting | minibatch | partition | recomputed, swapped | of the cap | bytes predicted | counted "
         "| samples/s predicted | measured | quartiles |",
