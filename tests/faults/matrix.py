@@ -60,7 +60,9 @@ def main() -> None:
         assert ended.code == 0, ended.said
         weights = final_weights(run)
         for number, case in enumerate(chosen, 1):
-            if case["point"] not in WITHOUT_STEP:
+            if case["point"] == "data":
+                case["minibatch"] = STEP
+            elif case["point"] not in WITHOUT_STEP:
                 case["step"] = STEP
             one = measure(folder, RANKS, case, weights if restarted(case) else None)
             found.append(one)

@@ -41,28 +41,25 @@ IN_STEPS = ("data", "fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send"
 
 
 def random_faults(count: int, seed: int) -> list[str]:
-    """One for each attempt, each some updates after the one before."""
+    """One for each attempt, each some updates after the one before; and a later one, should it not be passed."""
     drawn = random.Random(seed)
     faults = []
     for attempt in range(count):
         point = drawn.choice(list(POINTS))
-        parts = {
-            "rank": drawn.choice(POINTS[point]),
-            "point": point,
-            "kind": drawn.choice(KINDS),
-            "attempt": attempt,
-        }
-        if point == "data":
-            parts["minibatch"] = EVERY * (attempt + 1) + drawn.randrange(EVERY)
-        elif point in IN_STEPS:
-            parts["step"] = EVERY * (attempt + 1) + drawn.randrange(EVERY)
-        faults.append(",".join(f"{key}={value}" for key, value in parts.items()))
+        # A save that raises ends no run: it is told, and training goes on.
+        kinds = [kind for kind in KINDS if kind != "raise" or not point.startswith("ckpt")]
+        step = EVERY * (attempt + 1) + drawn.randrange(EVERY)
+        place = {"data": f",minibatch={step}"}.get(point, f",step={step}" if point in IN_STEPS else "")
+        rank, kind = drawn.choice(POINTS[point]), drawn.choice(kinds)
+        faults.append(f"rank={rank},point={point},kind={kind},attempt={attempt}{place}")
+        faults.append(f"rank=0,point=step,kind=kill,attempt={attempt},step={step + EVERY}")
     return faults
 
 
 def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
     """What became of a run with these faults, compared with one without."""
-    updates = EVERY * (len(faults) + 3)
+    count = len(faults) // 2
+    updates = EVERY * (count + 3)
     write_config(
         folder, RANKS, max_updates=updates, checkpoint_interval=3, evaluation_interval=3, heartbeat_limit=2.0
     )
@@ -77,8 +74,8 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
             sizes.extend(int(line.split()[1]) for line in status if line.startswith("VmRSS"))
 
     started = time.monotonic()
-    options = ("--max-restarts", len(faults))
-    ended, run = train(folder, ";".join(faults), *options, timeout=600 + 120 * len(faults), look=look)
+    options = ("--max-restarts", count)
+    ended, run = train(folder, ";".join(faults), *options, timeout=600 + 120 * count, look=look)
     assert ended.code == 0, ended.said
     told = failures(run)
     return {
