@@ -39,7 +39,7 @@ def behave(what: str, rank: int) -> None:
         time.sleep(60)
     else:
         time.sleep(seconds)
-        Fault(rank, "fwd", name).happen()
+        Fault(rank, "fwd", name).strike()
 
 
 def main() -> None:
