@@ -167,6 +167,7 @@ class Trainer:
             requests.close()
             recorder.write_events(self.folder)
             recorder.close()
+        self.place.say("its end")
         self.world.all_gather("events", None)  # rank 0 reads everybody's
         return summary
 
@@ -222,7 +223,6 @@ class Trainer:
         return min(self.minibatches, self.offset + updates * self.interval)
 
     def close(self) -> None:
-        self.place.say("its end")
         self.pipe.close()
 
     def _agree_on_folder(self) -> Path:

@@ -126,6 +126,7 @@ def measure(
     if struck is None or not told:
         return Measured(rank, point, kind, struck is not None, ended.code)
     at, first = float(struck[1]), told[0]
+    place = fault.get("step", fault.get("minibatch"))
     back = next((line["recovered"] for line in told if "recovered" in line), None)
     resumed = re.search(r"resumed from .* after (\d+) updates", logs[0])
     verdict = f"rank {rank} failed: {first['how']}"
@@ -142,11 +143,14 @@ def measure(
         detect=round(first["found"] - at, 2),
         exit=round(first["ended"] - at, 2),
         recover=None if back is None else round(back - at, 2),
-        lost=None if weights is None else fault.get("step", 0) - int(resumed[1] if resumed else 0),
+        lost=None
+        if weights is None or not place
+        else place - int(resumed[1] if resumed and back is not None else 0),
         how=first["how"],
         named=first["rank"] == rank
         and f"stage {rank}" in first["how"]
         and verdict in ended.err
-        and all(f"stopped because {verdict}" in log for log in others),
+        # At the very end the others may have ended well already.
+        and (point == "shutdown" or all(f"stopped because {verdict}" in log for log in others)),
         clean=clean,
     )

@@ -61,7 +61,13 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
     count = len(faults) // 2
     updates = EVERY * (count + 3)
     write_config(
-        folder, RANKS, max_updates=updates, checkpoint_interval=3, evaluation_interval=3, heartbeat_limit=2.0
+        folder,
+        RANKS,
+        epochs=updates,
+        max_updates=updates,
+        checkpoint_interval=3,
+        evaluation_interval=3,
+        heartbeat_limit=2.0,
     )
     clean, reference = train(folder)
     assert clean.code == 0, clean.said
