@@ -1,35 +1,25 @@
-"""What the server has ready before it forks: all imports, and one captured model.
+"""What the server has ready before it forks: all imports, and the models that most tests train, captured.
 
-Importing takes seconds of every new process, and capturing takes longer than the trainings of most tests: so the
-model object that these share is captured once; every other model is captured where it is used.
+Importing takes seconds of every new process, and capturing takes longer than the trainings of most tests. Any
+other model is captured where it is used.
 """
 
 import gc
 import importlib
-from collections.abc import Callable
-from typing import Any
 
-from torch import Tensor, nn
-
-import vpipe.commands
 import vpipe.layout
+from tests.captures import capture_once, capture_unknown
+from tests.end_to_end.tiny import TINY
 from tests.multiprocess import tasks
-from vpipe.graph import ModelGraph, capture
+from vpipe.config import RunConfig
+from vpipe.models import build_model
 
-for name in ("vpipe.export", "vpipe.trainer", "torch.utils.tensorboard", "transformers.generation"):
+for name in ("vpipe.commands", "vpipe.export", "vpipe.trainer", "torch.utils.tensorboard"):
     importlib.import_module(name)
-
-_MODEL, _BATCH, _ = tasks.bert()
-_GRAPH = capture(_MODEL, _BATCH)
-
-
-def _capture(
-    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None = None
-) -> ModelGraph:
-    shared = model is _MODEL and example_batch is _BATCH
-    return _GRAPH if shared else capture(model, example_batch, loss_fn)
-
-
-vpipe.layout.capture = _capture
-tasks.adamw(list(_MODEL.parameters())).step()  # without gradients: imports what optimizers import late
+capture_once(*tasks.bert())
+capture_once(*build_model(RunConfig(**TINY), "meta"))
+vpipe.layout.capture = capture_unknown
+tasks.adamw(
+    list(tasks.bert()[0].parameters())
+).step()  # without gradients: imports what optimizers import late
 gc.freeze()  # a collection in a fork need not touch, and so copy, what is here

@@ -10,7 +10,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.command import alive, end, rank_process, start, vpipe
-from tests.end_to_end.test_train import POEM, TINY
+from tests.end_to_end.tiny import POEM, TINY
 
 
 @pytest.fixture

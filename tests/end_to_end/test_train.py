@@ -9,25 +9,10 @@ import pytest
 import yaml
 
 from tests.end_to_end.command import alive, vpipe
+from tests.end_to_end.tiny import POEM, TINY
 from vpipe.config_file import read_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
-TINY = {
-    "model_type": "bert",
-    "hidden_size": 32,
-    "num_layers": 2,
-    "num_heads": 2,
-    "vocab_size": 300,
-    "sequence_length": 16,
-    "batch_size": 4,
-    "data_dir": "text",
-    "machines": ["localhost:0", "localhost:1"],
-    "schedule": "vpipe",
-    "learning_rate": 0.003,
-    "print_frequency": 4,
-    "timeout": 60,
-}
-POEM = "the quick brown fox jumps over the lazy dog and runs along the river to the old mill\n"
 
 
 @pytest.fixture
