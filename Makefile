@@ -21,8 +21,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile tests/unit
-	$(BIN)/python -m pytest tests/multiprocess tests/end_to_end tests/faults  # they start processes themselves
+	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder  # groups: tests/conftest.py
 
 faults: setup
 	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: up to half an hour

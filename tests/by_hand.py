@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests import models
-from vpipe.graph import ModelGraph, RandomContext, StageModule, capture
+from tests.captures import capture_once
+from tests.examples import example
+from vpipe.graph import ModelGraph, RandomContext, StageModule
 from vpipe.graph.batch import Layout
 from vpipe.graph.loss import LossModule
 
@@ -91,9 +92,8 @@ def doubled(value: Any) -> Any:
 
 @cache
 def captured(name: str) -> tuple[nn.Module, Any, Any, ModelGraph]:
-    model, batch, loss_fn = models.ZOO[name]()
-    model, batch = model.double(), doubled(batch)
-    return model, batch, loss_fn, capture(model, batch, loss_fn)
+    model, batch, loss_fn = example(name)
+    return model, batch, loss_fn, capture_once(model, batch, loss_fn)
 
 
 @cache

@@ -15,6 +15,34 @@ from vpipe.graph import ModelGraph
 
 torch.set_num_threads(1)
 
+PROCESSES = ("multiprocess", "end_to_end", "faults")
+"""Folders whose tests start processes: one worker runs them all, one after the other, from one server."""
+MODELS = (
+    "transparency",
+    "graph_transparency",
+    "graph_build",
+    "graph_blocks",
+    "policies_runtime",
+    "asynchronous",
+)
+"""Files (tests/unit/test_*.py) that use the whole zoo: one worker captures each model once."""
+LONG = ("schedule_builders", "plan_optimal", "plan_moments", "simulate_time")
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """`make test` gives groups of tests to two workers, the long ones first: both end at about the same time."""
+    if not config.getoption("loadgroup", False):
+        return
+
+    def group(item: pytest.Item) -> str:
+        folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+        return "processes" if folder in PROCESSES else "models" if name in MODELS else name
+
+    order = ("processes", "models", *LONG)
+    items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
 
 @pytest.fixture(scope="session")
 def captured() -> Callable[..., ModelGraph]:

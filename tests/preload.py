@@ -10,6 +10,7 @@ import importlib
 import vpipe.layout
 from tests.captures import capture_once, capture_unknown
 from tests.end_to_end.tiny import TINY
+from tests.faults.runs import SMALL
 from tests.multiprocess import tasks
 from vpipe.config import RunConfig
 from vpipe.models import build_model
@@ -17,7 +18,8 @@ from vpipe.models import build_model
 for name in ("vpipe.commands", "vpipe.export", "vpipe.trainer", "torch.utils.tensorboard"):
     importlib.import_module(name)
 capture_once(*tasks.bert())
-capture_once(*build_model(RunConfig(**TINY), "meta"))
+for keys in (TINY, SMALL):
+    capture_once(*build_model(RunConfig(**keys), "meta"))
 vpipe.layout.capture = capture_unknown
 tasks.adamw(
     list(tasks.bert()[0].parameters())

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from tests.end_to_end.forked import Forked
 
-TIMEOUT = 110
+TIMEOUT = 220
 
 
 @dataclass(frozen=True)

@@ -39,11 +39,12 @@ def supervised(tmp_path, monkeypatch):
             heartbeat_limit=limit,
             patience=60,
         )
+        before = children_of(os.getpid())
         with pytest.raises(error) as caught:
             run_ranks_here(ranks)
         ended = time.time()
         assert not alive(str(tmp_path))
-        assert not children_of(os.getpid())
+        assert children_of(os.getpid()) == before
         logs = [(tmp_path / f"output.log.{rank}").read_text() for rank in range(len(behaviour))]
         struck = re.search(r"VPIPE_FAULT: \w+ at fwd, ([0-9.]+)", "".join(logs))
         return str(caught.value), ended - float(struck[1]) if struck else 0.0, logs

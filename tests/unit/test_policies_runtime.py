@@ -89,7 +89,7 @@ def test_odd_models_keep_their_numbers(
             assert_equal(got, expected)
 
 
-def test_bfloat16(captured: Callable[..., ModelGraph]) -> None:
+def test_bfloat16(captured: Callable[..., ModelGraph], capture_once: None) -> None:
     given = example("gpt2", torch.float32, layers=2, dropout=0.1)
     blocks = len(captured(*given).blocks)
     batches = varied(given[1], 8)
