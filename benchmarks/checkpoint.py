@@ -5,7 +5,8 @@
 One process trains the benchmark's transformer with AdamW. *A save that waits* writes, hashes and syncs before
 training goes on, as `checkpoint.save` does; *a save beside the training* waits for the copy alone (`Saver.start`),
 and the updates that run while the writer works are slower, which is told too. The three take turns. *Looking* is
-the norm of all gradients, which `on_nonfinite` takes once an update.
+the norm of all gradients, which `on_nonfinite` takes once an update. Each is told by the clock and by the time of
+the processor, of all threads; on a busy machine only the latter says much.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import sys
 import tempfile
 import time
+from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +31,7 @@ from vpipe.runtime.updates import Updates
 
 MINIBATCHES = 2
 """Of an update."""
+Seconds = tuple[float, float]  # by the clock, of the processor
 
 
 def main() -> None:
@@ -37,57 +42,56 @@ def main() -> None:
     if options.json:
         print(json.dumps(found))
         return
-    for what, value in found.items():
-        print(f"{what:48} {value:10.4f}")
+    print(f"{'':44} {'clock, s':>10} {'processor, s':>13}")
+    for what, (clock, processor) in found.items():
+        print(f"{what:44} {clock:10.4f} {processor:13.4f}")
 
 
-def measure(directory: Path, rounds: int) -> dict[str, float]:
+def measure(directory: Path, rounds: int) -> dict[str, Seconds]:
     (batch,) = work.batches(1)
     pipe = vpipe.Pipeline(
         work.build_model(), batch, optimizer=work.build_optimizer, stages=1, minibatches=MINIBATCHES
     )
+    taken: dict[str, list[Seconds]] = defaultdict(list)
     with pipe:
         saver = checkpoint.Saver(pipe, directory / "beside", keep=1)
-        path = None
-        _train(pipe, batch, 2)
+        _train(pipe, batch)
         saver.start({})  # allocates the copy
         saver.finish()
-        taken: dict[str, list[float]] = {
-            name: [] for name in ("update", "waits", "copies", "beside", "writes")
-        }
-        for _ in range(rounds):
-            taken["update"].append(_seconds(lambda: _train(pipe, batch, 1)))
-            taken["waits"].append(_seconds(lambda: checkpoint.save(pipe, directory / "waits", {})))
-            began = time.perf_counter()
-            taken["copies"].append(_seconds(lambda: saver.start({})))
-            while saver.busy:
-                taken["beside"].append(_seconds(lambda: _train(pipe, batch, 1)))
-            path = saver.finish()
-            taken["writes"].append(time.perf_counter() - began)
         gradients = [torch.randn_like(t) for t in pipe.state_dict().values() if t.is_floating_point()]
-        looking = [_seconds(lambda: Updates._norm_of(gradients)) for _ in range(10 * rounds)]
+        path = None
+        for _ in range(rounds):
+            taken["an update"].append(_seconds(lambda: _train(pipe, batch)))
+            taken["looking for numbers that are not finite"].append(
+                _seconds(lambda: Updates._norm_of(gradients))
+            )
+            taken["a save that waits"].append(
+                _seconds(lambda: checkpoint.save(pipe, directory / "waits", {}))
+            )
+            taken["a save beside the training: the copy"].append(_seconds(lambda: saver.start({})))
+            while saver.busy:
+                taken["an update, and what is written beside it"].append(
+                    _seconds(lambda: _train(pipe, batch))
+                )
+            path = saver.finish()
     assert path is not None
-    median = {name: statistics.median(values) for name, values in taken.items()}
+    size = sum(file.stat().st_size for file in path.iterdir())
+    print(f"{size / 1e6:.0f} MB of state, medians of {rounds} rounds", file=sys.stderr)
     return {
-        "checkpoint, MB": sum(file.stat().st_size for file in path.iterdir()) / 1e6,
-        "an update, s": median["update"],
-        "a save that waits, s": median["waits"],
-        "a save beside the training: it waits, s": median["copies"],
-        "... and is written after, s (at most)": median["writes"],
-        "an update while it is written, s": median["beside"],
-        "looking for numbers that are not finite, s": statistics.median(looking),
+        what: (statistics.median(clock for clock, _ in each), statistics.median(cpu for _, cpu in each))
+        for what, each in taken.items()
     }
 
 
-def _train(pipe: vpipe.Pipeline, batch: Any, updates: int) -> None:
-    for _ in pipe.train([batch] * (updates * MINIBATCHES)):
+def _train(pipe: vpipe.Pipeline, batch: Any) -> None:
+    for _ in pipe.train([batch] * MINIBATCHES):
         pass
 
 
-def _seconds(do: Any) -> float:
-    began = time.perf_counter()
+def _seconds(do: Callable[[], object]) -> Seconds:
+    clock, processor = time.perf_counter(), time.process_time()
     do()
-    return time.perf_counter() - began
+    return time.perf_counter() - clock, time.process_time() - processor
 
 
 def _arguments() -> argparse.Namespace:

@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 from vpipe.cost.plan_file import read_plan
-from vpipe.errors import VPipeError
+from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.pipeline import Pipeline
 
 
-def foreseen(folder: Path, pipe: Pipeline) -> str:
-    """A sentence for whoever has run out of memory."""
+@contextmanager
+def telling_memory(folder: Path, pipe: Pipeline) -> Iterator[None]:
+    """If memory does not suffice, the error also tells what the run's plan had foreseen."""
+    try:
+        yield
+    except OutOfMemoryError as error:
+        raise OutOfMemoryError(f"{error}; {_foreseen(folder, pipe)}") from error
+
+
+def _foreseen(folder: Path, pipe: Pipeline) -> str:
     advice = (
         "partition: auto with gpu_memory set to what there is chooses cuts and recomputation that fit, "
         "or says what is missing; recompute: true needs the least"

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,10 +19,10 @@ from vpipe.data import Batches, Sampler
 from vpipe.datasets import Datasets, make_datasets
 from vpipe.determinism import make_deterministic
 from vpipe.device import choose_device, limit_memory
-from vpipe.errors import ConfigError, OutOfMemoryError, Stopped, VPipeError
+from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.faults import ATTEMPT
 from vpipe.files import write_text
-from vpipe.foreseen import foreseen
+from vpipe.foreseen import telling_memory
 from vpipe.keeping import Keeper
 from vpipe.launch import LAUNCHED
 from vpipe.launch.alike import check_alike
@@ -37,6 +35,7 @@ from vpipe.observe.recorder import Recorder
 from vpipe.observe.stages import write_stages
 from vpipe.observe.whereabouts import whereabouts
 from vpipe.pipeline import Pipeline
+from vpipe.position import Position
 from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
 from vpipe.runtime import count_labels
@@ -78,14 +77,7 @@ class Trainer:
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
-        self.sampler = Sampler(len(self.data.train), config.batch_size, config.seed)
-        self.interval = build_schedule(config).update_interval
-        self.minibatches = config.epochs * self.sampler.minibatches_per_epoch
-        if config.max_updates is not None:
-            self.minibatches = min(self.minibatches, config.max_updates * self.interval)
-        self.updates = -(-self.minibatches // self.interval)
-        # Minibatches of earlier runs beyond what this run's interval counts for their updates.
-        self.offset = 0
+        self.position = Position(config, self.data.train, build_schedule(config).update_interval)
         self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
@@ -105,7 +97,7 @@ class Trainer:
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
             self.position_found = checkpoint.load(self.pipe, Path(path))
-            self._check_position(self.position_found, path)
+            self.position.go_on(self.position_found, self.pipe.updates, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:
             return "there is no checkpoint to resume from: training starts anew"
@@ -123,9 +115,9 @@ class Trainer:
         pipe = self.pipe
         notes: list[str] = []
         restored = self.restore(resume, notes.append)
-        if pipe.updates >= self.updates and not int(os.environ.get(ATTEMPT, "0")):
+        if pipe.updates >= self.position.updates and not int(os.environ.get(ATTEMPT, "0")):
             raise VPipeError(
-                f"there is nothing to train: {pipe.updates} of {self.updates} updates are made: "
+                f"there is nothing to train: {pipe.updates} of {self.position.updates} updates are made: "
                 "raise epochs or max_updates"
             )
         pipe.runtime.events.clock = align_clocks(pipe.handler)
@@ -148,7 +140,7 @@ class Trainer:
             with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
                 keeper.resume(self.position_found)
                 requests.listen()
-                with self._telling_memory():
+                with telling_memory(self.folder, pipe):
                     self._train(recorder, keeper)
                 keeper.save(self._position_here)
                 summary = recorder.summary() | {
@@ -177,12 +169,11 @@ class Trainer:
         pace = Pace(pipe, recorder.say)
         # Where it was drained for an evaluation is part of what a resumed run must do alike.
         self.evaluated = self.position_found.get("evaluated", pipe.updates)
-        batches = Batches(self.data.train, self.sampler, self.position(pipe.updates), self.minibatches)
-        for update, loss in pipe.train(batches):
-            recorder.update(update, loss, self.sampler.epoch_of(self.position(update)))
+        for update, loss in pipe.train(self.position.batches(pipe.updates)):
+            recorder.update(update, loss, self.position.epoch(update))
             pace.update()
             asked = pipe.runtime.losses.requests_of(update)
-            if update + 1 == self.updates:
+            if update + 1 == self.position.updates:
                 continue
             if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
                 self._evaluate(recorder, keeper)
@@ -191,18 +182,10 @@ class Trainer:
                 keeper.save(self._position_here)
             if asked & STOP:
                 raise Stopped(
-                    f"the run was asked to end: it has made {pipe.updates} of {self.updates} updates, which are "
-                    f"saved in {keeper.finish()}; go on with --resume auto"
+                    f"the run was asked to end: it has made {pipe.updates} of {self.position.updates} updates, "
+                    f"which are saved in {keeper.finish()}; go on with --resume auto"
                 )
         self._evaluate(recorder, keeper)
-
-    @contextmanager
-    def _telling_memory(self) -> Iterator[None]:
-        """If memory does not suffice: what the plan had foreseen, and how to plan for less."""
-        try:
-            yield
-        except OutOfMemoryError as error:
-            raise OutOfMemoryError(f"{error}; {foreseen(self.folder, self.pipe)}") from error
 
     def _evaluate(self, recorder: Recorder, keeper: Keeper) -> None:
         recorder.pause()
@@ -217,10 +200,6 @@ class Trainer:
         sampler = Sampler(samples, config.batch_size, config.seed)
         count = -(-min(samples, config.evaluation_samples) // config.batch_size)
         return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
-
-    def position(self, updates: int) -> int:
-        """The minibatches that so many updates have used."""
-        return min(self.minibatches, self.offset + updates * self.interval)
 
     def close(self) -> None:
         self.pipe.close()
@@ -249,7 +228,7 @@ class Trainer:
     def _build_pipeline(self) -> Pipeline:
         config, train = self.config, self.data.train
         policy = learning_rate_policy(
-            config.learning_rate_policy, warmup=config.warmup_updates, total=self.updates
+            config.learning_rate_policy, warmup=config.warmup_updates, total=self.position.updates
         )
         return Pipeline(
             self.model,
@@ -271,8 +250,8 @@ class Trainer:
         return Recorder(
             self.pipe,
             self.folder,
-            total=self.updates,
-            samples=self.interval * config.batch_size,
+            total=self.position.updates,
+            samples=self.position.interval * config.batch_size,
             tokens=config.sequence_length,
             print_frequency=config.print_frequency,
             verbose_frequency=config.verbose_frequency,
@@ -291,36 +270,7 @@ class Trainer:
 
     def _position_here(self) -> dict[str, Any]:
         """Where in the data the pipeline is, once it is drained."""
-        return {
-            "minibatch": self.position(self.pipe.updates),
-            "evaluated": self.evaluated,
-            **self._order(),
-        }
-
-    def _order(self) -> dict[str, Any]:
-        """All that the order of the samples follows from, and what the first of them looks like."""
-        train = self.data.train
-        first = hashlib.sha256()
-        for field in train.batch([0], 0).values():
-            first.update(field.numpy().tobytes())
-        return {
-            "batch_size": self.config.batch_size,
-            "number of samples": len(train),
-            "seed": self.config.seed,
-            "first sample": first.hexdigest()[:16],
-        }
-
-    def _check_position(self, position: dict[str, Any], path: str) -> None:
-        """Go on at the sample where the checkpoint was made."""
-        for key, value in self._order().items():
-            if position[key] != value:
-                raise ConfigError(
-                    f"{path} was made with {key} {position[key]} and this run has {value}: the order of the samples "
-                    f"would be another; use the same {key} and data, or start from the weights alone with `pretrained`"
-                )
-        done = self.pipe.updates
-        self.offset = position["minibatch"] - done * self.interval
-        self.updates = done - (-(self.minibatches - position["minibatch"]) // self.interval)
+        return {**self.position.told(self.pipe.updates), "evaluated": self.evaluated}
 
     def _describe_run(self) -> None:
         """The resolved configuration and the plan, for whoever looks at the run later."""
@@ -361,6 +311,6 @@ class Trainer:
             where = f"ranks on {', '.join(devices)}, joined by {', '.join(sorted(set(handler.channel_names.values())))}"
         return (
             f"{type(self.model).__name__}: {len(layout.graph.blocks)} blocks as {list(layout.partition)} on "
-            f"{self.world.size} {where}, schedule {layout.schedule.name}, {self.updates} updates of "
-            f"{self.interval} x {self.config.batch_size} samples"
+            f"{self.world.size} {where}, schedule {layout.schedule.name}, {self.position.updates} updates of "
+            f"{self.position.interval} x {self.config.batch_size} samples"
         )
