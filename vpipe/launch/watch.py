@@ -11,7 +11,6 @@ import os
 import signal
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -106,7 +105,8 @@ class Watch:
         window = now - seen.at
         if window > min(1.0, self.limit / 5):  # a tick is 10 ms: shorter windows tell nothing
             used = (ticks - seen.ticks) / os.sysconf("SC_CLK_TCK")
-            at_work = used > IDLE * window or _wants_to_run(self.children[rank].pid)
+            # The main thread's state. Others, which wait for the lock, look for it and run for a moment all the time.
+            at_work = used > IDLE * window or state in ("R", "D")
             seen.idle = None if at_work else seen.idle or seen.at
             seen.ticks, seen.at = ticks, now
         beat = self.page.beat(rank)
@@ -148,22 +148,9 @@ class Watch:
 
 
 def _look(process: int) -> tuple[str, int] | None:
-    """A process's state, and the processor time that it has used, in ticks."""
+    """The state of a process (of its main thread), and the processor time that it has used, in ticks."""
     try:
         told = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
     except OSError:
         return None
     return told[0], int(told[11]) + int(told[12])
-
-
-def _wants_to_run(process: int) -> bool:
-    """Whether any of its threads waits for a processor or for a disk: on a crowded host that takes a while."""
-    try:
-        threads = list(Path("/proc", str(process), "task").iterdir())
-    except OSError:
-        return False
-    states = []
-    for thread in threads:
-        with suppress(OSError):
-            states.append((thread / "stat").read_text().rpartition(")")[2].split()[0])
-    return "R" in states or "D" in states
