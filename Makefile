@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test faults soak bench docs clean
+.PHONY: setup train check test fuzz faults soak bench docs clean
 
 setup: .venv/.ready
 
@@ -28,6 +28,9 @@ faults: setup
 
 soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200
+
+fuzz: setup
+	VPIPE_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz  # about 20 minutes
 
 bench: setup
 	$(BIN)/python benchmarks/peers.py

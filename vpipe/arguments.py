@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, PartitionError
 from vpipe.files import read_text
 from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
 
@@ -40,6 +40,40 @@ def check_plan(config: RunConfig, model: str) -> None:
             f"{path}: is a plan for another model: its fingerprint is {fingerprint[:16]!r}, that of the model in "
             f"{config.source} {model[:16]!r}: plan again with `vpipe plan {config.source}`"
         )
+
+
+def known_blocks(config: RunConfig) -> int | None:
+    """Two for each layer of bert and cpm, and a head; None where only capturing the model would tell."""
+    if config.model is not None or config.model_type == "translation":
+        return None
+    return 2 * config.num_layers + 1
+
+
+def check_blocks(config: RunConfig, schedule: Schedule) -> None:
+    """Whether partition and policies are those of the model, as far as that is known before ranks start."""
+    blocks, stages, ratio = known_blocks(config), schedule.num_stages, config.recompute_ratio
+    if isinstance(ratio, list) and len(ratio) != stages:
+        raise ConfigError(
+            f"{config.source}: recompute_ratio is {ratio}, which has {len(ratio)} entries, but schedule "
+            f"{schedule.name!r} has {stages} stages: give one for each"
+        )
+    if blocks is None:
+        return
+    if config.policies is not None and len(config.policies) != blocks:
+        raise ConfigError(
+            f"{config.source}: policies has {len(config.policies)} entries, the model has {blocks} blocks: "
+            "give one for each"
+        )
+    counts = config.partition if isinstance(config.partition, list) else None
+    if stages > blocks or (counts is not None and sum(counts) != blocks):
+        from vpipe.graph.partition import balanced_partition, check_partition  # torch comes with it
+
+        try:
+            if counts is not None:
+                check_partition(counts, blocks)
+            balanced_partition([1] * blocks, stages)
+        except PartitionError as error:
+            raise ConfigError(f"{config.source}: {error}") from None
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -33,7 +33,8 @@ def _number(value: Any) -> Any:
 
 
 def _machine(value: str) -> str:
-    if not re.fullmatch(r"[^\s:/]+:\d+", value):
+    # Only what a host's name may have: it can be taken neither for an option of another program nor for a command.
+    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,4}", value):
         raise ValueError("host:GPU, such as 'localhost:0'")
     return value
 
@@ -46,8 +47,11 @@ def _schedule(value: str) -> str:
     return value
 
 
-Count = Annotated[int, Field(strict=True, ge=1)]
-Natural = Annotated[int, Field(strict=True, ge=0)]
+LARGEST = 10**9
+"""Of any number of things: what is larger is a slip of the pen."""
+Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
+Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
+Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
@@ -116,15 +120,15 @@ class RunConfig(BaseModel):
     weights that may be stale (schedule vpipe)."""
     macrobatch: StrictBool = False
     """One update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
-    stages: Count | None = None
+    stages: Places | None = None
     """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
     minibatches: Count | None = None
     """Minibatches of an update in a synchronous schedule; twice the number of stages if not given."""
     update_interval: Count | None = None
     """Minibatches of an update in an asynchronous schedule."""
-    chunks: Count | None = None
+    chunks: Places | None = None
     """Stages on each rank, for the schedule interleaved."""
-    replicas: Annotated[list[Count], Field(min_length=1)] | None = None
+    replicas: Annotated[list[Places], Field(min_length=1, max_length=4096)] | None = None
     """Number of ranks of each position of the pipeline, such as [2, 1]."""
     partition: Annotated[list[Count], Field(min_length=1)] | Path_ | None = None
     """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
@@ -180,7 +184,7 @@ class RunConfig(BaseModel):
 
     machines: Annotated[list[Machine], Field(min_length=1)] | None = None
     """host:GPU of each rank; ranks may share a GPU."""
-    module: Annotated[str, Field(pattern=r"^vgpus=[1-9]\d*$")] | None = None
+    module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """What carries tensors between hosts (within one it is shared memory); chosen by the devices if not given."""

@@ -7,7 +7,7 @@ import json
 import re
 from typing import Any
 
-from vpipe.config import RunConfig
+from vpipe.config import LARGEST, RunConfig
 
 INTRODUCTION = """\
 # Configuration
@@ -76,6 +76,8 @@ def _limits(schema: dict[str, Any]) -> str:
         schema.get(f"exclusive{name}", schema.get(own))
         for name, own in (("Minimum", "gt"), ("Maximum", "lt"))
     )
+    if high == LARGEST:
+        high = None  # nobody comes near it
     if low is not None and high is not None:
         return f"from {low:g} to {high:g}"
     told = (

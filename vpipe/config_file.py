@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
@@ -16,6 +17,7 @@ from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
 from vpipe.files import read_text
 from vpipe.maps import read_maps
+from vpipe.plain_yaml import parse_yaml
 
 KEYS = tuple(RunConfig.model_fields)
 AUTO = "auto"
@@ -85,14 +87,9 @@ def read_yaml(path: Path) -> dict[str, Any]:
     """The keys and values of a YAML file; nothing but plain data is ever made from it."""
     text = read_text(path)
     try:
-        values = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as error:
-        line = "" if error.problem_mark is None else f", line {error.problem_mark.line + 1}"
-        problem = " ".join((error.problem or "it is not YAML").split())
-        raise ConfigError(f"{path}{line}: {problem}; write plain `key: value` lines") from None
-    except (yaml.YAMLError, RecursionError, ValueError) as error:
-        problem = " ".join(str(error).split())
-        raise ConfigError(f"{path}: cannot be read as YAML: {problem[:200]}") from None
+        values = parse_yaml(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path}: {error}; write plain `key: value` lines") from None
     if values is None:
         raise ConfigError(f"{path}: the file is empty: write `key: value` lines, such as `model_type: bert`")
     if not isinstance(values, dict):
@@ -106,9 +103,9 @@ def check_values(values: dict[str, Any], path: Path) -> RunConfig:
     """The configuration of these keys and values, as they stand in the file `path`."""
     for key, value in values.items():
         if key not in KEYS:
-            close = get_close_matches(str(key), KEYS, n=1, cutoff=0.6)
+            close = get_close_matches(str(key)[:40], KEYS, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{path}: unknown key {key!r} (its value is {_shown(value)}): {hint}")
+            raise ConfigError(f"{path}: unknown key {_shown(key)} (its value is {_shown(value)}): {hint}")
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -159,8 +156,12 @@ def _expected(error: ErrorDetails) -> str:
     return error["msg"] if template is None else template.format(**error.get("ctx", {}))
 
 
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 4, 30, 30, 100, 60
+
+
 def _shown(value: Any) -> str:
-    text = repr(value)
+    text = _REPR.repr(value)  # in short, however large or deep it is
     return text if len(text) <= 60 else text[:57] + "..."
 
 

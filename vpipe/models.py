@@ -11,7 +11,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -20,6 +20,7 @@ Batch = dict[str, Tensor]
 SPECIAL_TOKENS = 3
 """Ids below this are padding, start and end: synthetic text has none of them."""
 MASKED_SHARE = 0.15
+MOST_LAYERS = 10_000
 
 
 class Example(NamedTuple):
@@ -32,6 +33,20 @@ class Example(NamedTuple):
 
 def build_model(config: RunConfig, device: str = "cpu") -> Example:
     """The configured model, seeded, on `cpu` or on `meta` (no memory, no values), and an example batch."""
+    if config.model is None:
+        return _build(config, device)
+    try:
+        return _build(config, device)
+    except VPipeError:
+        raise
+    except Exception as error:  # whatever the library makes of numbers that do not fit together
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+        raise ConfigError(
+            f"{config.source}: model is {config.model!r}: transformers cannot build it: {reason}"
+        ) from None
+
+
+def _build(config: RunConfig, device: str) -> Example:
     settings = _settings(config)
     architecture = _architecture(settings, config)
     with torch.random.fork_rng(devices=[]), torch.device(device):
@@ -164,9 +179,14 @@ def _read_settings(path: Path, config: RunConfig) -> Any:
         raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
     try:
         settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except Exception as error:
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{place}: transformers cannot read it: {reason}") from None
+    for key, value in vars(settings).items():
+        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
+            raise ConfigError(
+                f"{place}: its {key} is {value}: a model of more than {MOST_LAYERS} is not built"
+            )
     settings.use_cache = False
     return settings
 

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 
 from vpipe.errors import ConfigError
+from vpipe.plain_yaml import parse_yaml
 
 PATHS = ("model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container")
 
@@ -22,11 +23,11 @@ def read_settings(written: Sequence[str]) -> dict[str, Any]:
     for text in written:
         key, equals, value = text.partition("=")
         if not equals or not key.strip():
-            raise ConfigError(f"--set {text}: write key=value, such as --set batch_size=16")
+            raise ConfigError(f"--set {_shown(text)}: write key=value, such as --set batch_size=16")
         try:
-            settings[key.strip()] = yaml.safe_load(value)
+            settings[key.strip()] = parse_yaml(value)
         except yaml.YAMLError:
-            raise ConfigError(f"--set {text}: {value!r} cannot be read as a YAML value") from None
+            raise ConfigError(f"--set {_shown(text)}: the value cannot be read as YAML") from None
     return {key: _absolute(value) if _is_path(key, value) else value for key, value in settings.items()}
 
 
@@ -41,6 +42,11 @@ def _written(settings: dict[str, Any]) -> list[str]:
         yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n") for value in settings.values()
     )
     return [f"{key}={text.strip()}" for key, text in zip(settings, texts, strict=True)]
+
+
+def _shown(text: str) -> str:
+    """As it was written, unless that would fill more than a line."""
+    return text if len(text) <= 80 and text.isprintable() else repr(text[:80])
 
 
 def _is_path(key: str, value: Any) -> bool:

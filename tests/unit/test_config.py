@@ -185,7 +185,7 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ),
         ("stages: 2\n\tbatch_size: 3", "line 2: "),
         ("batch_size: \x00", "cannot be read as YAML"),
-        ("[" * 5000, "cannot be read as YAML"),
+        ("[" * 5000, "line 1: brackets are nested too deep"),
         ("partition: nowhere.json", "nowhere.json: cannot be read: No such file"),
     ],
 )

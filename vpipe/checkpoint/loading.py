@@ -6,8 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from vpipe.checkpoint.files import read_tensors
+from vpipe.checkpoint.files import read_header, read_tensors
 from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
+from vpipe.checkpoint.state import check_state
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout
@@ -26,11 +27,14 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
 
     def read_own() -> tuple[Manifest, dict[str, Tensor]]:
         manifest = read_manifest(path)
+        check_state(manifest.state, path)
         _check_names(pipe.layout, manifest, path)
         by_file = _wanted(pipe, manifest)
         verify(path, by_file)
         tensors: dict[str, Tensor] = {}
         for file, names in by_file.items():
+            if sorted(read_header(path / file)[0]) != sorted(manifest.files[file].tensors):
+                raise VPipeError(f"{path / file} holds other tensors than its manifest says")
             read = read_tensors(path / file, names)
             weights = {n.removeprefix(MODEL): t for n, t in read.items() if n.startswith(MODEL)}
             check_shapes(pipe.layout, weights, path / file)
@@ -45,7 +49,17 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
         "give every rank the same path, in a directory that all of them see",
     )
     state = StageState(tensors, manifest.state["optimizers"])
-    agree(pipe.world, "state of the checkpoint", lambda: pipe.load_training_state(state, manifest.state))
+
+    def set_state() -> None:
+        try:
+            pipe.load_training_state(state, manifest.state)
+        except VPipeError:
+            raise
+        except Exception as error:  # an optimizer's own opinion of what is in it
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
+            raise VPipeError(f"{path}: its training state does not fit this run: {reason}") from None
+
+    agree(pipe.world, "state of the checkpoint", set_state)
     return manifest.extra
 
 

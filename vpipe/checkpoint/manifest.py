@@ -7,6 +7,7 @@ import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
+from reprlib import Repr
 from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
@@ -14,6 +15,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from vpipe.checkpoint.files import sha256, sync, telling
 from vpipe.errors import VPipeError
 
+_REPR = Repr()
+_REPR.maxstring = 100
 MANIFEST = "manifest.json"
 VERSION = 1
 
@@ -85,8 +88,8 @@ def read_manifest(folder: Path) -> Manifest:
         return Manifest.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        place = ".".join(map(str, first["loc"]))
-        raise VPipeError(f"{path}: {place}: {first['msg']}, but it is {first['input']!r}") from None
+        place = " ".join(".".join(map(str, first["loc"])).split())[:100]
+        raise VPipeError(f"{path}: {place}: {first['msg']}, but it is {_REPR.repr(first['input'])}") from None
 
 
 def verify(folder: Path, only: Collection[str] | None = None) -> Manifest:

@@ -6,6 +6,7 @@ several tensors (`vpipe.checkpoint.conversion`).
 """
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from vpipe.runtime.stage import MODEL
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+_FILE = re.compile(r"[^/\\\0]+\.safetensors")
 
 
 def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[str]:
@@ -116,11 +118,12 @@ def _places(directory: Path) -> dict[str, str]:
         raw = index.read_bytes()
     try:
         places = dict(json.loads(raw)["weight_map"])
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, RecursionError):
         raise VPipeError(f"{index} is not an index of weights: it has no weight_map") from None
     for file in places.values():
-        if not isinstance(file, str) or Path(file).name != file:
-            raise VPipeError(f"{index} names the file {file!r}: only files beside it are read")
+        if not isinstance(file, str) or not _FILE.fullmatch(file):
+            shown = repr(file) if isinstance(file, str) and len(file) <= 60 else type(file).__name__
+            raise VPipeError(f"{index} names the file {shown}: only files beside it are read, *.safetensors")
     return places
 
 

@@ -33,6 +33,8 @@ KEYS = (
     "fingerprint",
     "prediction",
 )
+MOST_BLOCKS = 1_000_000
+"""More than any model has: what follows from a slip of the pen must not fill the memory."""
 EXAMPLE = '{"partition": [12, 13], "recompute_ratio": [0.3, 0]}'
 
 
@@ -87,6 +89,8 @@ def read_plan(path: Path) -> Plan:
     if fields.text("format", FORMAT) != FORMAT:
         raise fields.fault("format", f"{FORMAT!r}, or left out")
     partition = _counts(fields, "partition", "the number of blocks of each stage, such as [12, 13]")
+    if sum(partition) > MOST_BLOCKS:
+        raise fields.fault("partition", f"the blocks of a model, which has {MOST_BLOCKS:,} at most")
     schedule = fields.text("schedule", "vpipe")
     if schedule not in NAMES:
         raise fields.fault("schedule", f"one of {', '.join(NAMES)}")

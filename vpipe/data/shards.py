@@ -26,6 +26,9 @@ COLUMNS = (
     "masked_lm_ids",
     "next_sentence_labels",
 )
+LIKE = {"input_mask": "input_ids", "segment_ids": "input_ids", "masked_lm_ids": "masked_lm_positions"}
+"""Columns of equal shape."""
+FLAGS = (("input_mask", 1), ("segment_ids", 1), ("next_sentence_labels", 1))
 Numbers = NDArray[np.int64]
 
 
@@ -48,12 +51,15 @@ class Shards:
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
         rows = self._rows(np.asarray(indices))
-        largest = max(rows["input_ids"].max(), rows["masked_lm_ids"].max())
-        if largest >= self.vocab_size:
+        tokens = np.concatenate([rows["input_ids"].ravel(), rows["masked_lm_ids"].ravel()])
+        if tokens.max() >= self.vocab_size or tokens.min() < 0:
+            wrong = tokens.max() if tokens.max() >= self.vocab_size else tokens.min()
             raise ConfigError(
-                f"{describe(self.path)}: there is a token {largest}, but vocab_size is {self.vocab_size}: set it "
+                f"{describe(self.path)}: there is a token {wrong}, but vocab_size is {self.vocab_size}: set it "
                 "to that of the shards' tokenizer"
             )
+        for name, most in (("masked_lm_positions", rows["input_ids"].shape[1] - 1), *FLAGS):
+            self._check_range(name, rows[name], most)
         labels = place_labels(rows["input_ids"].shape, rows["masked_lm_positions"], rows["masked_lm_ids"])
         batch = {
             "input_ids": torch.from_numpy(rows["input_ids"]),
@@ -64,6 +70,13 @@ class Shards:
         if self.next_sentence:
             batch["next_sentence_label"] = torch.from_numpy(rows["next_sentence_labels"])
         return batch
+
+    def _check_range(self, name: str, numbers: Numbers, most: int) -> None:
+        outside = numbers[(numbers < 0) | (numbers > most)]
+        if len(outside):
+            raise ConfigError(
+                f"{describe(self.path)}: {name} holds {outside[0]}, but it goes from 0 to {most}: write the shards anew"
+            )
 
     def _rows(self, indices: Numbers) -> dict[str, Numbers]:
         """The samples' rows of every column, in the order of the indices."""
@@ -113,11 +126,19 @@ def _count(file: Path, path: Path, length: int) -> int:
         if missing:
             raise ConfigError(f"{describe(path)}: {file} has no {', '.join(missing)}: it is no BERT shard")
         shapes = {name: shard[name].shape for name in COLUMNS}
+    if len(shapes["input_ids"]) != 2 or not all(shapes.values()):
+        raise ConfigError(f"{describe(path)}: {file} has no rows of tokens in input_ids: it is no BERT shard")
     samples, width = shapes["input_ids"]
     for name, shape in shapes.items():
         if shape[0] != samples:
             raise ConfigError(
                 f"{describe(path)}: {file} has {samples} rows of input_ids, but {shape[0]} of {name}: "
+                "write it anew"
+            )
+    for name, like in LIKE.items():
+        if shapes[name] != shapes[like]:
+            raise ConfigError(
+                f"{describe(path)}: {file} has {like} of shape {shapes[like]}, but {name} of {shapes[name]}: "
                 "write it anew"
             )
     if width != length:
@@ -139,6 +160,8 @@ def _opened(file: Path, path: Path) -> Iterator[Any]:
     try:
         with h5py.File(file, "r") as shard:
             yield shard
-    except OSError as error:
+    except ConfigError:
+        raise
+    except Exception as error:  # of a damaged file the library says almost anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{describe(path)}: {file} cannot be read as HDF5: {reason}") from None

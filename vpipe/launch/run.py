@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vpipe.arguments import build_schedule
+from vpipe.arguments import build_schedule, check_blocks
 from vpipe.config_file import AUTO
 from vpipe.environment import DEVICE
 from vpipe.errors import ConfigError, RankFailedError
@@ -49,6 +49,7 @@ def launch(
     stages = ["some stage"] * config.ranks
     if config.partition != AUTO:
         schedule = build_schedule(config)
+        check_blocks(config, schedule)
         stages = [
             " and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)
         ]

@@ -228,7 +228,7 @@ def _read(path: Path) -> RankEvents:
         return RankEvents(
             int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory, memory_of
         )
-    except (AttributeError, KeyError, TypeError, ValueError) as error:
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"
         ) from None

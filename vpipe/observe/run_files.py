@@ -10,6 +10,7 @@ import yaml
 
 from vpipe.errors import ConfigError
 from vpipe.files import read_json, read_text
+from vpipe.plain_yaml import parse_yaml
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -30,7 +31,7 @@ def read_lines(path: Path, key: str = "update") -> list[dict[str, Any]]:
     for line in read_text(path).splitlines():
         try:
             value = json.loads(line)
-        except ValueError:
+        except (ValueError, RecursionError):
             continue
         if isinstance(value, dict) and key in value:
             lines.append(value)
@@ -42,7 +43,7 @@ def read_keys(path: Path) -> dict[str, str]:
     if not path.is_file():
         return {}
     try:
-        values = yaml.safe_load(read_text(path))
+        values = parse_yaml(read_text(path))
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: cannot be read as YAML: {error}; remove it to do without") from None
     if not isinstance(values, dict):

@@ -31,6 +31,8 @@ UPDATE = frozenset({Op.REDUCE, Op.STEP})
 COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE})
 
 PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(Op.__members__, key=len, reverse=True)) + r")(\d+)")
+MOST_DIGITS = 9
+"""Of a stage or a minibatch: more are a slip of the pen, and nobody would live to see the end of it."""
 
 
 class Action(NamedTuple):
@@ -46,9 +48,10 @@ class Action(NamedTuple):
     @classmethod
     def parse(cls, text: str) -> Action:
         match = PATTERN.fullmatch(text.strip())
-        if match is None:
+        if match is None or max(len(match[1]), len(match[3])) > MOST_DIGITS:
+            shown = repr(text if len(text) <= 40 else text[:37] + "...")
             raise ScheduleError(
-                f"{text!r} is not an action: write stage, operation, minibatch, such as 2F0; "
+                f"{shown} is not an action: write stage, operation, minibatch, such as 2F0; "
                 f"operations are {', '.join(Op.__members__)}"
             )
         return cls(int(match[1]), Op[match[2]], int(match[3]))

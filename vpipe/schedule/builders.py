@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from difflib import get_close_matches
 from functools import partial
+from itertools import accumulate
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.interleaved import interleaved
@@ -15,6 +16,7 @@ from vpipe.schedule.zero_bubble import v_placement, zero_bubble_v
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 ASYNCHRONOUS = ("pipedream", "2bw", "vpipe")
 NAMES = SYNCHRONOUS + ASYNCHRONOUS
+MOST_STAGES = 4096
 
 
 def build(
@@ -37,6 +39,8 @@ def build(
         hint = f"did you mean {close[0]!r}? " if close else ""
         raise ScheduleError(f"unknown schedule {name!r}: {hint}schedules are {', '.join(NAMES)}")
     at_least_one("stages", stages)
+    if stages > MOST_STAGES:
+        raise ScheduleError(f"stages is {stages}: schedules are built for {MOST_STAGES} at most")
     if minibatches is not None:
         at_least_one("minibatches", minibatches)
     counts = checked_replicas(stages, replicas)
@@ -101,8 +105,8 @@ def in_chunks(name: str, counts: Sequence[int], minibatches: int, chunks: int) -
 
 
 def positions_of(counts: Sequence[int]) -> tuple[tuple[int, ...], ...]:
-    starts = [sum(counts[:position]) for position in range(len(counts))]
-    return tuple(tuple(range(start, start + count)) for start, count in zip(starts, counts, strict=True))
+    ends = accumulate(counts)
+    return tuple(tuple(range(end - count, end)) for end, count in zip(ends, counts, strict=True))
 
 
 def at_least_one(what: str, value: int) -> None:

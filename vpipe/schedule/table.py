@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+from collections.abc import Iterator
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import COMMUNICATION, Action, Op
@@ -50,7 +51,7 @@ def read_table(text: str, name: str = "table") -> Schedule:
 
 def read_programs(text: str, name: str) -> list[list[Action]]:
     programs = []
-    for row, cells in enumerate(csv.reader(io.StringIO(text)), start=1):
+    for row, cells in enumerate(_rows(text, name), start=1):
         program = []
         for column, cell in enumerate(cells, start=1):
             if cell.strip():
@@ -60,6 +61,13 @@ def read_programs(text: str, name: str) -> list[list[Action]]:
                     raise ScheduleError(f"{name}, row {row}, column {column}: {error}") from None
         programs.append(program)
     return programs
+
+
+def _rows(text: str, name: str) -> Iterator[list[str]]:
+    try:
+        yield from csv.reader(io.StringIO(text))
+    except csv.Error as error:
+        raise ScheduleError(f"{name}: cannot be read as CSV: {error}") from None
 
 
 def read_placement(programs: list[list[Action]], name: str) -> tuple[tuple[int, ...], ...]:

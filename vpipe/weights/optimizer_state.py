@@ -71,6 +71,8 @@ def write_state(
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
         by_parameter.setdefault(name, {})[key] = tensor
+    if lost := sorted(by_parameter.keys() & set(names.values()) - saved.keys()):
+        raise VPipeError(f"the optimizer's state of parameter {lost[0]!r} belongs to no group of any record")
     packed = optimizer.state_dict()
     packed["state"] = {}
     scheduler_state = None
@@ -81,14 +83,20 @@ def write_state(
             _check_kind(optimizer, name, saved[name].optimizer)
             # A copy: what was read may be a view of a file.
             momenta = {key: tensor.clone() for key, tensor in by_parameter.get(name, {}).items()}
+            if both := sorted(momenta.keys() & saved[name].values.keys()):
+                raise VPipeError(f"{both[0]!r} of parameter {name!r} is a tensor and a number at once")
             packed["state"][number] = momenta | saved[name].values
         if known:
             first = saved[known[0][1]]
-            packed_group.update({k: _like(group.get(k), value) for k, value in first.numbers.items()})
+            told = {k: value for k, value in first.numbers.items() if k in group}
+            packed_group.update({k: _like(group[k], value, k) for k, value in told.items()})
+            _check_numbers(optimizer, {k: packed_group[k] for k in told if k in optimizer.defaults})
             scheduler_state = scheduler_state or first.scheduler
     optimizer.load_state_dict(packed)
     if scheduler is not None and scheduler_state is not None:
-        scheduler.load_state_dict({**scheduler.state_dict(), **scheduler_state})
+        own = scheduler.state_dict()
+        told = {k: _like(own[k], value, k) for k, value in scheduler_state.items() if k in own}
+        scheduler.load_state_dict(own | told)
 
 
 def _by_parameter(records: Iterable[Record]) -> dict[str, _Saved]:
@@ -110,6 +118,18 @@ def _check_kind(optimizer: Optimizer, name: str, saved: str) -> None:
         )
 
 
+def _check_numbers(optimizer: Optimizer, numbers: dict[str, Any]) -> None:
+    """The optimizer itself knows which it takes, and says so when it is made."""
+    try:
+        type(optimizer)([nn.Parameter(torch.zeros(1))], **numbers)
+    except ValueError as error:
+        raise VPipeError(
+            f"optimizer {type(optimizer).__name__} does not take what was saved: {error}"
+        ) from None
+    except TypeError:
+        return  # one that is not made this way
+
+
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     """The group's numbers: rates, counters, coefficients. Its flags are the run's own business."""
     found = {}
@@ -121,11 +141,17 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _like(current: Any, value: Any) -> Any:
-    """The value in the form that the group has it in: JSON knows neither tuples nor tensors."""
-    if isinstance(current, Tensor):
+def _like(current: Any, value: Any, key: str) -> Any:
+    """The value in the form that the optimizer has it in: JSON knows neither tuples nor tensors."""
+    if isinstance(current, Tensor) and _is_number(value):
         return torch.full_like(current, value)
-    return tuple(value) if isinstance(current, tuple) else value
+    if isinstance(current, list | tuple) and isinstance(value, list) and len(current) == len(value):
+        return type(current)(_like(old, new, key) for old, new in zip(current, value, strict=True))
+    if _is_number(current) != _is_number(value) or isinstance(current, list | tuple | Tensor):
+        raise VPipeError(
+            f"{key!r} of an optimizer is {str(value)[:60]!r}, which is not of the kind of {current!r}"
+        )
+    return value
 
 
 def _plain_part(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -68,7 +68,12 @@ def labels(folders: Sequence[Path]) -> list[str]:
 def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:
     """Of each update by the summary, else of each line of metrics; [updates made, loss]."""
     if summary.get("losses"):
-        return thinned([[update + 1, loss] for update, loss in summary["losses"]])
+        try:
+            return thinned([[update + 1, loss] for update, loss in summary["losses"]])
+        except (TypeError, ValueError):
+            raise ConfigError(
+                "summary.json: losses is no list of [update, loss]: remove the file to do without"
+            ) from None
     return _curve(train, "loss")
 
 

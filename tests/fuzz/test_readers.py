@@ -1,0 +1,85 @@
+"""Ten thousand bad files of each format: a clear error, or a file that is good after all; no traceback, no hang.
+
+`make fuzz` reads that many and tells how long it took; the suite reads a few hundred of each.
+"""
+
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, Phase, given, seed, settings
+
+from tests.fuzz.readers import MAKERS, all_readers
+from vpipe.errors import VPipeError
+
+COUNT = int(os.environ.get("VPIPE_FUZZ", "0"))
+"""Bad files of each format; 0: as many as the suite has time for."""
+QUICK = 150
+SLOW = {"model": 40, "tokenizer": 100, "shards": 100}
+LONGEST = 20.0
+"""Seconds that one file may take; most take a millisecond."""
+
+LONGEST_MESSAGE = 20_000
+
+
+def refusal(read: Callable[[], Any]) -> str | None:
+    """What is said of a file; None if it is good after all."""
+    try:
+        read()
+    except VPipeError as error:
+        return str(error)
+    return None
+
+
+@contextmanager
+def limited(seconds: float) -> Iterator[None]:
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise AssertionError(f"a file took longer than {seconds:g} s")
+
+    before = signal.signal(signal.SIGALRM, too_long)
+    signal.setitimer(signal.ITIMER_REAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+@pytest.mark.timeout(0 if COUNT else 120)
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", MAKERS)
+def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    reader = all_readers(tmp_path)[name]()
+    wanted = COUNT or SLOW.get(name, QUICK)
+    told = {"refused": 0, "read": 0}
+
+    @settings(
+        max_examples=wanted,
+        deadline=None,
+        database=None,
+        phases=[Phase.generate, Phase.shrink],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(reader.bad)
+    def one(raw: bytes) -> None:
+        with limited(LONGEST):
+            message = refusal(lambda: reader.read(raw))
+        told["read" if message is None else "refused"] += 1
+        if message is not None:
+            assert message.count("\n") < reader.lines, message
+            assert len(message) < LONGEST_MESSAGE
+
+    began, number = time.monotonic(), 0
+    while told["refused"] < (COUNT or 1) and number < 2:  # a file that is good after all does not count
+        seed(number)(one)()
+        number += 1
+    if COUNT:
+        with capsys.disabled():
+            taken = time.monotonic() - began
+            print(f"\n{name}: {told['refused']} refused, {told['read']} read, {taken:.0f} s", end="")
