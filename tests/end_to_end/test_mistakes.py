@@ -105,8 +105,8 @@ def test_binary_text(mistaken, tmp_path):
 
 
 def test_more_stages_than_blocks(mistaken):
-    machines = [f"localhost:{number}" for number in range(4)]
-    assert "blocks" in mistaken(num_layers=1, machines=machines)
+    machines = [f"localhost:{number}" for number in range(6)]
+    assert "6 stages, but the model has only 5 blocks" in mistaken(machines=machines)
 
 
 def test_nothing_to_resume_from(mistaken, tmp_path):
