@@ -1,6 +1,6 @@
 """BERT-large on four ranks that share one GPU: the limit, every schedule, the guides' settings under a memory cap.
 
-    python benchmarks/gpu.py [--json FILE] [--precision bf16] [--layers 24] [--batch 16] [--seconds 400]
+    python benchmarks/gpu.py [--json FILE] [--precision bf16] [--layers 24] [--batch 16] [--parts schedules,guides]
 
 Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of the guides' size, sequence 128.
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
@@ -34,6 +34,7 @@ def main() -> None:
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=16)
+    parser.add_argument("--parts", default="schedules,guides", help="schedules, guides or both")
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
     with socket.socket() as free:
@@ -64,12 +65,22 @@ def main() -> None:
     if arguments.json.exists():
         rows = [json.loads(line) for line in arguments.json.read_text().splitlines()]
         Console(width=140).print(table(rows))
+        for row in rows:
+            if "ratios" in row:
+                print(row["case"], {name: round(ratio, 2) for name, ratio in row["ratios"].items()})
     if any(codes):
         sys.exit(f"ranks ended with {codes}")
 
 
 def _for_rank(arguments: argparse.Namespace) -> list[object]:
-    return [arguments.json, arguments.precision, arguments.layers, arguments.batch, arguments.seconds]
+    return [
+        arguments.json,
+        arguments.precision,
+        arguments.layers,
+        arguments.batch,
+        arguments.seconds,
+        arguments.parts,
+    ]
 
 
 def table(rows: list[dict[str, object]]) -> Table:

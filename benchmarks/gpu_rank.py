@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import json
-import statistics
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,18 +18,21 @@ import vpipe.layout
 import vpipe.profile.model
 from vpipe import Pipeline
 from vpipe.communication import InProcessHub, ProcessWorld, World
-from vpipe.cost import Plan, Profile
+from vpipe.cost import Plan, Profile, read_profile, write_profile
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import capture
+from vpipe.graph.partition import partition_for_ranks
 from vpipe.plan import plan
+from vpipe.plan.result import PlanResult
 from vpipe.profile.model import profile_model
+from vpipe.schedule import ASYNCHRONOUS, build
 from vpipe.simulate import simulate
 
 LENGTH = 128
 DEVICE = torch.device("cuda", 0)
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
-WARM, MEASURED = 40, 160
+WARM, MEASURED = 16, 64
 """Minibatches before the clock starts, and those that are timed, at least."""
 
 
@@ -42,7 +46,7 @@ class Case(NamedTuple):
     policies: tuple[str, ...] | None = None
     cap: int | None = None
     chunks: int | None = None
-    predict: bool = True
+    replicas: tuple[int, ...] | None = None
 
 
 class Bench:
@@ -87,6 +91,8 @@ class Bench:
 
     def profile(self, size: int) -> Profile:
         """All ranks measure at once; that of rank 0 counts."""
+        gc.collect()
+        torch.cuda.set_per_process_memory_fraction(1.0)
         made = profile_model(
             self.model,
             self.batches[size][0],
@@ -97,8 +103,6 @@ class Bench:
         )
         torch.cuda.empty_cache()
         file = self.file.with_suffix(f".profile{size}.json")
-        from vpipe.cost import read_profile, write_profile
-
         if self.world.rank == 0:
             write_profile(made, file)
         self.world.all_gather("profiled", None)
@@ -115,6 +119,7 @@ class Bench:
 
     def pace(self, case: Case, world: World) -> tuple[float, int]:
         """Samples a second, and this rank's peak of allocated bytes."""
+        gc.collect()  # what an earlier case has left in cycles
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
         torch.cuda.set_per_process_memory_fraction(case.cap / self.total if case.cap else 1.0)
@@ -133,6 +138,7 @@ class Bench:
             schedule=case.schedule,
             partition=case.partition,
             policies=case.policies,
+            replicas=case.replicas,
             precision=self.precision,
             device=DEVICE,
             world=world,
@@ -151,20 +157,20 @@ class Bench:
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks. What does not fit ends it on every rank."""
         row: dict[str, Any] = {"case": case.name, "schedule": case.schedule, "batch": case.batch}
-        row |= {"minibatches": case.minibatches, "partition": case.partition, "cap": case.cap}
+        row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
+        row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
         try:
             rate, peak = self.pace(case, self.world_again())
             row["samples_per_s"] = rate
         except (torch.OutOfMemoryError, OutOfMemoryError, VPipeError) as error:
             rate, peak = None, 0
             row["error"] = str(error).splitlines()[0][:100]
-            del error
         row["peak_bytes"] = self.world.all_gather("peak", peak)
         fits = all(self.world.all_gather("fits", rate is not None))
-        kind = "minibatch" if case.minibatches is None else "update"
+        kind = "minibatch" if case.minibatches is None else "step"
         if fits and rate is not None and kind in limits and case.batch == self.batch:
             row["of_limit"] = rate / limits[kind]
-        if profile is not None and case.predict and case.partition is not None:
+        if profile is not None and case.partition is not None:
             row |= self.foreseen(case, profile, rate)
         self.tell(**row)
         return rate if fits else None
@@ -175,7 +181,14 @@ class Bench:
         interval = case.minibatches if case.schedule == "2bw" else None
         per_update = None if case.schedule == "2bw" else case.minibatches
         written = Plan(
-            case.partition, policies, case.schedule, (), per_update, case.chunks, interval, case.batch
+            case.partition,
+            policies,
+            case.schedule,
+            case.replicas or (),
+            per_update,
+            case.chunks,
+            interval,
+            case.batch,
         )
         result = simulate(profile, written, None, per_update or 64)
         told: dict[str, Any] = {
@@ -196,7 +209,7 @@ class Bench:
     def limits(self) -> dict[str, float]:
         """Samples a second of four ranks that each train the whole model alone, updates as they are made."""
         found: dict[str, float] = {}
-        for kind, count in (("update", 8), ("minibatch", 1)):
+        for kind, count in (("step", 8), ("minibatch", 1)):
             case = Case("limit", "1f1b", self.batch, count)
             alone = 0.0
             if self.world.rank == 0:
@@ -213,22 +226,26 @@ class Bench:
 
 
 def main() -> None:
-    file, precision, layers, batch, seconds = sys.argv[1:]
+    file, precision, layers, batch, seconds, parts = sys.argv[1:]
     torch.set_num_threads(1)
+    torch.set_float32_matmul_precision("high")  # TF32, as anybody would who trains in float32
     torch.cuda.set_device(DEVICE)
     world = ProcessWorld(timeout=120)
     bench = Bench(world, Path(file), precision, int(layers), int(batch), float(seconds))
     if world.rank == 0:
         Path(file).unlink(missing_ok=True)
-    limits = bench.limits()
+    limits = bench.limits() if "schedules" in parts else {}
     profile = bench.profile(int(batch))
-    schedules(bench, profile, limits)
-    guides(bench, profile, limits)
+    for part in parts.split(","):
+        PARTS[part](bench, profile, limits)
 
 
-def planned(profile: Profile, schedule: str, minibatches: int | None, cap: int | None = None) -> Any:
-    memory = cap or profile.device.memory // 4
-    return plan(profile, 4, memory, schedule, None if schedule == "2bw" else minibatches)
+def balanced(profile: Profile, case: Case) -> tuple[int, ...]:
+    """Cuts that let the busiest rank take as little time as possible, by the profile, updates included."""
+    name, per_update = case.schedule, case.minibatches or 1
+    schedule = build(name, 4, None if name in ASYNCHRONOUS else per_update, chunks=case.chunks)
+    times = [block.forward + block.backward + block.update / per_update for block in profile.blocks]
+    return partition_for_ranks([round(1e9 * seconds) for seconds in times], schedule.placement)
 
 
 def schedules(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
@@ -241,8 +258,14 @@ def schedules(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     for case in cases:
         if not bench.in_time():
             return
-        made = planned(profile, case.schedule, case.minibatches)
-        bench.run(case._replace(partition=made.partition, policies=made.policies), profile, limits)
+        bench.run(case._replace(partition=balanced(profile, case)), profile, limits)
+    made = plan(profile, 4, profile.device.memory // 4, "vpipe")
+    if bench.in_time():
+        bench.run(planned(made, "vpipe, as planned", bench.batch), profile, limits)
+
+
+def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:
+    return Case(name, "vpipe", batch, None, made.partition, made.policies, cap, replicas=made.replicas)
 
 
 def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
@@ -257,6 +280,19 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     needed = max(bench.world.all_gather("needed", torch.cuda.max_memory_allocated()))
     cap = int(0.9 * needed)
     some = recomputed_from_end(hand, (0.3, 0.0, 0.0, 0.0))
+    best = None
+    for scale in (1, 2):
+        if not bench.in_time():
+            break
+        wider = profile if scale == 1 else bench.profile(size * scale)
+        try:
+            # A tenth for what no plan knows: workspaces of kernels, gradients of activations on their way.
+            made = plan(wider, 4, int(0.9 * cap), "vpipe")
+        except VPipeError as error:
+            bench.tell(case=f"our plan, batch {size * scale}", error=str(error).splitlines()[0][:100])
+            continue
+        rate = bench.run(planned(made, "our plan", size * scale, cap), wider, limits)
+        best = max(filter(None, (best, rate)), default=None)
     rates = {
         "pipedream": bench.run(
             Case("PipeDream's setting, half the batch", "pipedream", size // 2, partition=even, cap=cap),
@@ -270,29 +306,15 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
         ),
         "vpipe": bench.run(Case("VPipe's setting", "vpipe", size, None, hand, some, cap), profile, limits),
     }
+    if best:
+        ratios = {name: best / rate for name, rate in rates.items() if rate}
+        bench.tell(case="our plan against the settings", ratios=ratios)
     bench.run(
         Case("PipeDream's setting, whole batch", "pipedream", size, partition=even, cap=cap), profile, limits
     )
-    best = None
-    for scale in (1, 2):
-        if not bench.in_time():
-            break
-        wider = profile if scale == 1 else bench.profile(size * scale)
-        try:
-            # A tenth for what no plan knows: workspaces of kernels, gradients of activations on their way.
-            made = planned(wider, "vpipe", None, int(0.9 * cap))
-        except VPipeError as error:
-            bench.tell(case=f"our plan, batch {size * scale}", error=str(error).splitlines()[0][:100])
-            continue
-        ours = Case("our plan", "vpipe", size * scale, None, made.partition, made.policies, cap)
-        rate = bench.run(ours, wider, limits)
-        best = max(filter(None, (best, rate)), default=None)
-    if best:
-        ratios = {name: best / rate for name, rate in rates.items() if rate}
-        bench.tell(
-            case="our plan against the settings", ratios=ratios, median=statistics.median(ratios.values())
-        )
 
+
+PARTS = {"schedules": schedules, "guides": guides}
 
 if __name__ == "__main__":
     main()

@@ -59,30 +59,36 @@ def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
 def _daemon() -> Iterator[dict[str, str]]:
     """MPS while the context lasts; the variables by which its clients find it."""
     folder = Path(tempfile.mkdtemp(prefix="vpipe-mps-"))
-    guard = subprocess.Popen(
-        [sys.executable, "-m", "vpipe.launch.mps", str(folder)],
+    process = subprocess.Popen(
+        [
+            sys.executable,
+            "-c",
+            "import sys; from vpipe.launch.mps import guard; guard(sys.argv[1])",
+            str(folder),
+        ],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         start_new_session=True,
     )
-    assert guard.stdin is not None
-    assert guard.stdout is not None
+    assert process.stdin is not None
+    assert process.stdout is not None
     try:
-        if guard.stdout.readline() != READY:
+        if process.stdout.readline() != READY:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
         yield _variables(folder)
     finally:
-        guard.stdin.close()
-        guard.wait()
-        guard.stdout.close()
+        process.stdin.close()
+        process.wait()
+        process.stdout.close()
 
 
 def _variables(folder: Path) -> dict[str, str]:
     return {"CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"), "CUDA_MPS_LOG_DIRECTORY": str(folder / "log")}
 
 
-def _guard(folder: Path) -> None:
+def guard(place: str) -> None:
     """Start the daemon, say so, and end it when the launcher closes our input, or dies."""
+    folder = Path(place)
     environment = {**os.environ, **_variables(folder)}
     for path in _variables(folder).values():
         Path(path).mkdir()
@@ -101,7 +107,3 @@ def _guard(folder: Path) -> None:
             check=False,
         )
         shutil.rmtree(folder, ignore_errors=True)
-
-
-if __name__ == "__main__":
-    _guard(Path(sys.argv[1]))
