@@ -130,7 +130,7 @@ class Bench:
             options["update_interval"] = per_update
         elif not asynchronous:
             options["minibatches"] = per_update
-        warm, measured = -(-WARM // per_update), -(-MEASURED // per_update)
+        warm, measured = -(-WARM // per_update), max(4, -(-MEASURED // per_update))
         with Pipeline(
             self.model,
             self.batches[case.batch][0],
