@@ -1,0 +1,114 @@
+"""Which device a rank computes on, which channel joins two ranks, and how ranks share a GPU; no GPU is needed."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, Place, choose_kind
+from vpipe.device import choose_device, limit_memory
+from vpipe.environment import DEVICE, GPU_SHARE
+from vpipe.errors import PeerError, VPipeError
+from vpipe.launch import mps
+
+needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a host without a GPU")
+
+
+def place(
+    host: str = "a", gpu: int | None = None, reaches: tuple[int, ...] = (0,), nccl: bool = True
+) -> Place:
+    if gpu is None:
+        return Place(host, "", -1, [], False)
+    return Place(host, f"{host}-{gpu}", gpu, list(reaches), nccl)
+
+
+BOTH = (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mine", "theirs", "kind"),
+    [
+        ("auto", place(), place(), SHARED_MEMORY),
+        ("auto", place(), place("b"), GLOO),
+        ("gloo", place(), place(), GLOO),
+        ("auto", place(gpu=0), place(gpu=0), CUDA_IPC),
+        ("auto", place(gpu=0, reaches=BOTH), place(gpu=1, reaches=BOTH), CUDA_IPC),
+        ("auto", place(gpu=0), place(gpu=1, reaches=(1,)), NCCL),
+        ("auto", place(gpu=0), place("b", gpu=0), NCCL),
+        ("auto", place(gpu=0, nccl=False), place("b", gpu=0), STAGED),
+        ("gloo", place(gpu=0), place(gpu=0), STAGED),
+        ("nccl", place(gpu=0, reaches=BOTH), place(gpu=1, reaches=BOTH), NCCL),
+        ("nccl", place(gpu=0), place(gpu=0), CUDA_IPC),  # NCCL refuses two ranks on one GPU
+    ],
+)
+def test_the_best_channel_that_both_ends_have(wanted: str, mine: Place, theirs: Place, kind: str) -> None:
+    assert choose_kind(wanted, mine, theirs) == choose_kind(wanted, theirs, mine) == kind
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mine", "theirs", "said"),
+    [
+        ("auto", place(), place(gpu=0), "give all ranks GPUs, or none"),
+        ("nccl", place(), place(), "the ranks are on the CPU"),
+        ("shared_memory", place(), place("b"), "all ranks on one host"),
+        ("cuda_ipc", place(gpu=0), place("b", gpu=0), "use 'auto'"),
+    ],
+)
+def test_a_channel_that_cannot_be_is_refused(wanted: str, mine: Place, theirs: Place, said: str) -> None:
+    with pytest.raises(PeerError, match=said):
+        choose_kind(wanted, mine, theirs)
+
+
+@needs_no_gpu
+def test_a_host_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(DEVICE, raising=False)
+    assert choose_device(None, 3) == torch.device("cpu")
+    assert limit_memory(torch.device("cpu"), 10) is None
+    with pytest.raises(VPipeError, match="this host has 0 GPUs"):
+        choose_device("cuda:1", 0)
+
+
+@pytest.mark.parametrize("name", ["gpu", "cuda:x", "mps:0"])
+def test_a_device_that_is_none(name: str) -> None:
+    with pytest.raises(VPipeError, match=f"device is '{name}'"):
+        choose_device(name, 0)
+
+
+def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert mps.count_gpus(tmp_path) == 2
+
+
+def test_ranks_with_a_gpu_each_need_no_daemon() -> None:
+    with mps.sharing([0, 1]) as environments:
+        assert environments == [{DEVICE: f"cuda:{gpu}", GPU_SHARE: "1"} for gpu in (0, 1)]
+
+
+def test_without_the_daemon_ranks_take_turns_and_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(mps, "CONTROL", "no-such-program")
+    with mps.sharing([0, 0, 1]) as environments:
+        assert [environment[GPU_SHARE] for environment in environments] == ["2", "2", "1"]
+    assert "2 ranks share GPU 0, one after the other" in capsys.readouterr().err
+
+
+def test_the_daemon_lives_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a program in its place that writes down how it was called."""
+    calls = tmp_path / "calls"
+    program = tmp_path / mps.CONTROL
+    program.write_text(
+        f'#!/bin/sh\necho "$@" $CUDA_MPS_PIPE_DIRECTORY >> {calls}\n[ "$1" = -d ] || cat >> {calls}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    with mps.sharing([0, 0, 0, 0]) as environments:
+        folder = Path(environments[0]["CUDA_MPS_PIPE_DIRECTORY"])
+        assert folder.is_dir()
+        assert {environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for environment in environments} == {"25"}
+    started, ended, said = calls.read_text().splitlines()
+    assert started == f"-d {folder}"
+    assert ended == str(folder)
+    assert said.startswith("quit")
+    assert not folder.parent.exists()
