@@ -29,6 +29,7 @@ MODELS = (
 LONG = ("schedule_builders", "plan_optimal", "plan_moments", "simulate_time")
 
 
+@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """`make test` gives groups of tests to two workers, the long ones first: both end at about the same time."""
     if not config.getoption("loadgroup", False):
