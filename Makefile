@@ -30,7 +30,7 @@ soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200
 
 fuzz: setup
-	VPIPE_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz  # about 20 minutes
+	VPIPE_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz  # a minute or two of a processor for each format
 
 bench: setup
 	$(BIN)/python benchmarks/peers.py
