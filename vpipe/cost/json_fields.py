@@ -14,6 +14,9 @@ from vpipe.errors import ConfigError
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxlong = 3, 8, 8, 24
 
+LARGEST = 1e18
+"""Of any figure: seconds, bytes, bytes a second. What is larger is a slip of the pen."""
+
 
 def shown(value: Any) -> str:
     """A value as a message shows it: in short, however large or deep it is."""
@@ -26,9 +29,9 @@ def is_number(value: Any) -> bool:
 
 
 def finite(value: Any) -> float | None:
-    """The value as a finite number, if it is one."""
+    """The value as a number that one can go on computing with, if it is one: neither infinite nor close to it."""
     try:
-        return float(value) if is_number(value) and math.isfinite(value) else None
+        return float(value) if is_number(value) and math.isfinite(value) and abs(value) <= LARGEST else None
     except OverflowError:  # a whole number too large for a float
         return None
 
@@ -66,7 +69,7 @@ class Fields:
         if key not in self.values and default is not None:
             return default
         value = finite(self.required(key, expected))
-        if value is None or value < 0 or (positive and value == 0):
+        if value is None or value < 0 or (positive and value < 1 / LARGEST):
             raise self.fault(key, expected)
         return value
 
