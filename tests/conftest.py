@@ -29,20 +29,21 @@ MODELS = (
 LONG = ("schedule_builders", "plan_optimal", "plan_moments", "simulate_time")
 
 
-@pytest.hookimpl(tryfirst=True)  # before xdist reads the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """`make test` gives groups of tests to two workers, the long ones first: both end at about the same time."""
-    if not config.getoption("loadgroup", False):
-        return
+def group(item: pytest.Item) -> str:
+    folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
+    return "processes" if folder in PROCESSES else "models" if name in MODELS else name
 
-    def group(item: pytest.Item) -> str:
-        folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
-        return "processes" if folder in PROCESSES else "models" if name in MODELS else name
 
+def pytest_itemcollected(item: pytest.Item) -> None:
+    """`make test` gives groups of tests to two workers; xdist reads the groups as soon as all are collected."""
+    if item.config.getoption("loadgroup", False):
+        item.add_marker(pytest.mark.xdist_group(group(item)))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The long groups come first: both workers then end at about the same time."""
     order = ("processes", "models", *LONG)
     items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
-    for item in items:
-        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 @pytest.fixture(scope="session")
