@@ -21,7 +21,7 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadgroup --no-loadscope-reorder  # groups: tests/conftest.py
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 
 faults: setup
 	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: up to half an hour

@@ -15,35 +15,24 @@ from vpipe.graph import ModelGraph
 
 torch.set_num_threads(1)
 
-PROCESSES = ("multiprocess", "end_to_end", "faults")
-"""Folders whose tests start processes: one worker runs them all, one after the other, from one server."""
-MODELS = (
-    "transparency",
-    "graph_transparency",
-    "graph_build",
-    "graph_blocks",
-    "policies_runtime",
-    "asynchronous",
+LONG = (
+    "end_to_end/test_train.py",
+    "unit/test_transparency.py",
+    "unit/test_graph_blocks.py",
+    "unit/test_policies_runtime.py",
+    "multiprocess/test_schedules.py",
+    "unit/test_asynchronous.py",
+    "unit/test_graph_build.py",
+    "unit/test_plan_optimal.py",
+    "faults/test_network.py",
+    "faults/test_supervision.py",
 )
-"""Files (tests/unit/test_*.py) that use the whole zoo: one worker captures each model once."""
-LONG = ("schedule_builders", "plan_optimal", "plan_moments", "simulate_time")
-
-
-def group(item: pytest.Item) -> str:
-    folder, name = item.path.parent.name, item.path.stem.removeprefix("test_")
-    return "processes" if folder in PROCESSES else "models" if name in MODELS else name
-
-
-def pytest_itemcollected(item: pytest.Item) -> None:
-    """`make test` gives groups of tests to two workers; xdist reads the groups as soon as all are collected."""
-    if item.config.getoption("loadgroup", False):
-        item.add_marker(pytest.mark.xdist_group(group(item)))
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """The long groups come first: both workers then end at about the same time."""
-    order = ("processes", "models", *LONG)
-    items.sort(key=lambda item: order.index(group(item)) if group(item) in order else len(order))
+    """`make test` gives files to two workers, the long ones first: both then end at about the same time."""
+    order = {name: place for place, name in enumerate(LONG)}
+    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.name}", len(order)))
 
 
 @pytest.fixture(scope="session")
