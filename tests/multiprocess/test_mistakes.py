@@ -162,7 +162,7 @@ BUILDING: dict[str, tuple[Callable[[], Arguments], str, tuple[str, ...]]] = {
     "unknown channel": (
         partial(_with_bert, channel="pigeon"),
         "VPipeError",
-        ("unknown channel 'pigeon'", "choose auto, gloo or shared_memory"),
+        ("unknown channel 'pigeon'", "choose from auto, gloo, shared_memory, cuda_ipc, nccl"),
     ),
 }
 

@@ -88,9 +88,11 @@ def write_state(
             packed["state"][number] = momenta | saved[name].values
         if known:
             first = saved[known[0][1]]
-            told = {k: value for k, value in first.numbers.items() if k in group}
-            packed_group.update({k: _like(group[k], value, k) for k, value in told.items()})
-            _check_numbers(optimizer, {k: packed_group[k] for k in told if k in optimizer.defaults})
+            told = {k: _like(group[k], value, k) for k, value in first.numbers.items() if k in group}
+            # Some keep a counter in the group from their first step on.
+            told |= {k: value for k, value in first.numbers.items() if k not in group and _is_number(value)}
+            packed_group.update(told)
+            _check_numbers(optimizer, {k: value for k, value in told.items() if k in optimizer.defaults})
             scheduler_state = scheduler_state or first.scheduler
     optimizer.load_state_dict(packed)
     if scheduler is not None and scheduler_state is not None:
