@@ -91,7 +91,7 @@ class StageRuntime:
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._known_running: dict[int, list[int]] = {}
         self._swaps = any(stage.module.swaps for stage in stages.values())
-        self._device_clock: DeviceClock[Done] | None = (
+        self._device_clock: DeviceClock[Done | None] | None = (
             DeviceClock(handler.device) if handler.device.type == "cuda" else None
         )
         self._feed: Feed | None = None
@@ -121,6 +121,8 @@ class StageRuntime:
     def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Action]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
         self._feed = feed
+        if self._device_clock is not None:
+            self._device_clock.mark(None)  # what came before, a save perhaps, is not the first action's time
         ahead: deque[Action] = deque()
         current = None
         try:
@@ -307,7 +309,8 @@ class StageRuntime:
         """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
         if self._device_clock is not None:
             for done, start, end in self._device_clock.passed(wait=wait):
-                self._record(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
+                if done is not None:
+                    self._record(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
 
     def _record(self, done: Done, start: float, end: float, waited: float) -> None:
         """Add an action's time to the figures, and the action to the events."""
