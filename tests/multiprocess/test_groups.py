@@ -26,7 +26,7 @@ class GroupWorld(ProcessWorld):
             timeout=timedelta(seconds=60),
         )
         self._owns_group = True
-        self._groups = StreamGroups(self.rank, True, 60.0, backend="gloo")
+        self._groups = StreamGroups(True, 60.0, backend="gloo")
         others = (peer for peer in range(self.size) if peer != self.rank)
         return {peer: GroupChannel(peer, buffer, 60.0, self._groups, everything=True) for peer in others}
 

@@ -25,8 +25,7 @@ from vpipe.communication.distributed import DistributedChannel
 class StreamGroups:
     """A process group for each stream, made by all ranks together once the number of streams is known."""
 
-    def __init__(self, rank: int, needed: bool, timeout: float, backend: str = "nccl") -> None:
-        self.rank = rank
+    def __init__(self, needed: bool, timeout: float, backend: str = "nccl") -> None:
         self._needed = needed
         self._timeout = timeout
         self._backend = backend

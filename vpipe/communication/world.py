@@ -118,7 +118,7 @@ class ProcessWorld:
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
         self._beats: Beats | None = None
-        self._groups = StreamGroups(self.rank, False, timeout)
+        self._groups = StreamGroups(False, timeout)
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
@@ -172,9 +172,7 @@ class ProcessWorld:
         if self._heartbeat_limit is not None:
             towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
-        self._groups = StreamGroups(
-            self.rank, any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout
-        )
+        self._groups = StreamGroups(any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout)
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
             CUDA_IPC: lambda peer: CudaIpcChannel(peer, buffer, self._timeout, links[peer], device),

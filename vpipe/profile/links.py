@@ -25,7 +25,7 @@ DEFAULT = LinkCost(bandwidth=5e9, latency=3e-5, sender_busy=True)
 """Where no second process can be started: an ordinary host's shared memory."""
 
 NOTICE = 2e-5
-"""Seconds from a copy on one rank's stream to the other's going on: events of CUDA IPC, an ordinary host."""
+"""Seconds from a copy on one GPU rank's stream to the other's going on. Assumed: it is not measured yet."""
 
 _PROGRAM = "import sys; from vpipe.profile.links import answer; answer(int(sys.argv[1]))"
 
