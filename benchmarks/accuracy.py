@@ -2,11 +2,12 @@
 
     python benchmarks/accuracy.py [--quick] [--ranks 2,3,4] [--layers 4] [--width 128] [--write docs/accuracy.md]
 
-A small transformer (`work.py`) is profiled in this process while as many others as the run has ranks do the same;
-each case is simulated, and then run by one process of one thread for each rank. *Bytes* are those that autograd holds,
-counted by the runtime on each rank; *busy* is the computing time of the rank that computes longest. With more ranks
-than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone is compared.
-The page is written anew after each number of ranks.
+A small transformer (`work.py`) is trained by one process of one thread for each rank, in all cases in turn. Before each
+turn all ranks profile for a moment: the pace of a machine moves by more than the limit within minutes, and so profile
+and runs see the same of it. Then each case is simulated with the profile of the first rank. *Bytes* are those that
+autograd holds, counted by the runtime on each rank; *busy* is the computing time of the rank that computes longest.
+With more ranks than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone
+is compared. The page is written anew after each number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ import work
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
 from vpipe.observe.figures import RankFigures, figures_of
-from vpipe.profile import profile_model
+from vpipe.profile.bench import run_rounds
+from vpipe.profile.device import measure_device
+from vpipe.profile.links import measure_link
+from vpipe.profile.model import ModelBench
 from vpipe.schedule import ASYNCHRONOUS, NAMES
 from vpipe.simulate import Simulation, simulate
 
@@ -39,6 +43,8 @@ HEAD = 64  # columns of an attention head
 LIMIT = 0.05
 WARM, TIMED, COUNTED = 1, 2, 3
 """Steps of each turn before the timed ones, timed ones, and at the end those where bytes are counted."""
+PROFILED = 2
+"""Rounds of the profile before each turn."""
 PARTS = ("forward", "backward", "update", "send", "wait")
 
 
@@ -132,13 +138,9 @@ def main() -> None:
     command = "python benchmarks/accuracy.py " + " ".join(sys.argv[1:])
     rows: list[Row] = []
     for ranks in sizes:
-        company = min(ranks, processors()) - 1
-        profile = profile_model(
-            work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, company=company
-        )
         cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
         turns = rounds if ranks <= processors() else 1
-        measured = run(cases, len(profile.blocks), turns, given.layers, given.width)
+        profile, measured = run(cases, turns, given.layers, given.width)
         new = [Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)]
         rows += new
         print(report(new), flush=True)
@@ -174,24 +176,25 @@ def predict(case: Case, profile: Profile) -> Simulation:
     return simulate(profile, case.plan(len(profile.blocks)), minibatches=minibatches)
 
 
-def run(cases: Sequence[Case], blocks: int, rounds: int, layers: int, width: int) -> list[Measured]:
-    """All cases of one number of ranks, in the same processes, round after round."""
+def run(cases: Sequence[Case], rounds: int, layers: int, width: int) -> tuple[Profile, list[Measured]]:
+    """All cases of one number of ranks, in the same processes, round after round; the profile of meanwhile."""
     ranks = cases[0].ranks
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     context = torch.multiprocessing.get_context("spawn")
     queue = context.SimpleQueue()
-    arguments = (tuple(cases), blocks, rounds, layers, width, port, queue)
+    arguments = (tuple(cases), rounds, layers, width, port, queue)
     torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
-    found = dict(queue.get() for _ in range(ranks))
-    return [Measured.of([found[rank][number] for rank in range(ranks)]) for number in range(len(cases))]
+    found = {rank: (profile, measured) for rank, profile, measured in (queue.get() for _ in range(ranks))}
+    return found[0][0], [
+        Measured.of([found[rank][1][number] for rank in range(ranks)]) for number in range(len(cases))
+    ]
 
 
 def work_as_rank(
     rank: int,
     cases: Sequence[Case],
-    blocks: int,
     rounds: int,
     layers: int,
     width: int,
@@ -202,12 +205,16 @@ def work_as_rank(
     resize(layers, width)
     world = {"RANK": rank, "WORLD_SIZE": cases[0].ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in world.items()}
-    runners = [Runner(case, case.plan(blocks)) for case in cases]
-    # The machine's pace moves within minutes: so every case has its turn in each round.
+    device, link = measure_device(), measure_link()
+    bench = ModelBench(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
+    runners = [Runner(case, case.plan(len(bench.shapes))) for case in cases]
+    run_rounds(bench.everything, 1, 1, 0.0)
     for _ in range(rounds):
         for runner in runners:
+            for _ in range(PROFILED):
+                bench.round()
             runner.turn()
-    queue.put((rank, [runner.end() for runner in runners]))
+    queue.put((rank, bench.profile(device, link), [runner.end() for runner in runners]))
 
 
 class Runner:

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
+from vpipe.plan import plan as planner
 from vpipe.schedule import NAMES, Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
 
@@ -50,6 +51,18 @@ def test_the_bubble_of_a_flush(name: str, p: int, m: int) -> None:
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 16), (8, 32)])
 def test_the_bubble_of_zb_h1(p: int, m: int) -> None:
     assert equal(p, "zb-h1", m).bubble == pytest.approx((p - 1) / (3 * m + p - 1))
+
+
+@pytest.mark.parametrize(("name", "more"), [("1f1b", 0.75), ("zb-h1", 1.0), ("vpipe", 0.0), ("2bw", 0.0)])
+def test_a_split_or_adding_backward_takes_longer(name: str, more: float) -> None:
+    """Three of four minibatches of an update add to gradients; here asynchronous ones update after each."""
+    costs = profile(block(splitting=0.25, accumulating=1.0), host=1e9)
+    result = simulate(costs, Plan((1,), ("keep",)), name, 4)
+    assert result.samples_per_second == pytest.approx(2 / (3 + more))
+    assert result.ranks[0].compute == pytest.approx(1.0)
+    planned = planner(costs, 1, schedule=name, minibatches=4)
+    assert planned.samples_per_second == pytest.approx(result.samples_per_second)
+    assert for_batch_size(costs, 4).blocks[0].splitting == 0.5
 
 
 @pytest.mark.parametrize("name", NAMES)

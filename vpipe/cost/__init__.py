@@ -5,7 +5,7 @@ from vpipe.cost.files import read_any_profile, read_profile, write_profile
 from vpipe.cost.held_bytes import backward_bytes, held_bytes, input_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import KEEP, POLICIES, RECOMPUTE, SWAP, Plan, read_plan, write_plan
-from vpipe.cost.scaling import for_batch_size
+from vpipe.cost.scaling import as_scheduled, for_batch_size
 
 __all__ = [
     "KEEP",
@@ -18,6 +18,7 @@ __all__ = [
     "Plan",
     "Profile",
     "Tie",
+    "as_scheduled",
     "backward_bytes",
     "broadcast_seconds",
     "for_batch_size",

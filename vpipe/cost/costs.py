@@ -30,6 +30,10 @@ class BlockCost:
     much as is kept."""
     version: float = 0.0
     """What an update takes more where the old weights are still read, so that they are copied."""
+    splitting: float = 0.0
+    """What a minibatch takes more where backward is split into its two parts."""
+    accumulating: float = 0.0
+    """What a backward takes more where it adds to the gradients of an earlier minibatch."""
 
     @property
     def deferred(self) -> int:

@@ -98,6 +98,8 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         spread=fields.number("spread", "a share of the median", default=0.0),
         deferred_bytes=fields.optional_count("deferred_bytes", "bytes", least=0),
         version=fields.number("version", "seconds", default=0.0),
+        splitting=fields.number("splitting", "seconds", default=0.0),
+        accumulating=fields.number("accumulating", "seconds", default=0.0),
     )
 
 

@@ -1,4 +1,4 @@
-"""The same profile for minibatches of another size."""
+"""The same profile for minibatches of another size, or for a schedule."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
             forward=block.forward * factor,
             input_gradient=block.input_gradient * factor,
             weight_gradient=block.weight_gradient * factor,
+            splitting=block.splitting * factor,  # accumulating does not depend on the samples
             kept_bytes=round(block.kept_bytes * factor),
             boundary_bytes=round(block.boundary_bytes * factor),
             deferred_bytes=None if block.deferred_bytes is None else round(block.deferred_bytes * factor),
@@ -25,3 +26,23 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
         for block in profile.blocks
     )
     return replace(profile, blocks=blocks, batch_size=batch_size)
+
+
+def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile:
+    """With what backward takes more in a schedule, counted with the weight gradient.
+
+    All but the first minibatch of an update add to gradients: each gets its share of that.
+    """
+    adding = 1 - 1 / update_interval
+    blocks = tuple(
+        replace(
+            block,
+            weight_gradient=block.weight_gradient
+            + (block.splitting if split else 0.0)
+            + block.accumulating * adding,
+            splitting=0.0,
+            accumulating=0.0,
+        )
+        for block in profile.blocks
+    )
+    return replace(profile, blocks=blocks)

@@ -40,6 +40,13 @@ class Task(NamedTuple):
         """Minibatches of a synchronous update."""
         return self.minibatches or 4 * self.ranks
 
+    @property
+    def update_interval(self) -> int:
+        """Minibatches of an update of this schedule."""
+        if self.schedule not in ASYNCHRONOUS:
+            return self.update
+        return two_versions_interval(self.ranks) if self.schedule == "2bw" else 1
+
 
 class Least(NamedTuple):
     """The least memory in which a schedule runs, and the blocks of the rank that needs it."""
@@ -75,7 +82,7 @@ def _plans(task: Task) -> Iterator[PlanResult]:
                 yield assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
         return
     asynchronous = task.schedule in ASYNCHRONOUS
-    interval = two_versions_interval(task.ranks) if task.schedule == "2bw" else None
+    interval = task.update_interval if task.schedule == "2bw" else None
     for loads in _loads(task):
         costs = TimeCosts(task.profile, loads, task.memory)
         stages = search(costs, len(task.profile.blocks))

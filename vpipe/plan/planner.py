@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 
-from vpipe.cost import Profile, for_batch_size
+from vpipe.cost import Profile, as_scheduled, for_batch_size
 from vpipe.errors import ScheduleError, VPipeError
 from vpipe.plan.advice import nothing_fits
 from vpipe.plan.one_schedule import Task, plan_schedule
 from vpipe.plan.result import PlanResult
-from vpipe.schedule import NAMES
+from vpipe.schedule import NAMES, SPLIT
 
 AUTO = "auto"
 # Where two are equally fast the earlier is taken: synchronous ones train without stale weights. `pipedream` is
@@ -49,7 +49,8 @@ def plan(
     names = schedule_names(schedule)
 
     def task(name: str, size: int) -> Task:
-        return Task(for_batch_size(profile, size), ranks, memory, name, minibatches, chunks)
+        made = Task(for_batch_size(profile, size), ranks, memory, name, minibatches, chunks)
+        return made._replace(profile=as_scheduled(made.profile, name in SPLIT, made.update_interval))
 
     if isinstance(batch_size, str):
         if batch_size != AUTO:

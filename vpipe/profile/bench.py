@@ -18,7 +18,9 @@ from vpipe.graph.split import waiting_tensors
 from vpipe.profile.clocks import Lap, clock_of, seconds
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
-FORWARD, BACKWARD, INPUT_GRADIENT, WEIGHT_GRADIENT, UPDATE, VERSION = "F", "B", "I", "W", "STEP", "VERSION"
+FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
+ADDING = "B behind another"
+SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F of a split module", "I", "W"
 
 
 class Bench:
@@ -132,7 +134,7 @@ class Bench:
 
 
 def run_round(benches: Sequence[Bench]) -> None:
-    """A training step over all benches, once with backward whole and once split.
+    """A training step of two minibatches over all benches, and one with backward split.
 
     In the order of a pipeline: so each finds the caches as it would there, filled with the others' data.
     """
@@ -141,9 +143,13 @@ def run_round(benches: Sequence[Bench]) -> None:
     for bench in reversed(benches):
         bench.laps[BACKWARD].append(bench.backward())
     for bench in benches:
+        bench.laps[FORWARD].append(bench.forward(bench.whole))
+    for bench in reversed(benches):
+        bench.laps[ADDING].append(bench.backward())
+    for bench in benches:
         bench.laps[UPDATE].append(bench.update())
     for bench in benches:
-        bench.forward(bench.split)
+        bench.laps[SPLIT_FORWARD].append(bench.forward(bench.split))
     for bench in reversed(benches):
         bench.laps[INPUT_GRADIENT].append(bench.backward())
         bench.laps[WEIGHT_GRADIENT].append(bench.weight_gradients())
@@ -174,16 +180,19 @@ class Times:
         self.forward = median(pooled(FORWARD))
         backward = median(pooled(BACKWARD))
         first, second = median(pooled(INPUT_GRADIENT)), median(pooled(WEIGHT_GRADIENT))
-        # Most schedules run backward whole: the split one only tells the shares.
+        # Most schedules run backward whole: the split one tells the shares, and what it takes more.
         share = first / (first + second) if first + second else 1.0
         self.input_gradient = backward * share
         self.weight_gradient = backward - self.input_gradient
+        split = median(pooled(SPLIT_FORWARD)) + first + second
+        self.splitting = max(0.0, split - self.forward - backward)
+        self.accumulating = max(0.0, median(pooled(ADDING)) - backward)
         self.update = median(pooled(UPDATE))
         self.version = max(0.0, median(pooled(VERSION)) - self.update)
         both = [
             seconds(f) + seconds(b)
             for bench in benches
-            for f, b in zip(bench.laps[FORWARD], bench.laps[BACKWARD], strict=True)
+            for f, b in zip(bench.laps[FORWARD][::2], bench.laps[BACKWARD], strict=True)
         ]
         quarters = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
         self.spread = (quarters[2] - quarters[0]) / median(both) if median(both) else 0.0

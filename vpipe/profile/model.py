@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -61,28 +60,53 @@ def profile_model(
     for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
     `device` and `link` are measured as well, unless they are given.
     """
-    dtype = compute_dtype(precision)
-    graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
-    fields = graph.batch_fields(example_batch)
-    if dtype is not None:
-        fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
-    fields = {name: tensor.to(place) for name, tensor in fields.items()}
-    found = shapes(graph)
-    with torch.random.fork_rng(devices=[]):
-        benches, kept = _set_up(graph, found, model, optimizer, dtype, fields, place)
-        everything = [bench for own in benches.values() for bench in own]
-        with kept_company(company, partial(run_round, everything)):
-            run_rounds(everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
-    times = {kind: Times(own) for kind, own in benches.items()}
-    return Profile(
-        blocks=_costs(graph, found, times, kept),
-        device=device or measure_device(place),
-        link=link or measure_link(place),
-        batch_size=int(count_samples(fields)),
-        optimizer_ratio=_optimizer_ratio([bench for own in benches.values() for bench in own]),
-        fingerprint=graph.plan_fingerprint,
-        tied=_ties(graph),
-    )
+    bench = ModelBench(model, example_batch, loss_fn, optimizer=optimizer, precision=precision, place=place)
+    with kept_company(company, bench.round), torch.random.fork_rng(devices=[]):
+        run_rounds(bench.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+    return bench.profile(device or measure_device(place), link or measure_link(place))
+
+
+class ModelBench:
+    """One or two blocks of each of a model's kinds, to be measured round by round."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_batch: Any,
+        loss_fn: Callable[..., Tensor] | None = None,
+        *,
+        optimizer: OptimizerFactory,
+        precision: str = "fp32",
+        place: torch.device = HOST,
+    ) -> None:
+        dtype = compute_dtype(precision)
+        self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+        fields = self.graph.batch_fields(example_batch)
+        if dtype is not None:
+            fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
+        fields = {name: tensor.to(place) for name, tensor in fields.items()}
+        self.batch_size = int(count_samples(fields))
+        self.shapes = shapes(self.graph)
+        with torch.random.fork_rng(devices=[]):
+            self.kinds, self._kept = _set_up(self.graph, self.shapes, model, optimizer, dtype, fields, place)
+        self.everything = [bench for own in self.kinds.values() for bench in own]
+
+    def round(self) -> None:
+        with torch.random.fork_rng(devices=[]):
+            run_round(self.everything)
+
+    def profile(self, device: DeviceCost, link: LinkCost) -> Profile:
+        """Of all rounds."""
+        times = {kind: Times(own) for kind, own in self.kinds.items()}
+        return Profile(
+            blocks=_costs(self.graph, self.shapes, times, self._kept),
+            device=device,
+            link=link,
+            batch_size=self.batch_size,
+            optimizer_ratio=_optimizer_ratio(self.everything),
+            fingerprint=self.graph.plan_fingerprint,
+            tied=_ties(self.graph),
+        )
 
 
 def _set_up(
@@ -155,6 +179,8 @@ def _costs(
                 spread=time.spread,
                 deferred_bytes=memory.deferred,
                 version=time.version,
+                splitting=time.splitting,
+                accumulating=time.accumulating,
             )
         )
     return tuple(costs)

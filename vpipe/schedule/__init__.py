@@ -1,7 +1,7 @@
 """Schedules as data: built by name, lowered, checked, walked, drawn. The standard library only."""
 
 from vpipe.schedule.action import Action, Op
-from vpipe.schedule.builders import ASYNCHRONOUS, NAMES, build
+from vpipe.schedule.builders import ASYNCHRONOUS, NAMES, SPLIT, build
 from vpipe.schedule.check import check
 from vpipe.schedule.draw import draw
 from vpipe.schedule.facts import Holding, bubble, describe, holdings
@@ -15,6 +15,7 @@ from vpipe.schedule.walk import Deadlock, Event, unit_cost, walk
 __all__ = [
     "ASYNCHRONOUS",
     "NAMES",
+    "SPLIT",
     "Action",
     "Deadlock",
     "Event",

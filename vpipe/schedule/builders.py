@@ -16,6 +16,7 @@ from vpipe.schedule.zero_bubble import v_placement, zero_bubble_v
 SYNCHRONOUS = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v")
 ASYNCHRONOUS = ("pipedream", "2bw", "vpipe")
 NAMES = SYNCHRONOUS + ASYNCHRONOUS
+SPLIT = ("zb-h1", "zb-v")  # their backward is split into I and W
 MOST_STAGES = 4096
 
 

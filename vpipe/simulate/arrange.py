@@ -71,6 +71,13 @@ def makes_versions(schedule: Schedule, stage: int) -> bool:
     return False
 
 
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether backward runs in two parts, as the last stage, which is the first to run one, tells."""
+    last = schedule.num_stages - 1
+    ops = (action.op for action in schedule.program(schedule.placement[last][0]) if action.stage == last)
+    return next((op for op in ops if op in (Op.B, Op.I)), Op.B) is Op.I
+
+
 def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
     stages = len(plan.partition)
     own = name == plan.schedule

@@ -6,14 +6,16 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
 
-from vpipe.cost import Plan, Profile, for_batch_size
+from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Action, Event, Op, Schedule, walk
-from vpipe.simulate.arrange import arrange, check_fit, makes_versions
+from vpipe.simulate.arrange import arrange, check_fit, makes_versions, splits_backward
 from vpipe.simulate.host import HostLink
 from vpipe.simulate.memory import Ledger, Memory, TimedLedger, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 from vpipe.simulate.steady import SteadyPart
+
+F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
 
 @dataclass(frozen=True)
@@ -84,6 +86,7 @@ def simulate(
     check_fit(profile, plan)
     profile = for_batch_size(profile, plan.batch_size or profile.batch_size)
     arranged = arrange(plan, schedule, minibatches)
+    profile = as_scheduled(profile, splits_backward(arranged), arranged.update_interval)
     return _Run(profile, arranged, stage_costs(profile, plan), timeline).result()
 
 
@@ -114,6 +117,8 @@ class _Run:
                 self.ledgers.append(Ledger(held, timeline))
         self.events: list[Event] | None = [] if timeline else None
         self.total = schedule.minibatches or 0
+        split = splits_backward(schedule)
+        self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
         self.work = [self.work_of(rank) for rank in range(schedule.num_ranks)]
         loads = [self.steady_work_of(rank) for rank in range(schedule.num_ranks)]
         self.steady = SteadyPart(schedule, loads)
@@ -131,17 +136,15 @@ class _Run:
         updates = -(-self.total // self.schedule.update_interval)
         work = 0.0
         for stage in self.schedule.stages_of(rank):
-            seconds = self.seconds[stage]
-            work += self.own(rank, stage) * (seconds[Op.F] + seconds[Op.B]) + updates * seconds[Op.STEP]
+            work += self.own(rank, stage) * self.computing[stage] + updates * self.seconds[stage][Op.STEP]
         return work
 
     def steady_work_of(self, rank: int) -> float:
         """Its compute for one of the pipeline's minibatches, of which its replicas do the others."""
         work = 0.0
         for stage in self.schedule.stages_of(rank):
-            seconds, replicas = self.seconds[stage], len(self.schedule.placement[stage])
-            work += (seconds[Op.F] + seconds[Op.B]) / replicas
-            work += seconds[Op.STEP] / self.schedule.update_interval
+            work += self.computing[stage] / len(self.schedule.placement[stage])
+            work += self.seconds[stage][Op.STEP] / self.schedule.update_interval
         return work
 
     def steady_load_of(self, rank: int) -> float:
