@@ -327,7 +327,7 @@ class Pipeline:
     def _settle(self) -> None:
         """The pipeline is empty: apply what was to come later, and see that nothing is left over."""
         self.runtime.updates.catch_up()
-        self.runtime.read_clock(wait=True)
+        self.runtime.recording.read_clock(wait=True)
         leftovers = self.runtime.leftovers()
         assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
         # Whoever goes on may send at once, and that would look like a leftover to the others.

@@ -4,7 +4,6 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from math import lcm
 from time import perf_counter
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -12,37 +11,23 @@ from torch import Tensor
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph.held import Held
-from vpipe.observe.events import NO_VERSION, Events
+from vpipe.observe.events import NO_VERSION
 from vpipe.observe.whereabouts import whereabouts
-from vpipe.runtime.device_clock import DeviceClock
 from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
 from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
+from vpipe.runtime.recording import Done, Recording
 from vpipe.runtime.stage import Stage
-from vpipe.runtime.stats import RuntimeStats
 from vpipe.runtime.updates import Updates
 from vpipe.schedule import Action, Op, Schedule
 
 LOOK_AHEAD = 8
 """How many actions ahead of the current one receives are posted."""
 
-RECEIVES = (Op.RECV_F, Op.RECV_B)
-SENDS = (Op.SEND_F, Op.SEND_B, Op.REDUCE)
-
 Link = tuple[str, str, int, int]  # value, its name on the wire, the other stage, the other rank
 Method = Callable[[Stage, int], None]
-
-
-class Done(NamedTuple):
-    """An action that was issued, and what is known of it before its time is."""
-
-    action: Action
-    sent: int
-    received: int
-    version: int
-    evaluation: bool
 
 
 class StageRuntime:
@@ -77,13 +62,14 @@ class StageRuntime:
         self.backward_minibatch_id = 0
         self.steps = 0  # STEP actions of all stages
         self.forward_only = False
-        self.forward_stats = RuntimeStats()
-        self.backward_stats = RuntimeStats()
-        self.update_stats = RuntimeStats()
         edges = (
             (s.index, reader) for s in stage_graphs for readers in s.writes.values() for reader in readers
         )
-        self.events = Events(self.rank, edges)
+        self.recording = Recording(self.rank, edges, handler.device)
+        self.events = self.recording.events
+        self.forward_stats = self.recording.forward
+        self.backward_stats = self.recording.backward
+        self.update_stats = self.recording.update
         self.whereabouts = whereabouts(self.rank)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self.unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
@@ -91,15 +77,7 @@ class StageRuntime:
         self._known_links: dict[tuple[int, int], tuple[list[Link], list[Link]]] = {}
         self._known_running: dict[int, list[int]] = {}
         self._swaps = any(stage.module.swaps for stage in stages.values())
-        self._device_clock: DeviceClock[Done | None] | None = (
-            DeviceClock(handler.device) if handler.device.type == "cuda" else None
-        )
         self._feed: Feed | None = None
-        forward, backward, update = self.forward_stats, self.backward_stats, self.update_stats
-        self._stats = dict.fromkeys(Op, backward) | {
-            **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), forward),
-            **dict.fromkeys((Op.REDUCE, Op.STEP), update),
-        }
         methods: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
@@ -121,8 +99,7 @@ class StageRuntime:
     def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Action]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
         self._feed = feed
-        if self._device_clock is not None:
-            self._device_clock.mark(None)  # what came before, a save perhaps, is not the first action's time
+        self.recording.begin()
         ahead: deque[Action] = deque()
         current = None
         try:
@@ -167,9 +144,8 @@ class StageRuntime:
     @property
     def waited(self) -> float:
         """Seconds in which this rank's device had nothing to do because a message had not come."""
-        if self._device_clock is None:
-            return self.handler.waited
-        return sum(stats.wait for stats in (self.forward_stats, self.backward_stats, self.update_stats))
+        on_device = self.recording.waited_on_device
+        return self.handler.waited if on_device is None else on_device
 
     def leftovers(self) -> list[str]:
         """What should not be there when a run is over."""
@@ -264,14 +240,11 @@ class StageRuntime:
         update = minibatch // self.feed.interval
         if stage.graph.is_criterion:
             self.losses.post(update)
-        before = self.handler.waited
         self.updates.step(stage.index, update)
-        waited = self.handler.waited - before
         self.steps += 1
         self.update_stats.actions += 1
         if self.completes_update:
             self.losses.ask(update)
-        self.update_stats.wait += waited - waited
 
     # Within
 
@@ -298,34 +271,8 @@ class StageRuntime:
             _version(stage, action.op),
             self.forward_only,
         )
-        if self._device_clock is None:
-            self._record(done, start, perf_counter(), handler.waited - waited)
-        else:
-            self._device_clock.mark(done)
-            self.read_clock()
+        self.recording.done(done, start, handler.waited - waited)
         return action
-
-    def read_clock(self, *, wait: bool = False) -> None:
-        """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
-        if self._device_clock is not None:
-            for done, start, end in self._device_clock.passed(wait=wait):
-                if done is not None:
-                    self._record(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
-
-    def _record(self, done: Done, start: float, end: float, waited: float) -> None:
-        """Add an action's time to the figures, and the action to the events."""
-        op = done.action.op
-        stats = self._stats[op]
-        if op in RECEIVES:
-            stats.wait += end - start
-        elif op in SENDS:
-            stats.send += end - start
-        else:
-            stats.wait += waited
-            stats.compute += end - start - waited
-        self.events.add(
-            done.action, start, end, waited, done.sent, done.received, done.version, done.evaluation
-        )
 
     def _fetch_next(self, ahead: Iterable[Action]) -> None:
         """While one backward runs, what the next one reads is on its way."""
