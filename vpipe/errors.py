@@ -36,6 +36,13 @@ class NonFiniteError(VPipeError):
 class OutOfMemoryError(VPipeError):
     """A rank needs more memory than there is."""
 
+    def __init__(
+        self, message: str, *, wanted: int | None = None, held: int | None = None, free: int | None = None
+    ) -> None:
+        """Bytes that it asked for, that it had, and that it might still have had, where they are known."""
+        super().__init__(message)
+        self.wanted, self.held, self.free = wanted, held, free
+
 
 class Stopped(VPipeError):
     """The run was asked to end, and did so with a checkpoint from which it can go on."""

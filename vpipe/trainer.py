@@ -140,7 +140,7 @@ class Trainer:
             with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
                 keeper.resume(self.position_found)
                 requests.listen()
-                with telling_memory(self.folder, pipe):
+                with telling_memory(self.config, self.folder, pipe, self._plan()):
                     self._train(recorder, keeper)
                 keeper.save(self._position_here)
                 summary = recorder.summary() | {

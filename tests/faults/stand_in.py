@@ -27,7 +27,7 @@ def behave(what: str, rank: int) -> None:
         time.sleep(seconds)
         raise PeerError("rank 7 closed its connection: it ended or was killed")
     elif name == "mistake":
-        raise ConfigError("batch_size is 0: expected at least 1")
+        raise ConfigError("batch_size is 0: expected at least 1, such as\nbatch_size: 8")
     elif name == "compute":  # in Python: the lock is passed round
         until = time.monotonic() + seconds
         while time.monotonic() < until:

@@ -86,10 +86,11 @@ def test_a_traceback_comes_once_and_first(supervised):
     assert "Traceback" not in logs[0]
 
 
-def test_a_mistake_is_one_line_and_no_fault(supervised):
+def test_a_mistake_is_told_as_it_was_said_and_is_no_fault(supervised):
     text, _, logs = supervised("mistake", "follow:0.1", error=VPipeError)
-    assert text == "batch_size is 0: expected at least 1"
-    assert "stopped because rank 0 failed: batch_size is 0" in logs[1]
+    assert text == "batch_size is 0: expected at least 1, such as\nbatch_size: 8"
+    assert "stopped because rank 0 failed: batch_size is 0: expected at least 1, such as\n" in logs[1]
+    assert "batch_size: 8" not in logs[1]
 
 
 @pytest.mark.parametrize(

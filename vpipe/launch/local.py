@@ -82,7 +82,7 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, journal: Journal | None = Non
         culprit = _wait(children, watch, asked)
         found = round(time.time(), 3)
         if culprit is not None:
-            page.verdict = f"rank {culprit.rank} failed: {culprit.how}"
+            page.verdict = f"rank {culprit.rank} failed: {culprit.how}".partition("\n")[0]
             _end(children, culprit, page, ranks)
         if asked.to_end:
             raise SystemExit(_code_when_asked(children, asked.to_end[0]))

@@ -122,7 +122,7 @@ class Watch:
             return self._where(rank, f"killed by {signal.Signals(-code).name}")
         said = self._said(rank)
         if code == MISTAKE and said:
-            return said
+            return self._message(rank)
         return self._where(rank, said or f"ended with exit code {code}")
 
     def _where(self, rank: int, how: str) -> str:
@@ -138,6 +138,10 @@ class Watch:
             return errors[-1]
         start = max((n for n, line in enumerate(lines) if line.startswith("Traceback ")), default=len(lines))
         return next((line for line in lines[start + 1 :] if line[:1].strip()), "")
+
+    def _message(self, rank: int) -> str:
+        """The last error that it told, with all of its lines: it ended after that."""
+        return f"\n{self.output(rank)}".rpartition("\nerror: ")[2].rstrip()
 
     def output(self, rank: int) -> str:
         """What the rank has written to its log in this attempt."""

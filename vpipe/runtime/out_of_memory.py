@@ -1,11 +1,15 @@
 """Out of memory, as an error that says who needed it, for what, and how much was there."""
 
 import re
+from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 
-from vpipe.errors import OutOfMemoryError
+from vpipe.errors import OutOfMemoryError, VPipeError
+from vpipe.host_memory import free_memory
 from vpipe.schedule import Action
+from vpipe.sizes import read_bytes
 
 MEMORY_ERRORS = (MemoryError, RuntimeError)
 """What allocators raise; torch's are RuntimeErrors, of which most are something else."""
@@ -13,33 +17,53 @@ _SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate mem
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
+class Memory(NamedTuple):
+    """Bytes of the device that this rank computes on; None where they are not known."""
+
+    held: int | None
+    free: int | None
+    """What this process may still have."""
+    words: str
+
+
 def explain(error: BaseException, rank: int, action: Action | None) -> OutOfMemoryError | None:
     """The error to raise instead; None if it is not about memory."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
     if not known and not _SAID.search(str(error)):
         return None
-    wanted = _WANTED.search(str(error))
+    found = _WANTED.search(str(error))
     place = f"rank {rank}" if action is None else f"rank {rank}, stage {action.stage}, action {action}"
-    need = "" if wanted is None else f": it tried to allocate {wanted[1]}"
-    return OutOfMemoryError(f"{place}: out of memory{need}; {_held()}")
+    need = "" if found is None else f": it tried to allocate {found[1]}"
+    held, free, words = memory_now()
+    return OutOfMemoryError(
+        f"{place}: out of memory{need}; {words}", wanted=_bytes(found), held=held, free=free
+    )
 
 
-def _held() -> str:
+def memory_now() -> Memory:
     """What this process holds, and what the machine or the device has left."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        return f"it holds {torch.cuda.memory_allocated():,} bytes of the GPU, of which {free:,} of {total:,} are free"
-    resident = _kibibytes("/proc/self/status", "VmRSS")
-    left = _kibibytes("/proc/meminfo", "MemAvailable")
+        held, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        limit = int(total * torch.cuda.get_per_process_memory_fraction())
+        words = f"it holds {held:,} bytes of the GPU, of which {free:,} of {total:,} are free"
+        return Memory(held, max(0, min(free + kept, limit) - held), words)
+    resident, left = _resident(), free_memory()
     if resident is None or left is None:
-        return "what it holds is not known"
-    return f"it holds {resident * 1024:,} bytes, and the machine has {left * 1024:,} left"
+        return Memory(resident, left, "what it holds is not known")
+    return Memory(resident, left, f"it holds {resident:,} bytes, and the machine has {left:,} left")
 
 
-def _kibibytes(path: str, key: str) -> int | None:
+def _bytes(found: re.Match[str] | None) -> int | None:
+    with suppress(VPipeError):
+        return None if found is None else read_bytes(found[1].removesuffix(" bytes"))
+    return None
+
+
+def _resident() -> int | None:
     try:
-        with open(path) as file:
+        with open("/proc/self/status") as file:
             lines = dict(line.split(":", 1) for line in file if ":" in line)
-        return int(lines[key].split()[0])
+        return int(lines["VmRSS"].split()[0]) * 1024
     except (OSError, KeyError, ValueError):
         return None
