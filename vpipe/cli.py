@@ -387,12 +387,15 @@ def read_counts(text: str) -> list[int]:
 def main() -> None:
     """Runs the command line; a user's mistake is one message and exit code 2, a rank's fault exit code 1."""
     try:
-        app()
+        sys.exit(app(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         from vpipe.launch.rank import fail
+        from vpipe.usage import tell_usage
 
+        if (code := tell_usage(error)) is not None:
+            sys.exit(code)
         if "RANK" in os.environ:
             fail(error)
         if not isinstance(error, VPipeError):
