@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,20 @@ def read_lines(path: Path, key: str = "update") -> list[dict[str, Any]]:
         if isinstance(value, dict) and key in value:
             lines.append(value)
     return lines
+
+
+def read_metrics(folder: Path) -> list[dict[str, Any]]:
+    """The lines of metrics.jsonl. A run that was restarted made some updates again: what it told last counts."""
+    least: dict[str, float] = {}
+    kept = []
+    for line in reversed(read_lines(folder / "metrics.jsonl")):
+        kind, update = line.get("kind"), line["update"]
+        if isinstance(kind, str) and isinstance(update, int | float):
+            if update >= least.get(kind, math.inf):
+                continue
+            least[kind] = update
+        kept.append(line)
+    return kept[::-1]
 
 
 def read_keys(path: Path) -> dict[str, str]:

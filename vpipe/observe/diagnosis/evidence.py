@@ -12,7 +12,7 @@ from vpipe.observe.hang import Finding as RankFinding
 from vpipe.observe.hang import findings
 from vpipe.observe.medians import Medians, medians
 from vpipe.observe.prediction import Costs, run_costs
-from vpipe.observe.run_files import read_lines, read_object
+from vpipe.observe.run_files import read_metrics, read_object
 from vpipe.observe.stages import StageFacts, read_stages
 
 
@@ -43,7 +43,7 @@ def read_evidence(folder: Path) -> Evidence:
         findings(folder),
         read_stages(folder),
         read_object(folder / "summary.json"),
-        read_lines(folder / "metrics.jsonl"),
+        read_metrics(folder),
         run_costs(folder, ranks),
         medians(ranks),
     )

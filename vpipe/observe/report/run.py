@@ -13,7 +13,7 @@ from vpipe.observe.prediction import predict
 from vpipe.observe.report.lanes import timeline
 from vpipe.observe.report.memory import memory_lines
 from vpipe.observe.report.predicted import predicted
-from vpipe.observe.run_files import read_keys, read_lines, read_object
+from vpipe.observe.run_files import read_keys, read_metrics, read_object
 from vpipe.observe.stages import read_stages
 
 POINTS = 2000
@@ -29,7 +29,7 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     """Parts that the folder has no file for are None or empty."""
     summary = read_object(folder / "summary.json")
     plan = read_object(folder / "plan.json")
-    metrics = read_lines(folder / "metrics.jsonl")
+    metrics = read_metrics(folder)
     train = [line for line in metrics if line.get("kind") == "train"]
     evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
@@ -66,15 +66,19 @@ def labels(folders: Sequence[Path]) -> list[str]:
 
 
 def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:
-    """Of each update by the summary, else of each line of metrics; [updates made, loss]."""
+    """Of each update by the summary, which begins where the run was last restarted; of each line of metrics before
+    that, or if there is no summary. [updates made, loss]."""
+    told = _curve(train, "loss")
     if summary.get("losses"):
         try:
-            return thinned([[update + 1, loss] for update, loss in summary["losses"]])
+            losses = [[update + 1, loss] for update, loss in summary["losses"]]
         except (TypeError, ValueError):
             raise ConfigError(
                 "summary.json: losses is no list of [update, loss]: remove the file to do without"
             ) from None
-    return _curve(train, "loss")
+        before = [point for point in told if isinstance(point[0], int | float) and point[0] < losses[0][0]]
+        return before + thinned(losses)
+    return told
 
 
 def _curve(lines: list[dict[str, Any]], key: str) -> list[list[float]]:
