@@ -53,7 +53,7 @@ def export(
         Path | None, typer.Option(help="The run's YAML file; the run's folder has one.")
     ] = None,
 ) -> None:
-    """Write a directory that `from_pretrained` of transformers reads: weights and configuration, no tokenizer."""
+    """Write a directory that `from_pretrained` of transformers reads: weights, configuration, the run's tokenizer."""
     from vpipe.checkpoint.command import export as export_checkpoint
 
     chosen, missing = export_checkpoint(path, directory, config)

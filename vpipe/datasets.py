@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 SYNTHETIC_SAMPLES = 1024
+TOKENIZER = "tokenizer.json"
+"""In a run's folder: the one that it trained with, if it trained on text."""
 
 
 class Datasets(NamedTuple):

@@ -22,8 +22,13 @@ def export_run(trainer: Trainer, checkpoint: Path) -> Path:
     directory = trainer.folder / "model"
     export_pretrained(checkpoint, trainer.model, directory)
     if trainer.data.tokenizer is not None:
-        _for_transformers(trainer.data.tokenizer).save_pretrained(str(directory))
+        write_tokenizer(trainer.data.tokenizer, directory)
     return directory
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Beside a model, for `from_pretrained`."""
+    _for_transformers(tokenizer).save_pretrained(str(directory))
 
 
 def write_sentence(trainer: Trainer, directory: Path) -> str | None:

@@ -16,7 +16,7 @@ from vpipe.config import RunConfig
 from vpipe.config_file import resolved_yaml
 from vpipe.cost import Plan, write_plan
 from vpipe.data import Batches, Sampler
-from vpipe.datasets import Datasets, make_datasets
+from vpipe.datasets import TOKENIZER, Datasets, make_datasets
 from vpipe.determinism import make_deterministic
 from vpipe.device import choose_device, limit_memory
 from vpipe.errors import ConfigError, Stopped, VPipeError
@@ -277,6 +277,8 @@ class Trainer:
         if self.rank == 0:
             write_text(self.folder / "config.yml", resolved_yaml(self.config))
             write_stages(self.pipe.layout, self.folder, cap=self.config.gpu_memory)
+            if self.data.tokenizer is not None:
+                write_text(self.folder / TOKENIZER, self.data.tokenizer.to_str())
             plan = self.folder / "plan.json"
             if not plan.exists():  # with `partition: auto` the launcher has written it
                 write_plan(self._plan(), plan)

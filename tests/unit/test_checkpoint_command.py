@@ -14,6 +14,7 @@ from tests.checkpoints import rewrite
 from tests.unit.test_keeping import TINY, the_model
 from vpipe import Pipeline, checkpoint, cli
 from vpipe.checkpoint.files import sha256
+from vpipe.data import build_tokenizer
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
@@ -120,3 +121,13 @@ def test_export_writes_what_from_pretrained_reads(vpipe: Run, tmp_path: Path) ->
     written = model.state_dict()
     assert all(torch.equal(written[name], tensor) for name, tensor in weights.items() if name in written)
     assert len(written.keys() & weights.keys()) > 10
+    assert not list((tmp_path / "model").glob("tokenizer*"))  # it trained on random tokens
+    text = ["some words, and some more words, and a last word"] * 9
+    build_tokenizer(text, "wordpiece", TINY["vocab_size"], tmp_path / "cache").save(
+        str(run / "tokenizer.json")
+    )
+    code, said = vpipe("export", run / "checkpoints" / "step-00000000", tmp_path / "model")
+    assert code == 0, said
+    tokenizer = hf.AutoTokenizer.from_pretrained(str(tmp_path / "model"), local_files_only=True)
+    assert tokenizer.decode(tokenizer.encode("a last word", add_special_tokens=False)) == "a last word"
+    assert tokenizer.mask_token == "[MASK]"

@@ -96,8 +96,14 @@ def examine(path: Path) -> str | None:
 
 
 def export(path: Path, directory: Path, config: Path | None) -> tuple[Path, list[str]]:
-    """Write the newest good checkpoint for `from_pretrained`; which it was, and what it has no values for."""
+    """Write the newest good checkpoint for `from_pretrained`; which it was, and what it has no values for.
+
+    The tokenizer that the run trained with is written beside it.
+    """
     from vpipe.config_file import read_config
+    from vpipe.data import read_tokenizer
+    from vpipe.datasets import TOKENIZER
+    from vpipe.export import write_tokenizer
     from vpipe.models import build_model
 
     chosen = path
@@ -111,7 +117,12 @@ def export(path: Path, directory: Path, config: Path | None) -> tuple[Path, list
         raise VPipeError(
             f"there is no {described}, which would say what was trained: give the run's file with --config"
         )
-    return chosen, export_pretrained(chosen, build_model(read_config(described), "meta").model, directory)
+    model: Any = build_model(read_config(described), "meta").model
+    missing = export_pretrained(chosen, model, directory)
+    tokenizer = chosen.absolute().parents[1] / TOKENIZER
+    if tokenizer.is_file():
+        write_tokenizer(read_tokenizer(tokenizer, model.config.vocab_size), directory)
+    return chosen, missing
 
 
 def prune_run(path: Path, keep: int) -> list[Path]:

@@ -7,7 +7,7 @@ from vpipe.data.sampler import Batches, Minibatch, Sampler
 from vpipe.data.samples import CausalText, Pairs, Synthetic, causal_text, synthetic, translation_pairs
 from vpipe.data.shards import Shards, has_shards, read_shards
 from vpipe.data.text import read_documents
-from vpipe.data.tokenizer import build_tokenizer, special_id
+from vpipe.data.tokenizer import build_tokenizer, read_tokenizer, special_id
 
 __all__ = [
     "Batch",
@@ -28,6 +28,7 @@ __all__ = [
     "read_documents",
     "read_pairs",
     "read_shards",
+    "read_tokenizer",
     "special_id",
     "split",
     "synthetic",

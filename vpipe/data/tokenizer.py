@@ -39,7 +39,7 @@ def build_tokenizer(
 
     Special tokens that happen to stand in the text are text.
     """
-    tokenizer = _read_given(given, vocab_size) if given else _cached(documents, kind, vocab_size, cache)
+    tokenizer = read_tokenizer(given, vocab_size) if given else _cached(documents, kind, vocab_size, cache)
     tokenizer.encode_special_tokens = True
     return tokenizer
 
@@ -61,7 +61,8 @@ def special_ids(tokenizer: Tokenizer) -> set[int]:
     return {number for number, token in tokenizer.get_added_tokens_decoder().items() if token.special}
 
 
-def _read_given(given: Path, vocab_size: int) -> Tokenizer:
+def read_tokenizer(given: Path, vocab_size: int) -> Tokenizer:
+    """That of a `tokenizer.json`, or of a directory that holds one."""
     from tokenizers import Tokenizer
 
     place = f"tokenizer is {str(given)!r}"
