@@ -12,16 +12,15 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vpipe.config import RunConfig
+from vpipe.config import MODEL_SIZES, RunConfig
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
 from vpipe.files import read_text
 from vpipe.maps import read_maps
 from vpipe.plain_yaml import parse_yaml
+from vpipe.settings import AUTO, is_path
 
 KEYS = tuple(RunConfig.model_fields)
-AUTO = "auto"
-"""The partition that is planned before the run."""
 
 
 def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunConfig:
@@ -79,8 +78,14 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """Every key with the value that it has in this run."""
-    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    """Every key with the value that it has in this run; it can be read from anywhere, so paths are absolute."""
+    values = config.model_dump(
+        mode="json", exclude=set() if config.model is None else {"model_type", *MODEL_SIZES}
+    )
+    for key, value in values.items():
+        if is_path(key, value):
+            values[key] = str(config.path(value).absolute())
+    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -11,6 +11,8 @@ import yaml
 from vpipe.errors import ConfigError
 from vpipe.plain_yaml import parse_yaml
 
+AUTO = "auto"
+"""The partition that is planned before the run."""
 PATHS = ("model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container")
 
 
@@ -28,7 +30,7 @@ def read_settings(written: Sequence[str]) -> dict[str, Any]:
             settings[key.strip()] = parse_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {_shown(text)}: the value cannot be read as YAML") from None
-    return {key: _absolute(value) if _is_path(key, value) else value for key, value in settings.items()}
+    return {key: _absolute(value) if is_path(key, value) else value for key, value in settings.items()}
 
 
 def rank_arguments(config: Path, settings: Sequence[str]) -> list[str]:
@@ -49,8 +51,11 @@ def _shown(text: str) -> str:
     return text if len(text) <= 80 and text.isprintable() else repr(text[:80])
 
 
-def _is_path(key: str, value: Any) -> bool:
+def is_path(key: str, value: Any) -> bool:
+    """Whether the value is the path of a file or a directory."""
     if not isinstance(value, str):
+        return False
+    if key == "partition" and value == AUTO:
         return False
     return key in PATHS or (key == "schedule" and value.endswith(".csv"))
 

@@ -12,8 +12,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from vpipe.config import RunConfig
-from vpipe.config_file import KEYS, check_values, read_config
+from vpipe.config_file import KEYS, check_values, read_config, resolved_yaml
 from vpipe.errors import ConfigError
+from vpipe.settings import read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GUIDES = {
@@ -276,3 +277,20 @@ def test_the_files_own_mode_goes_before_the_plans_schedule(tmp_path: Path) -> No
 def test_the_guides_two_keys_choose_no_schedule(tmp_path: Path) -> None:
     write(tmp_path, '{"partition": [1, 2]}', "vpipe.json")
     assert read_config(write(tmp_path, {"partition": "vpipe.json"})).chosen_schedule == "1f1b"
+
+
+def test_what_a_run_writes_down_can_be_read_from_its_folder(tmp_path: Path) -> None:
+    (tmp_path / "models").mkdir()
+    (tmp_path / "models" / "config.json").write_text("{}")
+    path = write(tmp_path, {"model": "models/config.json", "data_dir": "text", "stages": 2})
+    (tmp_path / "runs").mkdir()
+    kept = read_config(write(tmp_path / "runs", resolved_yaml(read_config(path)), "config.yml"))
+    assert kept.model is not None
+    assert kept.path(kept.model) == tmp_path / "models" / "config.json"
+    assert kept.data_dir == str(tmp_path / "text")
+    assert kept.stages == 2
+
+
+def test_auto_is_no_path() -> None:
+    assert read_settings(["partition=auto"]) == {"partition": "auto"}
+    assert read_settings(["partition=plan.json"]) == {"partition": str(Path("plan.json").absolute())}
