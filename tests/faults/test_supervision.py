@@ -15,6 +15,7 @@ import pytest
 
 from tests.end_to_end.command import alive
 from vpipe.errors import RankFailedError, VPipeError
+from vpipe.launch import local
 from vpipe.launch.local import Ranks, run_ranks_here
 
 pytestmark = pytest.mark.timeout(60)
@@ -148,3 +149,14 @@ def test_nothing_outlives_a_killed_launcher(tmp_path):
     while alive(str(tmp_path)) and time.monotonic() < deadline:
         time.sleep(0.1)
     assert not alive(str(tmp_path))
+
+
+def test_impatient_fingers_do_not_cut_a_save_short(monkeypatch):
+    monkeypatch.setattr(local, "AGAIN", 0.2)
+    with local._heeding_signals() as asked:
+        for _ in range(3):
+            os.kill(os.getpid(), signal.SIGINT)
+        assert asked.to_end == [signal.SIGINT]
+        time.sleep(0.3)
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert asked.to_end == [signal.SIGINT, signal.SIGTERM]

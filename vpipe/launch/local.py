@@ -32,6 +32,8 @@ from vpipe.observe.whereabouts import VARIABLE, Page, shared_page
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
+AGAIN = 1.0
+"""Seconds after which a further signal is another one: impatient fingers are quicker."""
 POLL = 0.02
 TAIL = 20
 """Lines of its log that are shown when a rank dies without a word."""
@@ -64,6 +66,7 @@ class _Asked:
     """The signals that the launcher was sent: to end, and to pass on."""
 
     to_end: list[int] = field(default_factory=list)
+    first: float = 0.0  # when it was first asked to end
     to_save: int = 0
 
 
@@ -184,7 +187,10 @@ def _heeding_signals() -> Iterator[_Asked]:
     asked = _Asked()
 
     def end(number: int, frame: FrameType | None) -> None:
-        asked.to_end.append(number)
+        now = time.monotonic()
+        asked.first = asked.first or now
+        if not asked.to_end or now - asked.first > AGAIN:
+            asked.to_end.append(number)
 
     def save(number: int, frame: FrameType | None) -> None:
         asked.to_save += 1
