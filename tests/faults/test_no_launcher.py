@@ -1,14 +1,29 @@
-"""Ranks that were started one by one, as torchrun starts them: nobody watches them, and they name the culprit alike."""
+"""Ranks that others have started: one by one, where they name the culprit, or by torchrun, which restarts them."""
 
+import os
+import re
+import signal
 import socket
 import time
+from contextlib import suppress
+from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import end, start
-from tests.faults.runs import write_config
+from tests.end_to_end.command import alive, end, start, vpipe
+from tests.faults.runs import final_weights, half_done, shared_memory, train, write_config
 
 WORD = "error: stopped because rank 1 failed: it ended without a word"
+TORCHRUN = (
+    "torch.distributed.run",
+    "--standalone",
+    "--nproc-per-node",
+    "2",
+    "--max-restarts",
+    "1",
+    "-m",
+    "vpipe",
+)
 
 
 @pytest.mark.timeout(150)
@@ -37,3 +52,32 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path, monkeypatch):
     finally:
         for process in ranks:
             end(process)
+
+
+@pytest.mark.timeout(240)
+def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(tmp_path, monkeypatch):
+    write_config(tmp_path, 2, heartbeat_limit=5.0)
+    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=7,point=bwd,kind=kill")
+    shared = shared_memory()
+    try:
+        ended = vpipe("train", "run.yml", "--resume", "auto", cwd=tmp_path, launcher=TORCHRUN, timeout=150)
+    finally:
+        left = alive(str(tmp_path))
+        for process in left:
+            with suppress(ProcessLookupError):
+                os.kill(int(process), signal.SIGKILL)
+    assert ended.code == 0, ended.said
+    assert not left
+    assert not shared_memory() - shared
+    assert ended.err.count("VPIPE_FAULT: kill at bwd") == 1
+    assert "stopped because rank 1 failed" in ended.err
+    killed, revived = sorted(tmp_path.glob("runs/2*"))
+    # That of update 6 may have been under way; it waits for that of update 3.
+    resumed = re.search(r"resumed from (.*)/checkpoints/step-0000000([36]) after \2 updates", ended.said)
+    assert resumed is not None, ended.said
+    assert Path(resumed[1]).name == killed.name
+    assert not half_done(revived)
+    # Only now: it would have been found by `--resume auto`.
+    clean, reference = train(tmp_path)
+    assert clean.code == 0, clean.said
+    assert final_weights(revived) == final_weights(reference)
