@@ -1,13 +1,14 @@
-"""Three ways to train under one memory cap: vPipe's plan, GPipe's setting and PipeDream's.
+"""Ways to train under one memory cap: our plans, GPipe's setting and PipeDream's.
 
     python benchmarks/memory.py [--ranks 2] [--layers 8] [--width 256] [--batch-size 8] [--rounds 5]
                                 [--write docs/performance.md]
 
 As in the guides' table, the cap makes GPipe recompute everything and PipeDream halve its minibatch: it is the memory
-that PipeDream needs for half a minibatch, and GPipe accumulates as many minibatches as then fit. vPipe's planner gets
-the profile and the cap. The three take turns, round after round, in the same processes (one of one thread a rank);
-ratios are taken within a round. Activations are counted as autograd holds them; the rest of a rank's memory (weights,
-versions, gradients, optimizer, buffers) is computed.
+that PipeDream needs for half a minibatch, and GPipe accumulates as many minibatches as then fit. The planner gets the
+profile and the cap, and plans once for the schedule `vpipe`, which updates after each minibatch as PipeDream does, and
+once for whichever schedule is fastest. All take turns, round after round, in the same processes (one of one thread a
+rank); ratios are taken within a round. Activations are counted as autograd holds them; the rest of a rank's memory
+(weights, versions, gradients, optimizer, buffers) is computed.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import statistics
 import sys
 import time
 from collections.abc import Sequence
-from itertools import cycle, islice
+from itertools import cycle, islice, product
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -36,7 +37,7 @@ from vpipe.plan import plan
 from vpipe.profile import profile_model
 from vpipe.simulate import Simulation, simulate
 
-GPIPE, PIPEDREAM, VPIPE = "GPipe", "PipeDream", "vPipe"
+GPIPE, PIPEDREAM, VPIPE, ANY = "GPipe", "PipeDream", "our plan", "our plan, any schedule"
 TARGETS = {GPIPE: 1.34, PIPEDREAM: 1.67}
 MOST_ACCUMULATED = 16
 WARM, COUNTED = 2, 2
@@ -83,7 +84,7 @@ def main() -> None:
         os.execve(sys.executable, [sys.executable, *sys.argv], {**os.environ, **ENVIRONMENT})
     torch.set_num_threads(1)
     resize(given.layers, given.width)
-    cap, settings = three_settings(given.ranks, given.batch_size)
+    cap, settings = all_settings(given.ranks, given.batch_size)
     measured = run(settings, given.ranks, given.rounds, given.layers, given.width)
     command = "python benchmarks/memory.py " + " ".join(sys.argv[1:])
     text = report(cap, settings, measured, command, given)
@@ -99,8 +100,8 @@ def profiled(batch_size: int, ranks: int) -> Profile:
     )
 
 
-def three_settings(ranks: int, batch_size: int) -> tuple[int, list[Setting]]:
-    """The cap, and the three settings that it leaves."""
+def all_settings(ranks: int, batch_size: int) -> tuple[int, list[Setting]]:
+    """The cap, and the settings that it leaves."""
     whole, half = profiled(batch_size, ranks), profiled(batch_size // 2, ranks)
     blocks = len(whole.blocks)
     work.MINIBATCH = batch_size
@@ -121,8 +122,14 @@ def three_settings(ranks: int, batch_size: int) -> tuple[int, list[Setting]]:
     fitting = [m for m in range(ranks, MOST_ACCUMULATED + 1) if synchronous(m).peak <= cap]
     assert fitting, "GPipe does not fit at all: choose other sizes"
     gpipe = synchronous(fitting[-1])
-    planned = plan(whole, ranks, cap, "vpipe").to_plan()
-    return cap, [Setting(VPIPE, batch_size, planned, simulate(whole, planned)), gpipe, pipedream]
+    planned = {
+        VPIPE: plan(whole, ranks, cap, "vpipe").to_plan(),
+        ANY: plan(whole, ranks, cap, "auto").to_plan(),
+    }
+    if planned[ANY].schedule == "vpipe":
+        del planned[ANY]
+    ours = [Setting(name, batch_size, made, simulate(whole, made)) for name, made in planned.items()]
+    return cap, [*ours, gpipe, pipedream]
 
 
 def run(settings: Sequence[Setting], ranks: int, rounds: int, layers: int, width: int) -> Measured:
@@ -178,6 +185,7 @@ def work_as_rank(
             partition=made.partition,
             policies=made.policies,
             replicas=made.replicas or None,
+            chunks=made.chunks if made.schedule == "interleaved" else None,
             **count,
         )
         trainings[name] = pipes[name].train(cycle(batches))
@@ -206,16 +214,16 @@ def report(
         TITLE,
         f"`{command}`, on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH} wide,",
         f"sequence {work.SEQUENCE}, on {given.ranks} ranks of one thread; medians of {given.rounds} rounds, in which",
-        "the three take turns.",
+        "they take turns.",
         f"The cap is {cap:,} bytes a rank: what PipeDream needs with {given.batch_size // 2} samples a minibatch",
         f"(with {given.batch_size} it would not fit), and in which GPipe, which recomputes everything, accumulates as",
         "many minibatches as it can.",
         "*Bytes* are the activations of the rank that holds most of them, as autograd counts them. The machine's load",
         f"was {given.load:.1f} before the run: above 0.5 it was shared, and what was measured tells little.",
         "",
-        "| setting | minibatch | partition | recomputed, swapped | of the cap | bytes predicted | counted "
+        "| setting | schedule | minibatch | partition | recomputed, swapped | of the cap | bytes predicted | counted "
         "| samples/s predicted | measured | quartiles |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for setting in settings:
         speeds = measured.speeds[setting.name]
@@ -223,25 +231,26 @@ def report(
         counted = max(measured.peaks[setting.name])
         predicted = max(rank.memory.activations for rank in setting.expected.ranks)
         policies = setting.plan.policies
-        how = f"{setting.update} accumulated" if setting.expected.synchronous else "each updates"
+        how = f"{setting.update} accumulated" if setting.update > 1 else "each updates"
         replicas = setting.plan.replicas
         copies = f" x {list(replicas)} replicas" if replicas and max(replicas) > 1 else ""
         lines.append(
-            f"| {setting.name} | {setting.batch_size}, {how} | {list(setting.plan.partition)}{copies} | "
+            f"| {setting.name} | {setting.plan.schedule} | {setting.batch_size}, {how} | "
+            f"{list(setting.plan.partition)}{copies} | "
             f"{policies.count(RECOMPUTE)}, {policies.count('swap')} of {len(policies)} | {setting.peak / cap:.0%} | "
             f"{predicted:,} | {counted:,} | {setting.expected.samples_per_second:.2f} | "
             f"{statistics.median(speeds):.2f} | {low:.2f} to {high:.2f} |"
         )
-    lines += ["", "| vPipe over | predicted | measured | quartiles | target |", "|---|---|---|---|---|"]
-    first = settings[0]
-    for other in settings[1:]:
-        pairs = zip(measured.speeds[first.name], measured.speeds[other.name], strict=True)
-        ratios = [ours / theirs for ours, theirs in pairs]
+    lines += ["", "| | over | predicted | measured | quartiles | target |", "|---|---|---|---|---|---|"]
+    *ours, gpipe, pipedream = settings
+    for mine, other in product(ours, (gpipe, pipedream)):
+        pairs = zip(measured.speeds[mine.name], measured.speeds[other.name], strict=True)
+        ratios = [faster / slower for faster, slower in pairs]
         low, _, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
-        predicted = first.expected.samples_per_second / other.expected.samples_per_second
+        predicted = mine.expected.samples_per_second / other.expected.samples_per_second
         lines.append(
-            f"| {other.name} | {predicted:.2f} | {statistics.median(ratios):.2f} | {low:.2f} to {high:.2f} | "
-            f"{TARGETS[other.name]} |"
+            f"| {mine.name} | {other.name} | {predicted:.2f} | {statistics.median(ratios):.2f} | "
+            f"{low:.2f} to {high:.2f} | {TARGETS[other.name]} |"
         )
     return "\n".join(lines) + "\n"
 
