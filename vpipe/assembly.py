@@ -5,6 +5,8 @@ from torch import nn
 
 from vpipe.communication import CommunicationHandler
 from vpipe.cost.plan_file import RECOMPUTE, SWAP
+from vpipe.errors import VPipeError
+from vpipe.graph.compiled import check_compiler
 from vpipe.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
@@ -19,14 +21,25 @@ def assemble(
     *,
     clip_norm: float | None,
     on_nonfinite: str | None,
+    compile: str | None,
     seed: int,
 ) -> StageRuntime:
-    """Build what this rank holds: its own stages only."""
+    """Build what this rank holds: its own stages only. `compile` names a backend of torch.compile."""
+    if compile is not None:
+        _check_compile(layout, compile, handler.device)
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
         index: _make_stage(
-            layout, index, model, optimizer, lr_scheduler, device=handler.device, split=split, seed=seed
+            layout,
+            index,
+            model,
+            optimizer,
+            lr_scheduler,
+            device=handler.device,
+            split=split,
+            compile=compile,
+            seed=seed,
         )
         for index in schedule.stages_of(handler.rank)
     }
@@ -50,6 +63,15 @@ def assemble(
     )
 
 
+def _check_compile(layout: Layout, backend: str, device: torch.device) -> None:
+    if layout.graph.trace.boundaries is not None:
+        raise VPipeError(
+            "compile is asked for, but the model could not be captured and its children run as they stand, which "
+            "nothing can compile: leave compile out, or wrap the children in torch.compile yourself"
+        )
+    check_compiler(backend, device)
+
+
 def _make_stage(
     layout: Layout,
     index: int,
@@ -59,6 +81,7 @@ def _make_stage(
     *,
     device: torch.device,
     split: bool,
+    compile: str | None,
     seed: int,
 ) -> Stage:
     graph = layout.stage_graphs[index]
@@ -67,6 +90,7 @@ def _make_stage(
         recompute=layout.blocks_to(RECOMPUTE, index),
         swap=layout.blocks_to(SWAP, index),
         split=split,
+        compile=compile,
         device=device,
         seed=seed,
     )

@@ -161,6 +161,9 @@ class RunConfig(BaseModel):
     """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """What the model computes in; weights are kept and updated in fp32."""
+    compile: StrictBool = False
+    """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
+    Dropout then draws other masks than without it. Evaluation is not compiled."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or a gradient that is not finite does, found before the update: it ends the run, or the update
     is passed over on every stage. With fp16 an overflow is no fault: the loss scale is lowered."""

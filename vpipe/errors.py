@@ -44,6 +44,10 @@ class OutOfMemoryError(VPipeError):
         self.wanted, self.held, self.free = wanted, held, free
 
 
+class CompileError(VPipeError):
+    """torch.compile failed on a block."""
+
+
 class Stopped(VPipeError):
     """The run was asked to end, and did so with a checkpoint from which it can go on."""
 

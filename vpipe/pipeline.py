@@ -29,7 +29,8 @@ class Pipeline:
     activations between forward and backward: "keep", "recompute" or "swap" (they wait in host memory);
     `recompute_ratio` says for each stage how large a share of its blocks, from its end, is recomputed.
     `on_nonfinite` says what a loss or a gradient that is not finite does: "stop" raises a NonFiniteError before
-    the update, "skip" passes over the update; None: nobody looks.
+    the update, "skip" passes over the update; None: nobody looks. `compile` lets torch.compile compile the
+    blocks: True, or the name of a backend other than inductor.
     """
 
     def __init__(
@@ -48,6 +49,7 @@ class Pipeline:
         recompute_ratio: Sequence[float] | float = 0.0,
         policies: Sequence[str] | None = None,
         precision: str = "fp32",
+        compile: bool | str = False,
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
@@ -102,6 +104,7 @@ class Pipeline:
                     lr_scheduler,
                     clip_norm=clip_norm,
                     on_nonfinite=on_nonfinite,
+                    compile="inductor" if compile is True else compile or None,
                     seed=seed,
                 )
 

@@ -236,6 +236,7 @@ class Trainer:
             optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
             lr_scheduler=policy,
             precision=config.precision,
+            compile=config.compile,
             clip_norm=config.clip_norm,
             on_nonfinite=config.on_nonfinite,
             loss_weight=count_labels,

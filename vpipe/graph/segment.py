@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
 
+from vpipe.graph.compiled import BLOCK, SPEC, Compiler
 from vpipe.graph.inplace import Clusters, written
 from vpipe.graph.ownership import is_random
 from vpipe.graph.rewrite import rewritten_body, to_device, to_evaluation
@@ -22,6 +24,7 @@ class Options:
     device: torch.device
     training: bool
     split: bool
+    compiler: Compiler | None = None
 
 
 @dataclass(frozen=True)
@@ -55,10 +58,13 @@ def build_segment(
     inputs = _inputs(trace, own, parts)
     for node in inputs:
         builder.copies[node] = builder.graph.placeholder(node.name)
+        builder.copies[node].meta[SPEC] = builder.spec(node)
     for index, nodes in parts:
         builder.add_block(index, nodes)
     builder.graph.output(tuple(builder.copies[node] for node in outputs))
     function = fx.GraphModule(builder.bodies, builder.graph)
+    if options.compiler is not None:
+        function = options.compiler.compiled(function)
     return Segment(
         function,
         tuple(trace.inputs.get(node, node.name) for node in inputs),
@@ -90,11 +96,18 @@ class _Builder:
         self.context = self.graph.placeholder("context")
         self.copies: dict[fx.Node, fx.Node] = {}
         self.bodies: dict[str, nn.Module] = {}
+        self._block: int | None = None
+
+    def spec(self, node: fx.Node) -> tuple[Any, bool]:
+        """What a compiled function of the node depends on: its shape, and whether it is trained."""
+        kind, specs = self.trace.inputs.get(node), self.trace.specs
+        return specs.get(node), kind is not None and kind.name in self.trace.frozen
 
     def add_block(self, index: int | None, nodes: Sequence[fx.Node]) -> None:
         draws = self.options.training and any(is_random(node, self.trace.root) for node in nodes)
         if index is not None and draws:
             self.graph.call_method("seed_block", (self.context, index, self.options.device))
+        self._block = index
         for node in nodes:
             if not (self._only_updates_buffers(node) and not self.options.training):
                 self._add(node)
@@ -111,7 +124,7 @@ class _Builder:
         for body in [arg for arg in node.all_input_nodes if arg.op == "get_attr" and arg not in self.copies]:
             self._copy_body(body)
         copied = self.graph.node_copy(node, self.copies.__getitem__)
-        copied.meta = {}
+        copied.meta = {BLOCK: self._block, SPEC: self.spec(node)}
         to_device(copied, self.options.device)
         if not self.options.training:
             to_evaluation(copied)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, fx, nn
 
+from vpipe.graph.compiled import Compiler
 from vpipe.graph.held import Saver, address
 from vpipe.graph.materialise import materialise
 from vpipe.graph.random import RandomContext
@@ -31,6 +32,7 @@ class StageModule(nn.Module):
         recompute: frozenset[int],
         swap: frozenset[int],
         split: bool,
+        compile: str | None,
         training: bool,
         device: torch.device | None,
         seed: int,
@@ -46,8 +48,8 @@ class StageModule(nn.Module):
             self._constants = source._constants
         else:
             self._take_tensors(source, seed)
-        options = Options(self.device, training, split)
-        self._free = _free_segment(stage, options)
+        self._free = _free_segment(stage, Options(self.device, training, split))
+        options = Options(self.device, training, split, Compiler(compile) if compile else None)
         self._segments = _segments(stage, recompute, swap, options)
         self.swaps = any(segment.swap for segment in self._segments)
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))

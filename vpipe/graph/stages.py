@@ -53,6 +53,7 @@ class StageGraph:
         recompute: Collection[int] = (),
         swap: Collection[int] = (),
         split: bool = False,
+        compile: str | None = None,
         training: bool = True,
         device: torch.device | str | None = None,
         seed: int = 0,
@@ -62,8 +63,8 @@ class StageGraph:
         `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or
         another StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of
         the model) of blocks whose activations are not kept, `swap` those whose activations wait for backward in
-        `context.swap`; `split=True` postpones weight gradients to `context.deferred`; `training=False` turns
-        dropout off and uses running statistics.
+        `context.swap`; `split=True` postpones weight gradients to `context.deferred`; `compile` names the backend
+        of torch.compile that compiles the blocks; `training=False` turns dropout off and uses running statistics.
         The module lives on `device`; by default on the cpu, or where the other StageModule lives.
         """
         return StageModule(
@@ -72,6 +73,7 @@ class StageGraph:
             recompute=frozenset(recompute) if training else frozenset(),
             swap=frozenset(swap) if training else frozenset(),
             split=split,
+            compile=compile,
             training=training,
             device=None if device is None else torch.device(device),
             seed=seed,

@@ -17,6 +17,7 @@ from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
+from vpipe.runtime.not_compiled import explain_compiler
 from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
 from vpipe.runtime.recording import Done, Recording
 from vpipe.runtime.stage import Stage
@@ -115,7 +116,7 @@ class StageRuntime:
                 current = ahead.popleft()
                 yield self._execute(current, ahead)
         except MEMORY_ERRORS as error:
-            explained = explain(error, self.rank, current)
+            explained = explain(error, self.rank, current) or explain_compiler(error, self.rank, current)
             if explained is None:
                 raise
             raise explained from error

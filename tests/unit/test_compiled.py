@@ -1,0 +1,169 @@
+"""Compiled blocks: the same training as the plain model, compiled once for equal layers and for sizes that vary."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+from tests import models
+from tests.examples import example, varied
+from vpipe import Pipeline
+from vpipe.config import RunConfig
+from vpipe.errors import CompileError, VPipeError
+from vpipe.graph import ModelGraph
+from vpipe.graph.compiled import check_compiler
+from vpipe.threads import run_ranks
+from vpipe.verify import verify
+
+EAGER = "aot_eager"
+"""Everything that torch.compile does but the compiling itself: quick, and the random numbers are a plain run's."""
+
+
+def compiler_is_missing() -> str:
+    try:
+        check_compiler("inductor", torch.device("cpu"))
+    except VPipeError as error:
+        return str(error)
+    return ""
+
+
+def sgd(parameters: list[Any]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.1, momentum=0.9)
+
+
+@pytest.fixture(autouse=True)
+def _fresh_compiler(capture_once: None) -> Iterator[None]:
+    torch._dynamo.reset()
+    counters.clear()
+    yield
+    torch._dynamo.reset()
+
+
+def graphs() -> int:
+    """Functions that were compiled since the test began."""
+    return counters["stats"]["unique_graphs"]
+
+
+def train(given: models.Example, batches: list[Any], **options: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Losses and weights of one rank that has the whole model."""
+    model, batch, loss_fn = given
+
+    def work(world: Any) -> Any:
+        with Pipeline(model, batch, optimizer=sgd, loss_fn=loss_fn, world=world, **options) as pipe:
+            losses = [loss for _, loss in pipe.train(batches)]
+            return losses, pipe.full_state_dict()
+
+    return run_ranks(1, work)[0]
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "pipedream"])
+def test_schedules_train_as_the_plain_model_with_dropout(schedule: str) -> None:
+    """Split backward and several stages a rank; whole backward and stale weights. Half of the blocks recomputed."""
+    model, batch, loss_fn = example("bert", layers=2, dropout=0.1)
+    batches = varied(batch, 100)
+    result = verify(
+        model,
+        lambda number: batches[number],
+        ranks=2,
+        optimizer=sgd,
+        loss_fn=loss_fn,
+        updates=2,
+        schedule=schedule,
+        recompute_ratio=0.5,
+        compile=EAGER,
+        **({} if schedule == "pipedream" else {"minibatches": 3}),
+    )
+    assert result.ok, result.differences
+    assert graphs() > 0
+
+
+def test_odd_models_keep_their_numbers(captured: Callable[..., ModelGraph]) -> None:
+    """Long skips, writes in place and running statistics: kept, recomputed and swapped, backward split."""
+    given = example("unet_norm")
+    batches = varied(given[1], 4)
+    policies = [("keep", "recompute", "swap")[block % 3] for block in range(len(captured(*given).blocks))]
+    options: dict[str, Any] = {"schedule": "zb-h1", "minibatches": 2, "policies": policies}
+    losses, weights = train(given, batches, compile=EAGER, **options)
+    expected, plain = train(given, batches, **options)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    for name, tensor in plain.items():
+        torch.testing.assert_close(weights[name], tensor, rtol=1e-9, atol=1e-11)
+
+
+def test_equal_layers_are_compiled_once(captured: Callable[..., ModelGraph]) -> None:
+    def compiled(layers: int, split: bool) -> int:
+        model, batch, loss_fn = example("bert", layers=layers, dropout=0.1)
+        graph = captured(model, batch, loss_fn)
+        stage = graph.stages((len(graph.blocks),))[0].build(model, compile=EAGER, split=split)
+        functions = [segment.function.graph for segment in stage._segments]
+        return len({n.target for graph in functions for n in graph.nodes if n.name.startswith("compiled")})
+
+    assert compiled(2, split=False) == compiled(4, split=False) == 4, (
+        "embedding and attention, attention, feed-forward, head"
+    )
+    assert compiled(2, split=True) == compiled(4, split=True)
+
+
+def test_sizes_that_vary_are_compiled_for_once() -> None:
+    given = example("sequential", layers=2, dropout=0.1)
+    inputs, labels = (torch.cat([tensor, tensor]) for tensor in given[1])
+    batches = [(inputs[:size], labels[:size]) for size in (4, 4, 3, 5, 6, 2, 7, 8, 4)]
+    train(given, batches[:2], minibatches=1, compile=EAGER)
+    once = graphs()
+    counters.clear()
+    torch._dynamo.reset()
+    losses, _ = train(given, batches, minibatches=1, compile=EAGER)
+    assert graphs() == 2 * once > 0, "one for the first size, one for all others"
+    expected, _ = train(given, batches, minibatches=1)
+    assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())
+def test_the_real_compiler_repeats_its_masks() -> None:
+    """Recomputed blocks draw the masks of their forward, so the numbers are those of blocks that are kept.
+
+    Without dropout they are also the plain model's.
+    """
+    given = example("sequential", layers=1, dropout=0.5)
+    batches = varied(given[1], 3)
+    kept, _ = train(given, batches, minibatches=1, compile=True)
+    again, _ = train(given, batches, minibatches=1, compile=True, recompute_ratio=1.0)
+    assert again == pytest.approx(kept, rel=1e-9)
+    plain = example("sequential", layers=1)
+    losses, _ = train(plain, batches, minibatches=1, compile=True)
+    expected, _ = train(plain, batches, minibatches=1)
+    assert losses == pytest.approx(expected, rel=1e-9)
+    assert kept[0] != pytest.approx(expected[0], rel=1e-6), "dropout was off"
+
+
+def test_no_compiler_is_said_before_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    given = example("sequential", layers=1)
+    with pytest.raises(VPipeError, match=r"C\+\+ compiler 'no-such-compiler'.*CXX"):
+        train(given, varied(given[1], 1), minibatches=1, compile=True)
+
+
+def test_what_was_not_captured_is_not_compiled() -> None:
+    given = example("untraceable")
+    with pytest.raises(VPipeError, match=r"could not be captured.*leave compile out"):
+        train(given, varied(given[1], 1), minibatches=1, compile=EAGER)
+
+
+def test_a_failure_of_the_compiler_names_the_place() -> None:
+    def broken(graph: Any, inputs: Any) -> Any:
+        raise RuntimeError("no registers left")
+
+    torch._dynamo.register_backend(broken, name="broken")
+    given = example("sequential", layers=1)
+    with pytest.raises(
+        CompileError, match=r"rank 0, stage 0, action 0F0.*no registers left.*leave compile out"
+    ):
+        train(given, varied(given[1], 1), minibatches=1, compile="broken")
+
+
+def test_the_configuration_has_it() -> None:
+    assert RunConfig.model_validate({"compile": True}).compile
+    assert not RunConfig.model_validate({}).compile
