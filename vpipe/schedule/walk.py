@@ -3,9 +3,8 @@
 Each rank runs its program in order, one action at a time; an action starts when its rank is free and all that
 the rules ask for is done. Only what is still needed is remembered, so an endless schedule can be walked.
 
-A *tie* binds an action to one that needs it: F of stage 0 to F of stage 1, F of stage 0 to its own I. Each has
-a number, and `done[number][minibatch]` is when its first end was done; until then, where a rank already waits
-for that, it is -1 - rank. A tie has exactly one reader, with whose start it is forgotten.
+`done[number][minibatch]` is when the first end of a tie (`ties.py`) was done; until then, where a rank already
+waits for that, it is -1 - rank. A tie has exactly one reader, with whose start it is forgotten.
 """
 
 from __future__ import annotations
@@ -17,9 +16,10 @@ from heapq import heappop, heappush
 from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
-from vpipe.schedule.action import COMPUTE, UPDATE, Action, Op
+from vpipe.schedule.action import UPDATE, Action, Op
 from vpipe.schedule.program import Exists, Schedule
-from vpipe.schedule.rules import Channel, Need, Rules
+from vpipe.schedule.rules import Channel, Rules
+from vpipe.schedule.ties import TieTables
 
 Cost = Callable[[Action], float]
 Transit = Callable[[Action, int, float], float]
@@ -89,16 +89,6 @@ def walk(
     return walked.events(transit, hold, by_start)
 
 
-class _Ties(NamedTuple):
-    """The ties of one operation of one stage."""
-
-    needs: tuple[int, ...]
-    makes: tuple[int, ...]
-    sends: tuple[tuple[int, int], ...]
-    """Those that lead to another rank without a message in the programs, each with the stage there."""
-    computes: bool
-
-
 TILE = 16
 """Where the order of ranks is free, minibatches that neighbours run before the next ranks have their turn.
 
@@ -121,9 +111,8 @@ class _Walk:
         self.programs = [schedule.program(rank, exists) for rank in range(schedule.num_ranks)]
         self.pending: list[Action | None] = [None] * schedule.num_ranks
         self.interval = schedule.update_interval
-        self.numbers: dict[tuple[Need, Need], int] = {}
-        self.ties = [self.ties_of(phase) for phase in range(rules.period)]
-        self.done: list[dict[int, float]] = [{} for _ in self.numbers]
+        self.ties = TieTables(schedule, rules)
+        self.done: list[dict[int, float]] = [{} for _ in range(len(self.ties))]
         # Ranks that wait for room in a channel, or for the other ranks of a stage.
         self.waiting: dict[object, list[int]] = {}
         # For each stage how many W of a group a replica has done, by group * replicas + replica;
@@ -136,7 +125,7 @@ class _Walk:
 
     def events(self, transit: Transit | None, hold: Hold | None, by_start: bool) -> Iterator[Event]:
         # This loop is the price of every action of a simulation: names are local, and little is called.
-        programs, pending, ties, period = self.programs, self.pending, self.ties, self.rules.period
+        programs, pending, ties, period = self.programs, self.pending, self.ties.phases, self.rules.period
         done, gathered, interval = self.done, self.gathered, self.interval
         cost, make_event = self.cost, partial(tuple.__new__, Event)
         replicas = [len(ranks) for ranks in self.schedule.placement]
@@ -146,7 +135,7 @@ class _Walk:
         # Ranks that can go on, by start or by tile, and what each would do.
         timed: list[tuple[float, int]] = []
         tiled: list[int] = []
-        starts, found = [0.0] * len(programs), [self.ties[0][0][F]] * len(programs)
+        starts, found = [0.0] * len(programs), [ties[0][0][F]] * len(programs)
         rank, ranks, last = -1, len(programs), self.schedule.num_stages - 1
         turned = list(range(len(programs)))
         waiters = [-1.0 - number for number in turned]
@@ -235,43 +224,6 @@ class _Walk:
         if waits:
             raise Deadlock(waits)
 
-    def ties_of(self, phase: int) -> list[dict[Op, _Ties]]:
-        """The ties of each stage's operations, for the minibatches m with m % period = `phase`."""
-        needs: dict[Need, list[int]] = {}
-        makes: dict[Need, list[int]] = {}
-        sends: dict[Need, list[tuple[int, int]]] = {}
-        for stage, row in enumerate(self.rules.table(phase)):
-            for op in self.tied(stage, phase):
-                for made, source in row[op]:
-                    tie = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
-                    needs.setdefault((op, stage), []).append(tie)
-                    # A whole backward makes what I makes, for all but the W that it is itself.
-                    for maker in (Op.I, Op.B) if made is Op.I and op is not Op.W else (made,):
-                        if self.schedule.lowered or self.rules.local(stage, source, phase):
-                            makes.setdefault((maker, source), []).append(tie)
-                        else:
-                            sends.setdefault((maker, source), []).append((tie, stage))
-        return [
-            {
-                op: _Ties(
-                    tuple(needs.get((Op.I if op is Op.B else op, stage), ())),
-                    tuple(makes.get((op, stage), ())),
-                    tuple(sends.get((op, stage), ())),
-                    op in COMPUTE,
-                )
-                for op in Op
-            }
-            for stage in range(self.schedule.num_stages)
-        ]
-
-    def tied(self, stage: int, minibatch: int) -> Iterator[Op]:
-        """The operations that a stage has to do with a minibatch; B does those of I."""
-        yield from (Op.F, Op.I, Op.W)
-        if self.schedule.lowered and self.rules.remote_producers(stage, minibatch):
-            yield from (Op.RECV_F, Op.SEND_B)
-        if self.schedule.lowered and self.rules.remote_readers(stage, minibatch):
-            yield from (Op.SEND_F, Op.RECV_B)
-
     def gate(self, rank: int, action: Action) -> float | None:
         """Since when an update or message may start, as far as other minibatches go; None: it waits."""
         stage, op, last = action
@@ -336,7 +288,7 @@ class _Walk:
         """What stands in the way of a rank that waits, in words."""
         stage, op, minibatch = action
         for needed, source in self.rules.needs(stage, op, minibatch):
-            tie = self.numbers.get(((needed, source), (Op.I if op is B else op, stage)))
+            tie = self.ties.number((needed, source), (op, stage))
             if tie is not None and self.done[tie].get(minibatch, -1.0) < 0:
                 return str(Action(source, needed, minibatch))
         if op in SENDS:

@@ -12,9 +12,10 @@ no rank idles between its first and its last action, if there are minibatches en
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
+from itertools import chain, repeat
 
 from vpipe.schedule.action import Action, Op
 from vpipe.schedule.program import Exists
@@ -33,8 +34,10 @@ def zero_bubble_v(
     own = len(range(replica, minibatches, replicas))
     enough = own >= 2 * positions - 1
     program = full_v(positions, own, position) if enough else iter(small_v(positions, own)[position])
-    for stage, op, minibatch in program:
-        yield Action(stage, op, minibatch * replicas + replica)
+    if replicas == 1:
+        yield from program
+    else:
+        yield from (Action(stage, op, minibatch * replicas + replica) for stage, op, minibatch in program)
     for stage in (2 * positions - 1 - position, position):
         yield Action(stage, Op.STEP, minibatches - 1)
 
@@ -49,35 +52,27 @@ def full_v(positions: int, minibatches: int, rank: int) -> Iterator[Action]:
     i I  i I ...         gradients that others wait for come first,
     i w  i w ... w w     weight gradients last
     """
+    f, i, w, F, I, W = range(6)  # noqa: E741 (places in `kinds` and `count`)
     stages = (rank, 2 * positions - 1 - rank)
-    below = positions - rank
-    count: Counter[tuple[int, Op]] = Counter()
-
-    def run(chunk: int, *ops: Op) -> Iterator[Action]:
-        for op in ops:
-            done = count[chunk, op]
-            if done < minibatches:
-                count[chunk, op] = done + 1
-                yield Action(stages[chunk], op, done)
-
-    for _ in range(2 * below - 1):
-        yield from run(0, Op.F)
-    for _ in range(rank):
-        yield from run(1, Op.F)
-        yield from run(0, Op.F)
-    for _ in range(below):
-        yield from run(1, Op.F, Op.I, Op.W)
-    while count[1, Op.F] < minibatches:
-        yield from run(0, Op.F, Op.I, Op.W)
-        yield from run(1, Op.F, Op.I, Op.W)
-    for _ in range(rank):
-        yield from run(0, Op.I)
-        yield from run(1, Op.I)
-    for _ in range(below):
-        yield from run(0, Op.I, Op.W)
-    for chunk in (1, 0):
-        while count[chunk, Op.W] < minibatches:
-            yield from run(chunk, Op.W)
+    kinds = [(stage, op) for stage in stages for op in (Op.F, Op.I, Op.W)]
+    count = [0] * 6
+    below, steady = positions - rank, minibatches - positions
+    make = partial(tuple.__new__, Action)  # as Action(...) does, without its detour
+    for kind in chain(
+        [f] * (2 * below - 1),
+        [F, f] * rank,
+        [F, I, W] * below,
+        chain.from_iterable(repeat((f, i, w, F, I, W), steady)),
+        [i, I] * rank,
+        [i, w] * below,
+        [W] * rank,
+        [w] * rank,
+    ):
+        done = count[kind]
+        if done < minibatches:
+            count[kind] = done + 1
+            stage, op = kinds[kind]
+            yield make((stage, op, done))
 
 
 @lru_cache(maxsize=8)

@@ -61,6 +61,8 @@ def arrange(plan: Plan, schedule: Schedule | str | None, minibatches: int | None
 
 def makes_versions(schedule: Schedule, stage: int) -> bool:
     """Whether minibatches are in flight when the stage updates, as its first updates tell."""
+    if schedule.synchronous:
+        return False
     in_flight = updates = 0
     for action in schedule.program(schedule.placement[stage][0]):
         if action.stage == stage:

@@ -34,14 +34,36 @@ class Memory(NamedTuple):
         return sum(self)
 
 
+class Totals(NamedTuple):
+    """What one rank's run comes to."""
+
+    begin: float
+    end: float
+    activations: int
+    versions: int
+    """Bytes at the rank's peak."""
+    in_flight: dict[int, int]
+    live: dict[int, int]
+    """By stage: the most minibatches between F and backward, and the most live versions of the weights."""
+
+
+def changes(cost: StageCost) -> dict[Op, tuple[int, int]]:
+    """The bytes that come, or go, with the start and with the end of each operation; old weights are not counted."""
+    made = cost.held + cost.swapped
+    return dict.fromkeys(Op, (0, 0)) | {
+        F: (made, 0),
+        B: (cost.whole_backward, -made - cost.whole_backward),
+        I: (cost.input_backward, cost.deferred - made - cost.input_backward),
+        W: (0, -cost.deferred),
+    }
+
+
 class Stash:
     """The minibatches that one stage has in flight on one rank, and the weights that they read."""
 
     __slots__ = (
+        "changes",
         "cost",
-        "dropped_by_b",
-        "dropped_by_i",
-        "made",
         "most_in_flight",
         "most_versions",
         "newest",
@@ -52,9 +74,7 @@ class Stash:
 
     def __init__(self, cost: StageCost) -> None:
         self.cost = cost
-        self.made = cost.held + cost.swapped
-        self.dropped_by_b = self.made + cost.whole_backward
-        self.dropped_by_i = self.made + cost.input_backward - cost.deferred
+        self.changes = changes(cost)
         self.newest = 0
         self.readers = 0  # of the newest version
         self.read: dict[int, int] = {}
@@ -111,25 +131,25 @@ class Ledger:
         _, (stage, op, minibatch), start, end = event
         self.end = end
         stash = self.stashes[stage]
+        at_start, at_end = stash.changes[op]
+        old = 0
         if op is F:
             if self.begin is None:
                 self.begin = start
             stash.forward(minibatch)
-            self.change(start, stash.made, 0)
-        elif op is B:
-            if stash.cost.whole_backward:
-                self.change(start, stash.cost.whole_backward, 0)
-            self.change(end, -stash.dropped_by_b, -stash.backward(minibatch))
+        elif op is B or op is W:
+            old = -stash.backward(minibatch)
         elif op is STEP:
-            kept = stash.step()
-            if kept:
-                self.change(end, 0, kept)
-        elif op is I:
-            if stash.cost.input_backward:
-                self.change(start, stash.cost.input_backward, 0)
-            self.change(end, -stash.dropped_by_i, 0)
-        elif op is W:
-            self.change(end, -stash.cost.deferred, -stash.backward(minibatch))
+            old = stash.step()
+        if at_start or op is F:
+            self.change(start, at_start, 0)
+        if at_end or old:
+            self.change(end, at_end, old)
+
+    def totals(self) -> Totals:
+        in_flight = {stage: stash.most_in_flight for stage, stash in self.stashes.items()}
+        live = {stage: stash.most_versions for stage, stash in self.stashes.items()}
+        return Totals(self.begin or 0.0, self.end, *self.at_peak, in_flight, live)
 
     def change(self, time: float, activations: int, versions: int) -> None:
         self.activations += activations

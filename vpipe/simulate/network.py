@@ -52,14 +52,17 @@ class Network:
     def transit(self, action: Action, reader: int, end: float) -> float:
         """When what ended at `end` has arrived."""
         stage, _, minibatch = action
-        phases = self.routes[stage][reader]
-        line, seconds, busy = phases[minibatch % len(phases)]
+        line, seconds, busy = self.route(stage, reader, minibatch)
         if busy:
             return end
         if line.free > end:
             end = line.free
         line.free = end = end + seconds
         return end
+
+    def route(self, stage: int, reader: int, minibatch: int) -> Route:
+        phases = self.routes[stage][reader]
+        return phases[minibatch % len(phases)]
 
     def sending(self, action: Action) -> float:
         """How long the rank of an action copies what it made; to be asked once for each action."""

@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
-from vpipe.schedule import Action, Event, Op, Schedule, walk
+from vpipe.schedule import Op, Schedule
 from vpipe.simulate.arrange import arrange, check_fit, makes_versions, splits_backward
-from vpipe.simulate.host import HostLink
-from vpipe.simulate.memory import Ledger, Memory, TimedLedger, fixed_memory
+from vpipe.simulate.memory import Memory, Totals, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
+from vpipe.simulate.one_by_one import OneByOne, Timeline
+from vpipe.simulate.slots import Slots
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 from vpipe.simulate.steady import SteadyPart
+from vpipe.simulate.tallies import Tallies
+from vpipe.simulate.waves import run_waves
+
+MANY_RANKS = 16
+"""From so many on a wave is quicker than its actions one by one."""
+MOST_ACTIONS = 2**25
+"""What waves hold in memory, some 40 bytes each."""
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
@@ -31,16 +39,6 @@ class RankFigures:
     bubble: float
     """Waiting: for others, for messages, for swapped data."""
     memory: Memory
-
-
-@dataclass(frozen=True)
-class Timeline:
-    """All events, in order on each rank, and each rank's memory after every change of it."""
-
-    events: tuple[Event, ...]
-    memory: tuple[tuple[tuple[float, int], ...], ...]
-    edges: tuple[tuple[int, int], ...]
-    """(producer, reader) pairs of stages."""
 
 
 @dataclass(frozen=True)
@@ -105,17 +103,8 @@ class _Run:
             self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
             if costs[stage].version and makes_versions(schedule, stage):
                 self.seconds[stage][Op.STEP] += costs[stage].version
-        self.ledgers: list[Ledger] = []
-        self.hosts: dict[int, HostLink] = {}
-        for rank in range(schedule.num_ranks):
-            held = self.held(rank)
-            if any(cost.swapped for cost in held.values()):
-                ledger = TimedLedger(held, timeline)
-                self.hosts[rank] = HostLink(profile.device, ledger)
-                self.ledgers.append(ledger)
-            else:
-                self.ledgers.append(Ledger(held, timeline))
-        self.events: list[Event] | None = [] if timeline else None
+        self.wants_timeline = timeline
+        self.timeline: Timeline | None = None
         self.total = schedule.minibatches or 0
         split = splits_backward(schedule)
         self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
@@ -157,12 +146,12 @@ class _Run:
         return max(1, self.own(rank, stage) * len(self.schedule.placement[stage]))
 
     def result(self) -> Simulation:
-        self.run()
+        self.totals = totals = self.in_waves() or self.one_by_one()
         schedule, total = self.schedule, self.total
-        makespan = max(ledger.end for ledger in self.ledgers)
+        makespan = max(rank.end for rank in totals)
         steady = None if schedule.synchronous else self.steady.seconds_per_minibatch()
         if steady is None:
-            longest = max(ledger.end - (ledger.begin or 0.0) for ledger in self.ledgers)
+            longest = max(rank.end - rank.begin for rank in totals)
             period = (longest if schedule.synchronous else makespan) / total
         else:
             # A short steady part may seem quicker than the busiest rank, copying included, can be for long.
@@ -178,39 +167,37 @@ class _Run:
             steady=steady is not None,
             makespan=makespan,
             ranks=tuple(self.figures(rank, period, steady is not None) for rank in range(schedule.num_ranks)),
-            in_flight=self.most("most_in_flight"),
-            versions=self.most("most_versions"),
-            timeline=self.timeline(),
+            in_flight=self.most([rank.in_flight for rank in totals]),
+            versions=self.most([rank.live for rank in totals]),
+            timeline=self.timeline,
         )
 
-    def run(self) -> None:
-        ledgers, hosts, events, marked = self.ledgers, self.hosts, self.events, self.steady.rank
-        hold = self.hold if hosts else None
-        plain = not hosts and events is None
-        for event in walk(
-            self.schedule, self.cost(), transit=self.network.transit, hold=hold, by_start=False
-        ):
-            rank = event[0]
-            ledgers[rank].note(event)
-            if rank == marked:
-                self.steady.note(event)
-            if plain:
-                continue
-            if rank in hosts:
-                hosts[rank].note(event)
-            if events is not None:
-                events.append(event)
-        for host in hosts.values():
-            host.close()
+    def one_by_one(self) -> list[Totals]:
+        run = OneByOne(
+            self.schedule, self.profile.device, self.costs, self.seconds, self.network, self.wants_timeline
+        )
+        totals = run.run(self.steady)
+        self.timeline = run.timeline()
+        return totals
 
-    def cost(self) -> Callable[[Action], float]:
-        if self.network.busy:
-            return lambda action: self.seconds[action.stage][action.op] + self.network.sending(action)
-        seconds = self.seconds
-        return lambda action: seconds[action[0]][action[1]]
-
-    def hold(self, rank: int, action: Action, start: float) -> float:
-        return self.hosts[rank].hold(action, start) if rank in self.hosts else start
+    def in_waves(self) -> list[Totals] | None:
+        """The same in less time, where there are many ranks and nothing depends on the clock; else None."""
+        schedule, actions = self.schedule, 4 * self.schedule.num_stages * self.total
+        swaps = any(cost.swapped for cost in self.costs)
+        if swaps or self.wants_timeline or schedule.num_ranks < MANY_RANKS or actions > MOST_ACTIONS:
+            return None
+        slots = Slots(schedule, self.network)
+        waves = None if slots.end > actions else run_waves(schedule, self.network, self.seconds, slots)
+        if waves is None:
+            return None
+        tallies = Tallies(schedule, waves, self.costs)
+        found = [tallies.totals(rank) for rank in range(schedule.num_ranks)]
+        totals = [rank for rank in found if rank is not None]
+        if len(totals) < len(found):
+            return None
+        self.network.copying = waves.copying
+        self.steady.starts = tallies.backward_starts(self.steady.rank, self.steady.stage)
+        return totals
 
     def figures(self, rank: int, period: float, steady: bool) -> RankFigures:
         """`period`: seconds of a minibatch, with filling and draining or, if `steady`, without."""
@@ -220,9 +207,9 @@ class _Run:
             work, turns = self.steady_work_of(rank), self.steady_turns(rank)
         compute = work / period if period else 0.0
         sending = self.network.copying[rank] / turns / period if period else 0.0
-        activations, versions = self.ledgers[rank].at_peak
+        found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
-        memory = fixed._replace(activations=activations, versions=versions)
+        memory = fixed._replace(activations=found.activations, versions=found.versions)
         return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
 
     def buffers(self, rank: int) -> int:
@@ -237,15 +224,7 @@ class _Run:
             total += (2 + self.schedule.lag) * cost.exchanged
         return total
 
-    def most(self, what: str) -> tuple[int, ...]:
+    def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
         """The most over the ranks of each stage."""
-        return tuple(
-            max(getattr(self.ledgers[rank].stashes[stage], what) for rank in ranks)
-            for stage, ranks in enumerate(self.schedule.placement)
-        )
-
-    def timeline(self) -> Timeline | None:
-        if self.events is None:
-            return None
-        samples = tuple(tuple(ledger.samples or ()) for ledger in self.ledgers)
-        return Timeline(tuple(self.events), samples, tuple(sorted(self.network.rules.edges)))
+        placement = enumerate(self.schedule.placement)
+        return tuple(max(found[rank][stage] for rank in ranks) for stage, ranks in placement)

@@ -1,0 +1,79 @@
+"""The ties between actions of one minibatch, numbered: what the rules ask for, looked up instead of asked.
+
+A *tie* binds an action to one that needs it: F of stage 0 to F of stage 1, F of stage 0 to its own I. Each has
+exactly one reader. Which of them cross to another rank may differ from minibatch to minibatch, where replicas sit
+on the ranks of other stages: there is a table for each phase.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+from vpipe.schedule.action import COMPUTE, Op
+from vpipe.schedule.program import Schedule
+from vpipe.schedule.rules import Need, Rules
+
+
+class Ties(NamedTuple):
+    """Those of one operation of one stage."""
+
+    needs: tuple[int, ...]
+    makes: tuple[int, ...]
+    sends: tuple[tuple[int, int], ...]
+    """Those that lead to another rank without a message in the programs, each with the stage there."""
+    computes: bool
+
+
+class TieTables:
+    """`phases[minibatch % period][stage][operation]`, and the number of each tie."""
+
+    def __init__(self, schedule: Schedule, rules: Rules) -> None:
+        self.schedule = schedule
+        self.rules = rules
+        self.numbers: dict[tuple[Need, Need], int] = {}
+        self.phases = [self._table(phase) for phase in range(rules.period)]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def number(self, made: Need, reader: Need) -> int | None:
+        """Of the tie from what is made to who needs it; a whole backward needs what I does."""
+        op, stage = reader
+        return self.numbers.get((made, (Op.I if op is Op.B else op, stage)))
+
+    def _table(self, phase: int) -> list[dict[Op, Ties]]:
+        needs: dict[Need, list[int]] = {}
+        makes: dict[Need, list[int]] = {}
+        sends: dict[Need, list[tuple[int, int]]] = {}
+        for stage, row in enumerate(self.rules.table(phase)):
+            for op in self._tied(stage, phase):
+                for made, source in row[op]:
+                    tie = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
+                    needs.setdefault((op, stage), []).append(tie)
+                    # A whole backward makes what I makes, for all but the W that it is itself.
+                    for maker in (Op.I, Op.B) if made is Op.I and op is not Op.W else (made,):
+                        if self.schedule.lowered or self.rules.local(stage, source, phase):
+                            makes.setdefault((maker, source), []).append(tie)
+                        else:
+                            sends.setdefault((maker, source), []).append((tie, stage))
+        return [
+            {
+                op: Ties(
+                    tuple(needs.get((Op.I if op is Op.B else op, stage), ())),
+                    tuple(makes.get((op, stage), ())),
+                    tuple(sends.get((op, stage), ())),
+                    op in COMPUTE,
+                )
+                for op in Op
+            }
+            for stage in range(self.schedule.num_stages)
+        ]
+
+    def _tied(self, stage: int, minibatch: int) -> Iterator[Op]:
+        """The operations that a stage has to do with a minibatch; B does those of I."""
+        yield from (Op.F, Op.I, Op.W)
+        if self.schedule.lowered and self.rules.remote_producers(stage, minibatch):
+            yield from (Op.RECV_F, Op.SEND_B)
+        if self.schedule.lowered and self.rules.remote_readers(stage, minibatch):
+            yield from (Op.SEND_F, Op.RECV_B)
