@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 MEASURED = (
     "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
-    "batch_size", "sequence_length", "optimizer", "precision",
+    "batch_size", "sequence_length", "optimizer", "precision", "compile",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 2
+METHOD = 3
 """How profiles are measured: those of another method are not found in the cache."""
 
 

@@ -141,6 +141,21 @@ def test_block_times_add_up_to_those_of_their_stage() -> None:
     assert apart == pytest.approx(measured, rel=0.2)
 
 
+def test_compiled_blocks_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled = []
+
+    def compile(function: Any, **options: Any) -> Any:
+        compiled.append(options["backend"])
+        return lambda *arguments: function(*arguments)
+
+    monkeypatch.setattr(torch, "compile", compile)
+    plain = profiled(models.sequential())
+    assert not compiled
+    found = profiled(models.sequential(), compile="aot_eager")
+    assert set(compiled) == {"aot_eager"}
+    assert [block.kept_bytes for block in found.blocks] == [block.kept_bytes for block in plain.blocks]
+
+
 def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
     done = tmp_path / "done"
 

@@ -35,16 +35,17 @@ class Bench:
         values: Mapping[str, Tensor],
         fields: Mapping[str, Tensor],
         device: torch.device = HOST,
+        compile: str | None = None,
     ) -> None:
         self.stage = stage
         self.fields = fields
-        self.whole = stage.build(model, device=device)
+        self.whole = stage.build(model, device=device, compile=compile)
         originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
         if dtype is not None:
             for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
-        self.split = stage.build(self.whole, split=True)
+        self.split = stage.build(self.whole, split=True, compile=compile)
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals
         )

@@ -55,6 +55,7 @@ def profile_config(config: RunConfig) -> Profile:
             loss_fn,
             optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
             precision=config.precision,
+            compile="inductor" if config.compile else None,
             company=0 if place.type == "cuda" else company,  # CUDA does not survive a fork
             place=place,
         )

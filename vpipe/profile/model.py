@@ -48,6 +48,7 @@ def profile_model(
     *,
     optimizer: OptimizerFactory,
     precision: str = "fp32",
+    compile: str | None = None,
     seconds: float = 5.0,
     device: DeviceCost | None = None,
     link: LinkCost | None = None,
@@ -58,9 +59,13 @@ def profile_model(
 
     The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
     for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
+    `compile` names a backend of torch.compile for the blocks.
     `device` and `link` are measured as well, unless they are given.
     """
-    bench = ModelBench(model, example_batch, loss_fn, optimizer=optimizer, precision=precision, place=place)
+    bench = ModelBench(
+        model, example_batch, loss_fn, optimizer=optimizer, precision=precision, compile=compile, place=place
+    )
+    bench.round()  # what is compiled is so before the company comes
     with kept_company(company, bench.round), torch.random.fork_rng(devices=[]):
         run_rounds(bench.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
     return bench.profile(device or measure_device(place), link or measure_link(place))
@@ -77,6 +82,7 @@ class ModelBench:
         *,
         optimizer: OptimizerFactory,
         precision: str = "fp32",
+        compile: str | None = None,
         place: torch.device = HOST,
     ) -> None:
         dtype = compute_dtype(precision)
@@ -88,7 +94,9 @@ class ModelBench:
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):
-            self.kinds, self._kept = _set_up(self.graph, self.shapes, model, optimizer, dtype, fields, place)
+            self.kinds, self._kept = _set_up(
+                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile
+            )
         self.everything = [bench for own in self.kinds.values() for bench in own]
 
     def round(self) -> None:
@@ -117,6 +125,7 @@ def _set_up(
     dtype: torch.dtype | None,
     fields: Mapping[str, Tensor],
     place: torch.device = HOST,
+    compile: str | None = None,
 ) -> tuple[dict[str, list[Bench]], dict[str, Kept]]:
     """Benches for each kind, with the inputs that the blocks before made for them."""
     benches: dict[str, list[Bench]] = defaultdict(list)
@@ -126,7 +135,7 @@ def _set_up(
         same = benches[shape.kind]
         if len(same) < MEMBERS:
             own = {name: fields[name] for name in stage.fields}
-            bench = Bench(stage, model, optimizer, dtype, values, own, place)
+            bench = Bench(stage, model, optimizer, dtype, values, own, place, compile)
             saved, made = bench.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}
