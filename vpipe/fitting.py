@@ -76,9 +76,8 @@ def _room(error: OutOfMemoryError, config: RunConfig, beside: int) -> int | None
     """What the tensors of this rank could have, at most what the configuration allows."""
     if error.held is None or error.free is None:
         return None
-    free = error.free // int(
-        os.environ.get("LOCAL_WORLD_SIZE", "1")
-    )  # the other ranks of the host need some too
+    neighbours = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    free = error.free // neighbours  # the other ranks of the host need some too
     if error.wanted is not None and error.wanted <= free:
         free = 0  # it is in pieces, or something else forbids it
     room = max(1, error.held - beside + free)

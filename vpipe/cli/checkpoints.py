@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from vpipe.cli.options import AsJson
+
 app = typer.Typer(help="Look at checkpoints, verify, export and delete them.", no_args_is_help=True)
 
 Where = Annotated[Path, typer.Argument(help="The folder of a run, or one of its checkpoints/step-...")]
-AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 
 @app.command()

@@ -17,9 +17,8 @@ def tell_usage(error: Exception) -> int | None:
     if not hasattr(told, "format_message"):
         return None
     message = str(told.format_message()).strip()
-    if (
-        type(error).__name__ == "NoArgsIsHelpError"
-    ):  # the message is the help, or empty if that is printed already
+    if type(error).__name__ == "NoArgsIsHelpError":
+        # The message is the help, or empty if that is printed already.
         print(message, end="\n" if message else "", file=sys.stderr)
         return MISTAKE
     command = getattr(getattr(told, "ctx", None), "command_path", "vpipe")
