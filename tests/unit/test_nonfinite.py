@@ -11,6 +11,7 @@ from tests.examples import example, varied
 from vpipe import Pipeline
 from vpipe.errors import NonFiniteError, PeerError, VPipeError
 from vpipe.runtime.stage import Stage
+from vpipe.runtime.updates import Updates
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
@@ -23,14 +24,24 @@ BAD = 5
 
 
 def run(
-    bad_data: bool = False, updates: int = 3, scale: float | None = None, **options: Any
+    bad_data: bool = False,
+    updates: int = 3,
+    scale: float | None = None,
+    name: str = "sequential",
+    optimizer: str = "adamw",
+    **options: Any,
 ) -> list[tuple[str, Any, list[float]]]:
     """What ended each of two ranks, its weights then, and its losses."""
-    model, batch, loss_fn = example("sequential", torch.float32, layers=4)
+    model, batch, loss_fn = example(name, torch.float32, layers=4)
 
     def work(world: Any) -> tuple[str, dict[str, Tensor], list[float]]:
         with Pipeline(
-            model, batch, optimizer=optimizer_factory("adamw", 1e-2), loss_fn=loss_fn, world=world, **options
+            model,
+            batch,
+            optimizer=optimizer_factory(optimizer, 1e-2),
+            loss_fn=loss_fn,
+            world=world,
+            **options,
         ) as pipe:
             if scale is not None:
                 pipe.runtime.updates.loss_scale.value = scale
@@ -64,6 +75,12 @@ def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
             gradient.view(-1)[0] = math.nan
 
     monkeypatch.setattr(Stage, "weight_gradients", poison)
+
+
+@pytest.fixture
+def late(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Gradients are looked at as on a GPU, whose host does not wait for them."""
+    monkeypatch.setattr(Updates, "_checks_late", property(lambda updates: updates._watched))
 
 
 def equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
@@ -114,6 +131,45 @@ def test_an_asynchronous_stage_passes_over_its_own_update(poisoned: None) -> Non
     assert all(not ended and finite(weights) and len(losses) == 8 for ended, weights, losses in results)
 
 
+def test_a_host_that_looks_late_stops_with_the_same_weights(
+    poisoned: None, request: pytest.FixtureRequest
+) -> None:
+    ((_, expected, early), _) = run(updates=12, on_nonfinite="stop", **ASYNCHRONOUS)
+    request.getfixturevalue("late")
+    ((ended, weights, losses), (_, others, _)) = run(updates=12, on_nonfinite="stop", **ASYNCHRONOUS)
+    assert ended.startswith(f"NonFiniteError: update {BAD}, stage 0: the gradients of minibatch {BAD} ")
+    assert len(losses) > len(early)
+    assert equal(weights, expected)
+    assert finite(others)
+
+
+@pytest.mark.parametrize(("name", "clip_norm"), [("sequential", None), ("sequential", 0.01), ("gpt2", 0.01)])
+def test_a_host_that_looks_late_passes_over_the_same_update(
+    poisoned: None, request: pytest.FixtureRequest, name: str, clip_norm: float | None
+) -> None:
+    """The weights of gpt2 that two stages share are clipped and checked by themselves. Adam would hide a clipping."""
+
+    def ran() -> list[tuple[str, Any, list[float]]]:
+        with pytest.warns(UserWarning, match=f"update {BAD}, stage 0"):
+            return run(
+                updates=8,
+                name=name,
+                optimizer="sgd",
+                on_nonfinite="skip",
+                clip_norm=clip_norm,
+                **ASYNCHRONOUS,
+            )
+
+    expected = ran()
+    request.getfixturevalue("late")
+    for (ended, weights, losses), (_, same, same_losses) in zip(ran(), expected, strict=True):
+        assert not ended
+        assert losses == pytest.approx(same_losses, rel=1e-6)
+        assert finite(weights)
+        for name, tensor in weights.items():  # a clip factor is rounded where it is computed
+            torch.testing.assert_close(tensor, same[name], rtol=1e-5, atol=1e-7)
+
+
 @pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
 def test_a_loss_is_named_with_its_minibatch(options: dict[str, Any]) -> None:
     results = run(bad_data=True, updates=8, on_nonfinite="stop", **options)
@@ -134,6 +190,10 @@ def test_a_loss_that_is_passed_over(options: dict[str, Any]) -> None:
         assert not ended
         assert [u for u, loss in enumerate(losses) if not math.isfinite(loss)] == [update]
         assert finite(weights)
+
+
+def test_looking_late_changes_nothing(late: None) -> None:
+    test_looking_changes_nothing(ASYNCHRONOUS)
 
 
 @pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])

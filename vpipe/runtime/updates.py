@@ -5,6 +5,7 @@ tied parameter and a replicated stage count once) and an overflow anywhere skips
 An asynchronous schedule has no such instant: each stage clips by its own norm and skips its own update
 (tied parameters, which several stages must treat alike, by their own norm), and the loss scale of update
 u + 1 depends on the overflows of updates up to u - lag, which every rank knows by then without waiting.
+There a host does not wait for its GPU's norms either, unless a loss scale depends on them (`late_checks.py`).
 
 A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops
 or only this update is passed over. Backward runs from the last stage to the first, so the last stage that
@@ -23,6 +24,7 @@ from torch import Tensor
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
 from vpipe.runtime.gradients import GradientExchange
+from vpipe.runtime.late_checks import LateChecks
 from vpipe.runtime.precision import LESS_OR_SKIP, LossScale
 from vpipe.runtime.stage import Stage
 
@@ -63,7 +65,8 @@ class Updates:
         self.report: Callable[[str], None] = warnings.warn  # told of updates that are passed over
         self.begun = 0
         self.skipped: list[int] = []
-        self.norm: float | None = None  # of the latest update, before clipping; None if nothing asks for it
+        # A GPU's host runs ahead of it, and must not wait for a norm; a loss scale is the host's.
+        self._late = LateChecks(stops=on_nonfinite == "stop") if self._checks_late else None
         self._joint: _Joint | None = None
         self._overflows: dict[int, bool] = {}  # own, until everybody's are known
         handler.register_tensor("gradient norm")
@@ -79,6 +82,8 @@ class Updates:
 
     def catch_up(self) -> None:
         """The pipeline is drained: apply the tied updates and learn the overflows that are still to come."""
+        if self._late is not None:
+            self._read_late(self._late.passed_over(all_of_them=True))
         for index, stage in self.stages.items():
             for gradients in self.exchange.overdue(index, self.begun):
                 if math.isfinite(norm := self._norm_of(gradients.values())):
@@ -100,6 +105,10 @@ class Updates:
     def _watched(self) -> bool:
         """Whether anything depends on the gradients' norm."""
         return self.clip_norm is not None or self.loss_scale.enabled or self.on_nonfinite is not None
+
+    @property
+    def _checks_late(self) -> bool:
+        return self._watched and self.handler.device.type == "cuda" and not self.loss_scale.enabled
 
     def _step_together(self, stage: int, update: int) -> None:
         if self._joint is None:
@@ -130,7 +139,7 @@ class Updates:
                 worst = worst if math.isfinite(square) else max(worst, index)
         if self._watched:
             parts = self.handler.all_gather("gradient norm", update, [squares, worst])
-            joint.norm = self.norm = math.sqrt(sum(square for square, _ in parts))
+            joint.norm = math.sqrt(sum(square for square, _ in parts))
             if not math.isfinite(joint.norm):
                 self._judge(update, int(max(stage for _, stage in parts)))
                 self.skipped.append(update)
@@ -139,16 +148,21 @@ class Updates:
     def _step_alone(self, stage: int, update: int) -> None:
         self.exchange.sum_replicas(stage, update)
         tied = self.exchange.tied_gradients(stage, update)
+        if self._late is not None:
+            self._read_late(self._late.passed_over())
+            if self.stages[stage].optimizer.skips_by_flag:
+                self._step_unseen(self._late, stage, update, tied)
+                return
         factor, overflow = 1.0, False
         if self._watched:
-            self.norm = self._norm_of(self._own_gradients(stage)) / self.loss_scale.value
-            factor = self._clip_factor(self.norm)
+            norm = self._norm_of(self._own_gradients(stage)) / self.loss_scale.value
+            factor = self._clip_factor(norm)
             norms = {name: self._norm_of([gradient]) for name, gradient in tied.items()}
-            overflow = not all(map(math.isfinite, (self.norm, *norms.values())))
+            overflow = not all(map(math.isfinite, (norm, *norms.values())))
             tied = {n: g * self._clip_factor(norms[n]) for n, g in tied.items() if math.isfinite(norms[n])}
             if overflow:
                 self._judge(update, stage)
-            if not math.isfinite(self.norm):
+            if not math.isfinite(norm):
                 self.skipped.append(update)
                 self.stages[stage].optimizer.skip()
         self._apply(stage, factor, tied)
@@ -156,6 +170,27 @@ class Updates:
             self.handler.post("overflow", update, [float(overflow)], self.handler.everyone())
             self._overflows[update] = overflow
             self._learn_overflow(update - self.exchange.lag)
+
+    def _step_unseen(self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]) -> None:
+        """The same without waiting for any norm: the device clips, and passes over what is not finite."""
+        gradients = self._own_gradients(stage)
+        norms = {name: _norm([gradient]) for name, gradient in tied.items()}
+        own = _norm(gradients) if gradients else torch.zeros((), device=self.handler.device)
+        if self.clip_norm is not None:
+            if gradients:
+                torch._foreach_mul_(gradients, self._clip_factor_on_device(own))
+            tied = {n: g * self._clip_factor_on_device(norms[n]) for n, g in tied.items()}
+        flags = {name: late.flag(norm) for name, norm in norms.items()}
+        flag = late.flag(own)
+        if self.on_nonfinite == "stop":
+            flags = dict.fromkeys(flags, flag)  # it knows of them too: all or none
+        self.stages[stage].optimizer.step(tied, flag, flags)
+        late.note(update, stage, torch.stack([flag, *flags.values()]).amax())
+
+    def _read_late(self, found: Iterable[tuple[int, int]]) -> None:
+        for update, stage in found:
+            self.skipped.append(update)
+            self._judge(update, stage)
 
     def _judge(self, update: int, stage: int) -> None:
         """This stage's gradients are not finite, so that the update is not made: the run ends if that is a fault."""
@@ -187,11 +222,20 @@ class Updates:
         """As torch.nn.utils.clip_grad_norm_ has it."""
         return 1.0 if self.clip_norm is None else min(1.0, self.clip_norm / (norm + 1e-6))
 
+    def _clip_factor_on_device(self, norm: Tensor) -> Tensor:
+        assert self.clip_norm is not None
+        return (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
+
     @staticmethod
     def _norm_of(gradients: Iterable[Tensor]) -> float:
-        # In the gradients' own dtype, float32 at least: float16 squares overflow.
-        norms = [torch.linalg.vector_norm(g, dtype=_accumulating(g.dtype)) for g in gradients]
-        return torch.linalg.vector_norm(torch.stack(norms)).item() if norms else 0.0
+        held = list(gradients)
+        return _norm(held).item() if held else 0.0
+
+
+def _norm(gradients: Iterable[Tensor]) -> Tensor:
+    # In the gradients' own dtype, float32 at least: float16 squares overflow.
+    norms = [torch.linalg.vector_norm(g, dtype=_accumulating(g.dtype)) for g in gradients]
+    return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _accumulating(dtype: torch.dtype) -> torch.dtype:

@@ -131,8 +131,25 @@ class OptimizerWithWeightStashing:
         for optimizer in self._optimizers():
             write_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of, tensors, records)
 
-    def step(self, tied_gradients: Mapping[str, Tensor] | None = None) -> None:
-        """Make the next version: own parameters from their `.grad`, tied ones from the gradients given."""
+    @property
+    def skips_by_flag(self) -> bool:
+        """Whether `step` may be given flags: fused optimizers read them, once they have a state."""
+        return all(
+            all(group.get("fused") for group in optimizer.param_groups)
+            and all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
+            for optimizer in self._optimizers()
+        )
+
+    def step(
+        self,
+        tied_gradients: Mapping[str, Tensor] | None = None,
+        flag: Tensor | None = None,
+        tied_flags: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """Make the next version: own parameters from their `.grad`, tied ones from the gradients given.
+
+        A flag, on the device, is 1 where the version is to hold the same weights as the one before.
+        """
         self._make_room()
         for name, parameter, master in zip(
             self.names, self.model_parameters, self.master_parameters, strict=True
@@ -141,13 +158,13 @@ class OptimizerWithWeightStashing:
                 master.grad = parameter.grad.to(master.dtype)
             parameter.grad = None
         if self.base_optimizer is not None:
-            self._apply(self.base_optimizer)
-        self._apply_tied(tied_gradients or {})
+            self._apply(self.base_optimizer, flag)
+        self._apply_tied(tied_gradients or {}, tied_flags or {})
         self._publish()
 
     def step_tied(self, gradients: Mapping[str, Tensor]) -> None:
         """Apply updates of tied parameters that were still to come when the pipeline was drained."""
-        self._apply_tied(gradients)
+        self._apply_tied(gradients, {})
         self._publish()
 
     def skip(self) -> None:
@@ -189,16 +206,20 @@ class OptimizerWithWeightStashing:
             for master, tensor in zip(self.master_parameters, version.tensors, strict=True):
                 master.data = tensor
 
-    def _apply(self, optimizer: Optimizer) -> None:
+    def _apply(self, optimizer: Optimizer, flag: Tensor | None = None) -> None:
+        if flag is not None:
+            optimizer.found_inf = flag  # type: ignore[attr-defined] # where torch's gradient scaler puts it
         optimizer.step()
+        if flag is not None:
+            del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
         if id(optimizer) in self.lr_schedulers:
             self.lr_schedulers[id(optimizer)].step()
 
-    def _apply_tied(self, gradients: Mapping[str, Tensor]) -> None:
+    def _apply_tied(self, gradients: Mapping[str, Tensor], flags: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():
             self._master[name].grad = gradient.to(self._master[name].dtype)
-            self._apply(self.tied_optimizers[name])
+            self._apply(self.tied_optimizers[name], flags.get(name))
 
     @torch.no_grad()
     def _publish(self) -> None:

@@ -1,0 +1,49 @@
+"""Whether the gradients of an update are finite, without waiting for the GPU that makes them.
+
+The flag stays on the device: a fused optimizer reads it there, and leaves weights and state alone if it is set. A copy
+goes to the host behind whatever else was issued and is read some updates later, or when the pipeline is drained. If the
+run is to stop then, the flag stays set: no update is made after the bad one, as if the host had looked at once.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+LATE = 2
+"""Updates of a stage that a host may be ahead of what it has read."""
+
+
+class LateChecks:
+    def __init__(self, *, stops: bool) -> None:
+        self._stops = stops
+        self._bad: Tensor | None = None  # on the device: whether any update was bad so far
+        self._coming: deque[tuple[int, int, Tensor, torch.cuda.Event | None]] = deque()
+
+    def flag(self, norm: Tensor) -> Tensor:
+        """1 if gradients of this norm make no update, else 0; on the device."""
+        found = (~norm.isfinite()).float()
+        if self._stops:
+            self._bad = found = found if self._bad is None else torch.maximum(self._bad, found)
+        return found
+
+    def note(self, update: int, stage: int, flag: Tensor) -> None:
+        """The update was issued with this flag: whether it was made will be read."""
+        copied = None
+        if flag.is_cuda:
+            flag = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
+            copied = torch.cuda.Event()
+            copied.record()
+        self._coming.append((update, stage, flag, copied))
+
+    def passed_over(self, *, all_of_them: bool = False) -> Iterator[tuple[int, int]]:
+        """Update and stage of those that were not made, as far as the host reads them now."""
+        while len(self._coming) > (0 if all_of_them else LATE):
+            update, stage, flag, copied = self._coming.popleft()
+            if copied is not None:
+                copied.synchronize()
+            if flag.item():
+                yield update, stage
