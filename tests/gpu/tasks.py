@@ -11,6 +11,7 @@ from tests import models
 from tests.multiprocess import tasks
 from vpipe import Pipeline
 from vpipe.communication import World
+from vpipe.weights import OptimizerFactory
 
 GPU = "cuda:0"
 SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw")
@@ -37,6 +38,8 @@ def train(
     *,
     world: World | None = None,
     precision: str | None = None,
+    device: str = GPU,
+    optimizer: OptimizerFactory = tasks.adamw,
     **options: Any,
 ) -> tuple[list[tuple[int, float]], tasks.State]:
     model, batch, _ = double_bert() if precision is None else tasks.bert()
@@ -44,10 +47,10 @@ def train(
     with Pipeline(
         model,
         batch,
-        optimizer=tasks.adamw,
+        optimizer=optimizer,
         schedule=schedule,
         world=world,
-        device=GPU,
+        device=device,
         **options_of(schedule),
         **more,
         **options,

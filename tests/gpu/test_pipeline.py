@@ -12,6 +12,7 @@ from tests.multiprocess.pool import Pool
 from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
 from vpipe.threads import run_ranks
 from vpipe.verify import verify
+from vpipe.weights import optimizer_factory
 
 BOUND = 1e-9
 
@@ -73,6 +74,14 @@ def test_mixed_precision_follows_the_unpartitioned_run(pool: Pool, precision: st
     )
     assert ours == pytest.approx(whole, rel=2e-2)
     assert all(map(math.isfinite, ours))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_gradients_are_clipped_on_the_gpu_as_on_the_cpu(schedule: str) -> None:
+    """Asynchronous: the host never sees a norm. Fused, as only such an optimizer can pass an update over by itself."""
+    options = {"clip_norm": 0.05, "on_nonfinite": "stop", "optimizer": optimizer_factory("sgd", 0.1)}
+    data = batches(16)
+    assert_close(threads(2, schedule, data, **options), threads(2, schedule, data, device="cpu", **options))
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
