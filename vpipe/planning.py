@@ -119,5 +119,5 @@ def _fingerprint(config: RunConfig) -> str:
     if config.model is not None:
         path = config.path(config.model)
         settings["model"] = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
-    machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks]
+    machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks, config.machines]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

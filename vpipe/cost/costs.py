@@ -51,6 +51,8 @@ class DeviceCost:
     from_host: float
     overhead: float = 0.0
     """Of the runtime, for each forward and each (part of a) backward of a stage."""
+    shared_by: int = 1
+    """Ranks, one after the other, that copy to and from the host over the same link: those of one GPU."""
 
 
 @dataclass(frozen=True)

@@ -27,7 +27,8 @@ A rank works on a minibatch for
                  overhead for each forward, backward and part of a backward; the update and,
                  where there are replicas, the sending of the gradients to each of the others, shared by the rank's
                  minibatches of one update; and what it sends, if senders copy their messages themselves
-    host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time
+    host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time; with those of the
+                 ranks that share the link (`sharing.py`)
     link         for each slice the slower of its two cuts; activations and gradients at the same time
 
 All three overlap, so the time is the largest of them; the stage as a whole, with r replicas that take turns,

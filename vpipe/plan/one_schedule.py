@@ -16,10 +16,11 @@ from vpipe.plan.loads import (
     staircase_loads,
     two_versions_interval,
 )
-from vpipe.plan.model import Slice
+from vpipe.plan.model import Slice, stage_time
 from vpipe.plan.moments import schedule_moments
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.result import PlanResult, Position, assemble
+from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import MemoryCosts, TimeCosts
 from vpipe.plan.stages import Stage, search
 from vpipe.schedule import ASYNCHRONOUS, build
@@ -58,7 +59,11 @@ class Least(NamedTuple):
 
 def plan_schedule(task: Task) -> PlanResult | None:
     """The fastest plan that fits; None if there is none."""
-    return min(_plans(task), key=lambda found: found.seconds, default=None)
+    found = list(_plans(task, task.profile))
+    if any(waits_for_others(task.profile, result) for result in found):
+        for profile in with_parts_of_the_link(task.profile):
+            found += _plans(task, profile)
+    return min(found, key=lambda result: result.seconds, default=None)
 
 
 def least_of_schedule(task: Task) -> Least | None:
@@ -66,12 +71,22 @@ def least_of_schedule(task: Task) -> Least | None:
     return min(_leasts(task), key=lambda found: found.memory, default=None)
 
 
-def _plans(task: Task) -> Iterator[PlanResult]:
+def waits_for_others(profile: Profile, result: PlanResult) -> bool:
+    """Whether ranks that share a link to the host slow each other down."""
+    alone = 0.0
+    for position in result.positions:
+        slices, policies = zip(*((stage.slice, stage.policies) for stage in position.stages), strict=True)
+        alone = max(alone, stage_time(profile, slices, policies).seconds / len(position.ranks))
+    return max(position.seconds for position in result.positions) > alone
+
+
+def _plans(task: Task, searched: Profile) -> Iterator[PlanResult]:
+    """The best for each number of positions that the schedule may have, by the costs that are `searched` with."""
     if task.schedule in CHUNKED:
         for positions in _divisors(task):
             if _weights_alone(task, positions) > task.memory:
                 continue
-            seats = _seats(task, positions)
+            seats = _seats(task._replace(profile=searched), positions)
             chosen = [
                 Position(seat.slices, seat.policies, seat.memory)
                 for seat in seats
@@ -84,13 +99,13 @@ def _plans(task: Task) -> Iterator[PlanResult]:
     asynchronous = task.schedule in ASYNCHRONOUS
     interval = task.update_interval if task.schedule == "2bw" else None
     for loads in _loads(task):
-        costs = TimeCosts(task.profile, loads, task.memory)
+        costs = TimeCosts(searched, loads, task.memory)
         stages = search(costs, len(task.profile.blocks))
         if stages is not None:
             slices = placed(stages, loads)
             policies = [
                 from_the_end(
-                    task.profile, piece, costs.policies[stage.start, stage.stop, stage.load], task.memory
+                    searched, piece, costs.policies[stage.start, stage.stop, stage.load], task.memory
                 )
                 for piece, stage in zip(slices, stages, strict=True)
             ]

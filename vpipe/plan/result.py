@@ -14,6 +14,7 @@ from vpipe.plan.model import (
     stage_memory,
     stage_time,
 )
+from vpipe.plan.sharing import shared_times
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.simulate import simulate
 
@@ -114,9 +115,14 @@ def assemble(
     """The result for the slices and policies of each position."""
     starts = sorted(piece.start for position in positions for piece in position.slices)
     order = {start: number for number, start in enumerate(starts)}
+    times = shared_times(
+        profile,
+        [position.slices[0].ranks for position in positions],
+        [stage_time(profile, position.slices, position.policies) for position in positions],
+    )
     planned = tuple(
-        position_plan(profile, position, [order[piece.start] for piece in position.slices])
-        for position in positions
+        position_plan(profile, position, time, [order[piece.start] for piece in position.slices])
+        for position, time in zip(positions, times, strict=True)
     )
     stages = sorted(stage for position in planned for stage in position.stages)
     replicas = tuple(len(position.ranks) for position in planned)
@@ -143,9 +149,8 @@ def assemble(
     return replace(result, seconds=(step + (minibatches - few) * slowest) / minibatches)
 
 
-def position_plan(profile: Profile, position: Position, numbers: Sequence[int]) -> RankPlan:
+def position_plan(profile: Profile, position: Position, time: Time, numbers: Sequence[int]) -> RankPlan:
     slices, policies, memory = position
-    time = stage_time(profile, slices, policies)
     bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
     limit = "link" if time.link > time.compute else "compute"
     if time.seconds > bare.seconds:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -49,7 +51,7 @@ def profile_config(config: RunConfig) -> Profile:
     company = max(0, min(config.ranks * threads, int(cores())) - threads)
     try:
         model, batch, loss_fn = build_model(config, "meta")
-        return profile_model(
+        profile = profile_model(
             model,
             batch,
             loss_fn,
@@ -61,6 +63,17 @@ def profile_config(config: RunConfig) -> Profile:
         )
     finally:
         torch.set_num_threads(before)
+    if place.type == "cuda":
+        shared_by = ranks_of_a_gpu(config, torch.cuda.device_count())
+        profile = replace(profile, device=replace(profile.device, shared_by=shared_by))
+    return profile
+
+
+def ranks_of_a_gpu(config: RunConfig, gpus: int) -> int:
+    """The most that share one and its link to the host: as `machines` says, or one after the other."""
+    if config.machines is not None:
+        return max(Counter(config.machines).values())
+    return -(-config.ranks // gpus)
 
 
 def profile_table(profile: Profile) -> Table:

@@ -7,23 +7,41 @@ What F5 made leaves when F5 ends. What B3 reads comes back from the start of the
 minibatch is in use and one on its way, and swapping is free while a copy out and a copy in take no longer than a
 forward and a backward. Where they do, a backward waits for its copy, and a forward for the copy of the forward
 before the last one: never more than two minibatches lie on the device.
+
+Ranks that share a link (`DeviceCost.shared_by`) have each the part of it that it has in what all of them copy: so for
+each minibatch of the pipeline the link is busy for the sum of their copies. Of n that copy equally much each has an
+n-th part, and one that copies alone has all.
 """
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from math import inf
 
 from vpipe.cost import DeviceCost
-from vpipe.schedule import Action, Event, Op
+from vpipe.schedule import Action, Event, Op, Schedule
 from vpipe.simulate.memory import TimedLedger
+from vpipe.simulate.stage_cost import StageCost
 
 Key = tuple[int, int]  # stage and minibatch
 
 
+def shares(schedule: Schedule, costs: Sequence[StageCost], together: int) -> dict[int, float]:
+    """The part that each rank which swaps has of its link to the host; `together` ranks share one."""
+    copied: dict[int, float] = {}
+    for stage, ranks in enumerate(schedule.placement):
+        for rank in ranks if costs[stage].swapped else ():
+            copied[rank] = copied.get(rank, 0.0) + costs[stage].swapped / len(ranks)
+    carried: dict[int, float] = {}
+    for rank, size in copied.items():
+        carried[rank // together] = carried.get(rank // together, 0.0) + size
+    return {rank: size / carried[rank // together] for rank, size in copied.items()}
+
+
 class HostLink:
-    def __init__(self, device: DeviceCost, ledger: TimedLedger) -> None:
-        self.device = device
+    def __init__(self, device: DeviceCost, share: float, ledger: TimedLedger) -> None:
+        self.to_host, self.from_host = share * device.to_host, share * device.from_host
         self.ledger = ledger
         self.free = 0.0
         self.made: deque[tuple[Key, float]] = deque()  # to be copied out, since when; times not yet given
@@ -61,7 +79,7 @@ class HostLink:
     def copy_out(self) -> None:
         key, ready = self.made.popleft()
         swapped = self.ledger.stashes[key[0]].cost.swapped
-        self.free = self.last_out = self.out[key] = max(ready, self.free) + swapped / self.device.to_host
+        self.free = self.last_out = self.out[key] = max(ready, self.free) + swapped / self.to_host
         self.ledger.change(self.free, -swapped, 0)
 
     def copy_in(self, key: Key, swapped: int, asked: float) -> float:
@@ -70,7 +88,7 @@ class HostLink:
             self.copy_out()
         begin = max(asked, self.free, self.out.pop(key))
         self.ledger.change(begin, swapped, 0)
-        self.free = begin + swapped / self.device.from_host
+        self.free = begin + swapped / self.from_host
         return self.free
 
     def close(self) -> None:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from vpipe.cost import DeviceCost
 from vpipe.schedule import Action, Event, Op, Schedule, walk
-from vpipe.simulate.host import HostLink
+from vpipe.simulate.host import HostLink, shares
 from vpipe.simulate.memory import Ledger, TimedLedger, Totals
 from vpipe.simulate.network import Network
 from vpipe.simulate.stage_cost import StageCost
@@ -41,11 +41,12 @@ class OneByOne:
         self.network = network
         self.ledgers: list[Ledger] = []
         self.hosts: dict[int, HostLink] = {}
+        swapping = shares(schedule, costs, device.shared_by)
         for rank in range(schedule.num_ranks):
             held = {stage: costs[stage] for stage in schedule.stages_of(rank)}
-            if any(cost.swapped for cost in held.values()):
+            if rank in swapping:
                 ledger = TimedLedger(held, timeline)
-                self.hosts[rank] = HostLink(device, ledger)
+                self.hosts[rank] = HostLink(device, swapping[rank], ledger)
                 self.ledgers.append(ledger)
             else:
                 self.ledgers.append(Ledger(held, timeline))
