@@ -1,23 +1,35 @@
-"""BERT-large on four ranks that share one GPU: the limit, every schedule, the guides' settings under a memory cap.
+"""BERT-large on four ranks that share one GPU: the limit, every schedule, settings under a memory cap, peers.
 
     python benchmarks/gpu.py [--json FILE] [--precision bf16] [--layers 24] [--batch 16] [--parts schedules,guides]
 
-Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of the guides' size, sequence 128.
+Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of the guides' size, sequence 128. Parts:
+
+    schedules   every schedule, with 8 and 32 minibatches an update, against the limit
+    compiled    the same with compiled blocks
+    guides      the guides' settings and plans of our own under one cap
+    largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
+    peers       torch.distributed.pipelining over vpipe's channel
+
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
 four at work each on a whole model of its own, which share the card's memory bandwidth and its power. *The cap* is
-nine tenths of what PipeDream's setting needs with minibatches of 16, so that this does not fit. Figures are written
-to FILE as they come; predictions are the simulator's, from a profile that all four ranks measured at once.
+nine tenths of what PipeDream's setting needs, so that this does not fit. Figures are written to FILE as they
+come; predictions are the simulator's, from a profile that all four ranks measured at once.
+
+Whether the script works can be tried without a GPU: `--device cpu --tiny`. Its figures then say nothing, and a cap is
+what is foreseen above it.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from rich.console import Console
@@ -26,27 +38,63 @@ from rich.table import Table
 from vpipe.launch.mps import sharing
 
 RANKS = 4
+PARTS = ("schedules", "compiled", "guides", "largest", "peers")
+LARGE = {"width": 1024, "heads": 16, "vocabulary": 30522, "length": 128, "warm": 16, "measured": 64}
+TINY = {"width": 64, "heads": 4, "vocabulary": 512, "length": 16, "warm": 4, "measured": 8}
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-gpu.json")
+    parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-gpu.jsonl")
+    parser.add_argument("--device", default="cuda:0", help="or cpu, to try the script")
     parser.add_argument("--precision", default="bf16")
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--parts", default="schedules,guides", help="schedules, guides or both")
+    parser.add_argument("--tiny", action="store_true", help="64 wide, sequence 16: to try the script")
+    parser.add_argument("--minibatches", default="8,32", help="of an update of the synchronous schedules")
+    parser.add_argument("--parts", default="schedules,guides", help=f"any of {', '.join(PARTS)}")
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
+    parts = arguments.parts.split(",")
+    if unknown := set(parts) - set(PARTS):
+        parser.error(f"--parts: there is no {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    settings = {
+        "json": str(arguments.json),
+        "device": arguments.device,
+        "precision": arguments.precision,
+        "layers": arguments.layers,
+        "batch": arguments.batch,
+        "seconds": arguments.seconds,
+        "parts": parts,
+        "minibatches": [int(count) for count in arguments.minibatches.split(",")],
+        **(TINY if arguments.tiny else LARGE),
+    }
+    codes = run_ranks(settings)
+    if arguments.json.exists():
+        rows = [json.loads(line) for line in arguments.json.read_text().splitlines()]
+        Console(width=160).print(table(rows))
+        for row in rows:
+            if "ratios" in row:
+                print(row["case"], {name: round(ratio, 2) for name, ratio in row["ratios"].items()})
+            if "largest" in row:
+                print(
+                    row["case"], row["largest"], "" if row["sure"] else "(at least: there was no more time)"
+                )
+    if any(codes):
+        sys.exit(f"ranks ended with {codes}")
+
+
+def run_ranks(settings: dict[str, object]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    with sharing([0] * RANKS) as environments:
+    with environments(str(settings["device"])) as shares:
         workers = [
             subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("gpu_rank.py"), *map(str, _for_rank(arguments))],
+                [sys.executable, Path(__file__).with_name("gpu_rank.py"), json.dumps(settings)],
                 env={
                     **os.environ,
-                    **environment,
+                    **share,
                     "OMP_NUM_THREADS": "1",
                     "RANK": str(rank),
                     "LOCAL_RANK": str(rank),
@@ -55,32 +103,23 @@ def main() -> None:
                     "MASTER_PORT": str(port),
                 },
             )
-            for rank, environment in enumerate(environments)
+            for rank, share in enumerate(shares)
         ]
         try:
-            codes = [worker.wait() for worker in workers]
+            return [worker.wait() for worker in workers]
         finally:
             for worker in workers:
                 worker.kill()
-    if arguments.json.exists():
-        rows = [json.loads(line) for line in arguments.json.read_text().splitlines()]
-        Console(width=140).print(table(rows))
-        for row in rows:
-            if "ratios" in row:
-                print(row["case"], {name: round(ratio, 2) for name, ratio in row["ratios"].items()})
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
 
 
-def _for_rank(arguments: argparse.Namespace) -> list[object]:
-    return [
-        arguments.json,
-        arguments.precision,
-        arguments.layers,
-        arguments.batch,
-        arguments.seconds,
-        arguments.parts,
-    ]
+@contextlib.contextmanager
+def environments(device: str) -> Iterator[list[dict[str, str]]]:
+    """Of each rank, with its share of the GPU."""
+    if device == "cpu":
+        yield [{}] * RANKS
+        return
+    with sharing([0] * RANKS) as shares:
+        yield shares
 
 
 def table(rows: list[dict[str, object]]) -> Table:
@@ -95,9 +134,12 @@ def table(rows: list[dict[str, object]]) -> Table:
         "off",
         "peak GiB",
         "foreseen",
+        "off",
     ):
         made.add_column(column, justify="left" if column == "case" else "right")
     for row in rows:
+        if "ratios" in row or "largest" in row:
+            continue
         made.add_row(
             str(row["case"]),
             str(row.get("minibatches") or ""),
@@ -105,8 +147,9 @@ def table(rows: list[dict[str, object]]) -> Table:
             *(_number(row.get(key), form) for key, form in (("samples_per_s", ".1f"), ("of_limit", ".3f"))),
             _number(row.get("predicted"), ".1f"),
             _number(row.get("off"), "+.1%"),
-            _peaks(row.get("peak_bytes")),
-            _peaks(row.get("foreseen_bytes")) or str(row.get("error", "")),
+            str(row["error"]) if "error" in row else _peaks(row.get("peak_bytes")),
+            _peaks(row.get("foreseen_bytes")),
+            " ".join(f"{value:+.0%}" for value in _list(row.get("memory_off"))),
         )
     return made
 
@@ -116,7 +159,11 @@ def _number(value: object, form: str) -> str:
 
 
 def _peaks(values: object) -> str:
-    return " ".join(f"{value / 2**30:.2f}" for value in values) if isinstance(values, list) else ""
+    return " ".join(f"{value / 2**30:.2f}" for value in _list(values))
+
+
+def _list(values: object) -> list[float]:
+    return values if isinstance(values, list) else []
 
 
 if __name__ == "__main__":

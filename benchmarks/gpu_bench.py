@@ -1,0 +1,279 @@
+"""What the parts of the GPU benchmark share: the model, cases, one case's run on all ranks, its prediction."""
+
+from __future__ import annotations
+
+import gc
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import transformers as hf
+from torch import Tensor, nn
+
+import vpipe.layout
+import vpipe.profile.model
+from vpipe import Pipeline
+from vpipe.communication import ProcessWorld, World
+from vpipe.cost import Plan, Profile, Tie, read_profile, write_profile
+from vpipe.errors import OutOfMemoryError, VPipeError
+from vpipe.graph import ModelGraph, capture
+from vpipe.profile.model import profile_model
+from vpipe.simulate import simulate
+
+BRIEF = 12
+"""Minibatches of a run that only tells whether a case fits."""
+DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class Settings(NamedTuple):
+    """What `gpu.py` was asked for."""
+
+    json: str
+    device: str
+    precision: str
+    layers: int
+    batch: int
+    width: int
+    heads: int
+    vocabulary: int
+    length: int
+    warm: int
+    """Minibatches before the clock starts."""
+    measured: int
+    """Minibatches that are timed, at least."""
+    seconds: float
+    parts: tuple[str, ...]
+    minibatches: tuple[int, ...]
+
+
+class Case(NamedTuple):
+    name: str
+    schedule: str
+    batch: int
+    minibatches: int | None = None
+    """Of an update; None: each makes its own."""
+    partition: tuple[int, ...] | None = None
+    policies: tuple[str, ...] | None = None
+    cap: int | None = None
+    chunks: int | None = None
+    replicas: tuple[int, ...] | None = None
+    layers: int | None = None
+    """Of the model, if not those that were asked for."""
+    compile: bool = False
+    brief: bool = False
+    """Whether it fits is all that is asked."""
+
+
+class Bench:
+    def __init__(self, world: ProcessWorld, settings: Settings) -> None:
+        self.world, self.settings = world, settings
+        self.file = Path(settings.json)
+        self.device = torch.device(settings.device)
+        self.precision, self.batch, self.layers = settings.precision, settings.batch, settings.layers
+        self.blocks = 2 * settings.layers + 1
+        self.deadline = time.monotonic() + settings.seconds
+        self.total = (
+            torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
+        )
+        self.cap: int | None = None  # found when it is first asked for
+        self._models: dict[int, nn.Module] = {}
+        self._graphs: dict[int, ModelGraph] = {}
+        self._batches: dict[int, list[dict[str, Tensor]]] = {}
+        # Capturing takes longer than most cases, and there are few models.
+        for module in (vpipe.layout, vpipe.profile.model):
+            module.capture = self._captured  # type: ignore[attr-defined]
+
+    def model(self, layers: int) -> nn.Module:
+        """Without weights: every rank makes those of its own stages."""
+        if layers not in self._models:
+            own = self.settings
+            config = hf.BertConfig(
+                vocab_size=own.vocabulary,
+                hidden_size=own.width,
+                num_hidden_layers=layers,
+                num_attention_heads=own.heads,
+                intermediate_size=4 * own.width,
+            )
+            with torch.device("meta"):
+                self._models[layers] = hf.BertForMaskedLM(config)
+        return self._models[layers]
+
+    def graph(self, layers: int) -> ModelGraph:
+        if layers not in self._graphs:
+            model, dtype = self.model(layers), DTYPES[self.precision]
+            whole = model if dtype is None else vpipe.layout.skeleton(model, dtype)
+            self._graphs[layers] = capture(whole, self.batches(self.batch)[0])
+        return self._graphs[layers]
+
+    def _captured(self, model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
+        if isinstance(model, hf.BertForMaskedLM):
+            return self.graph(model.config.num_hidden_layers)
+        return capture(model, batch, loss_fn)
+
+    def batches(self, size: int) -> list[dict[str, Tensor]]:
+        if size not in self._batches:
+            self._batches[size] = [self._batch(size, seed) for seed in range(4)]
+        return self._batches[size]
+
+    def _batch(self, size: int, seed: int) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(seed)
+        ids = torch.randint(3, self.settings.vocabulary, (size, self.settings.length), generator=generator)
+        labels = ids.where(torch.rand(ids.shape, generator=generator) < 0.15, -100)
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
+
+    def data(self, size: int, count: int) -> Iterator[dict[str, Tensor]]:
+        return (self.batches(size)[number % 4] for number in range(count))
+
+    def optimizer(self, parameters: list[Any]) -> torch.optim.Optimizer:
+        return torch.optim.AdamW(parameters, 1e-4, fused=True)
+
+    def profile(self, size: int) -> Profile:
+        """All ranks measure at once; that of rank 0 counts."""
+        self.begin(None)
+        made = profile_model(
+            self.model(self.layers),
+            self.batches(size)[0],
+            optimizer=self.optimizer,
+            precision=self.precision,
+            seconds=2.0,
+            place=self.device,
+        )
+        file = self.file.with_suffix(f".profile{size}.json")
+        if self.world.rank == 0:
+            write_profile(made, file)
+        self.world.all_gather("profiled", None)
+        return read_profile(file)
+
+    def tell(self, **row: Any) -> None:
+        if self.world.rank == 0:
+            with self.file.open("a") as file:
+                file.write(json.dumps(row) + "\n")
+            print(json.dumps(row), flush=True)
+
+    def begin(self, cap: int | None) -> None:
+        """Nothing of earlier cases is left, and from now on a rank may have so many bytes."""
+        gc.collect()  # what an earlier case has left in cycles
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            torch.cuda.set_per_process_memory_fraction(cap / self.total if cap else 1.0)
+
+    def peak(self) -> int:
+        """Bytes that the allocator had given out at most; 0 on the CPU, where nobody counts."""
+        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+
+    def updates(self, minibatches: int) -> tuple[int, int]:
+        """Updates of so many minibatches before the clock starts, and those that are timed."""
+        return -(-self.settings.warm // minibatches), max(4, -(-self.settings.measured // minibatches))
+
+    def pace(self, case: Case, world: World) -> tuple[float, int]:
+        """Samples a second (0 for a brief run), and this rank's peak of allocated bytes."""
+        self.begin(case.cap)
+        per_update = case.minibatches or 1
+        options: dict[str, Any] = {"chunks": case.chunks} if case.chunks else {}
+        if case.schedule == "2bw":
+            options["update_interval"] = per_update
+        elif case.minibatches is not None:
+            options["minibatches"] = per_update
+        warm, measured = self.updates(per_update)
+        updates = max(2, -(-BRIEF // per_update)) if case.brief else warm + measured
+        with Pipeline(
+            self.model(case.layers or self.layers),
+            self.batches(case.batch)[0],
+            optimizer=self.optimizer,
+            schedule=case.schedule,
+            partition=case.partition,
+            policies=case.policies,
+            replicas=case.replicas,
+            precision=self.precision,
+            compile=case.compile,
+            device=self.device,
+            world=world,
+            timeout=300 if case.compile else 60,
+            **options,
+        ) as pipe:
+            marks = [time.perf_counter() for _ in pipe.train(self.data(case.batch, per_update * updates))]
+            late = pipe.runtime.losses.late
+            peak = self.peak()
+        if case.brief:
+            return 0.0, peak
+        # The last losses come all at once, when the pipeline has been drained.
+        first, last = warm, len(marks) - 1 - late
+        return (last - first) * per_update * case.batch / (marks[last] - marks[first]), peak
+
+    def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
+        """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""
+        row: dict[str, Any] = {"case": case.name, "schedule": case.schedule, "batch": case.batch}
+        row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
+        row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
+        row |= {"layers": case.layers or self.layers, "compile": case.compile}
+        foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)
+        rate, peak = None, 0
+        try:
+            if self.device.type == "cpu" and case.cap and max(foreseen["foreseen_bytes"]) > case.cap:
+                raise OutOfMemoryError("foreseen above the cap, which nothing enforces on the CPU")
+            rate, peak = self.pace(case, ProcessWorld(timeout=60))
+        except (torch.OutOfMemoryError, VPipeError) as error:
+            row["error"] = str(error).splitlines()[0][:100]
+        row["peak_bytes"] = self.world.all_gather("peak", peak)
+        fits = all(self.world.all_gather("fits", rate is not None))
+        row["fits"] = fits
+        if fits and rate:
+            row["samples_per_s"] = rate
+            kind = "minibatch" if case.minibatches is None else "step"
+            if kind in limits and case.batch == self.batch:
+                row["of_limit"] = rate / limits[kind]
+            if foreseen:
+                row["off"] = foreseen["predicted"] / rate - 1
+        if all(row["peak_bytes"]) and foreseen:
+            pairs = zip(foreseen["foreseen_bytes"], row["peak_bytes"], strict=True)
+            row["memory_off"] = [expected / measured - 1 for expected, measured in pairs]
+        self.tell(**row, **foreseen)
+        return rate if fits else None
+
+    def foreseen(self, case: Case, profile: Profile) -> dict[str, Any]:
+        """What the simulator says: samples a second, and bytes of each rank."""
+        assert case.partition is not None
+        if case.layers is not None:
+            profile = with_layers(profile, case.layers)
+        interval = case.minibatches if case.schedule == "2bw" else None
+        per_update = None if case.schedule == "2bw" else case.minibatches
+        written = Plan(
+            case.partition,
+            case.policies or ("keep",) * sum(case.partition),
+            case.schedule,
+            case.replicas or (),
+            per_update,
+            case.chunks,
+            interval,
+            case.batch,
+        )
+        result = simulate(profile, written, None, per_update or 64)
+        return {
+            "predicted": result.samples_per_second,
+            "foreseen_bytes": [rank.memory.total for rank in result.ranks],
+        }
+
+    def in_time(self, deadline: float | None = None) -> bool:
+        """Rank 0's word for all: whether there is time for a further case."""
+        until = self.deadline if deadline is None else min(deadline, self.deadline)
+        return self.world.all_gather("time", time.monotonic() < until)[0]
+
+
+def with_layers(profile: Profile, layers: int) -> Profile:
+    """The profile of the same BERT with another number of layers: each is two blocks, the head is one.
+
+    The first layer's blocks differ, having the embedding before them.
+    """
+    blocks = (*profile.blocks[:2], *profile.blocks[2:4] * (layers - 1), profile.blocks[-1])
+    last = len(profile.blocks) - 1
+    tied = [
+        Tie(tie.bytes, tuple(2 * layers if block == last else block for block in tie.blocks))
+        for tie in profile.tied
+    ]
+    return replace(profile, blocks=blocks, tied=tuple(tied))

@@ -1,0 +1,39 @@
+"""The guides' settings for a BERT of any depth, and the cap under which they are compared."""
+
+from __future__ import annotations
+
+from gpu_bench import Bench, Case
+
+from vpipe.cost import Profile
+
+RANKS = 4
+
+
+def even_stages(layers: int) -> tuple[int, ...]:
+    """PipeDream's and GPipe's cut: 13, 13, 13, 10 of the 49 blocks of BERT-large."""
+    blocks = 2 * layers + 1
+    each = -(-blocks // RANKS)
+    if blocks <= (RANKS - 1) * each:
+        each = blocks // RANKS  # few blocks: the last stage would have none
+    return (each,) * (RANKS - 1) + (blocks - (RANKS - 1) * each,)
+
+
+def hand_made(layers: int) -> tuple[int, ...]:
+    """The guides' cut for VPipe, 12, 13, 13, 11 of 49: one block of the first stage is the last one's."""
+    first, *middle, last = even_stages(layers)
+    return (first - 1, *middle, last + 1)
+
+
+def find_cap(bench: Bench, profile: Profile, limits: dict[str, float]) -> int:
+    """Nine tenths of what PipeDream's setting needs: the bytes of a rank under which it does not fit."""
+    case = Case(
+        "PipeDream's setting, whole batch, no cap",
+        "pipedream",
+        bench.batch,
+        partition=even_stages(bench.layers),
+    )
+    if bench.cap is None:
+        bench.run(case, profile, limits)
+        needed = max(bench.world.all_gather("needed", bench.peak()))
+        bench.cap = int(0.9 * (needed or max(bench.foreseen(case, profile)["foreseen_bytes"])))
+    return bench.cap
