@@ -21,9 +21,7 @@ class Position:
         self.samples = samples
         self.interval = interval
         self.sampler = Sampler(len(samples), config.batch_size, config.seed)
-        self.minibatches = config.epochs * self.sampler.minibatches_per_epoch
-        if config.max_updates is not None:
-            self.minibatches = min(self.minibatches, config.max_updates * interval)
+        self.minibatches = self._last(0, 0)
         self.updates = -(-self.minibatches // interval)
         # Minibatches of earlier runs beyond what this run's interval counts for their updates.
         self._offset = 0
@@ -51,8 +49,16 @@ class Position:
                     f"{path} was made with {key} {told[key]} and this run has {value}: the order of the samples "
                     f"would be another; use the same {key} and data, or start from the weights alone with `pretrained`"
                 )
+        self.minibatches = self._last(updates, told["minibatch"])
         self._offset = told["minibatch"] - updates * self.interval
         self.updates = updates - (-(self.minibatches - told["minibatch"]) // self.interval)
+
+    def _last(self, updates: int, minibatch: int) -> int:
+        """Where training ends, if so many updates have used the minibatches before this one."""
+        end = self.config.epochs * self.sampler.minibatches_per_epoch
+        if self.config.max_updates is None:
+            return end
+        return min(end, minibatch + (self.config.max_updates - updates) * self.interval)
 
     def _order(self) -> dict[str, Any]:
         """All that the order of the samples follows from, and what the first of them looks like."""

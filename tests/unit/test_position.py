@@ -1,0 +1,49 @@
+"""Where in the data a run is, when it goes on under a schedule whose updates have another number of minibatches."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.unit.test_keeping import the_model
+from vpipe import data
+from vpipe.config_file import check_values
+from vpipe.data import Subset
+from vpipe.position import Position
+
+SAMPLES = 40
+
+
+def position(interval: int, **keys: Any) -> Position:
+    config = check_values({"batch_size": 2, "epochs": 3} | keys, Path("run.yml"))
+    samples: Subset = data.split(data.synthetic(the_model().model, 8, SAMPLES + 10, 0), 0.2, 0)[0]
+    assert len(samples) == SAMPLES
+    return Position(config, samples, interval)
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 1), (1, 2), (4, 3), (2, 2)])
+def test_max_updates_counts_updates_whatever_they_are_made_of(before: int, after: int) -> None:
+    first = position(before, max_updates=6)
+    assert first.updates == 6
+    assert len(first.batches(0)) == 6 * before
+    second = position(after, max_updates=10)
+    second.go_on(first.told(6), 6, "step-00000006")
+    assert second.updates == 10
+    assert second.told(6)["minibatch"] == 6 * before  # no sample twice, none missed
+    assert len(second.batches(6)) == 4 * after
+    assert second.told(10)["minibatch"] == 6 * before + 4 * after
+
+
+def test_epochs_end_it_all_the_same() -> None:
+    last = SAMPLES // 2 * 3
+    first = position(2, max_updates=6)
+    second = position(4, max_updates=100)
+    second.go_on(first.told(6), 6, "step-00000006")
+    assert second.updates == 6 + (last - 12) // 4
+    assert second.told(second.updates)["minibatch"] == last
+
+
+def test_what_has_made_more_updates_already_has_nothing_to_train() -> None:
+    second = position(1, max_updates=4)
+    second.go_on(position(2, max_updates=6).told(6), 6, "step-00000006")
+    assert second.updates <= 6
