@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -108,7 +109,7 @@ def export(path: Path, directory: Path, config: Path | None) -> tuple[Path, list
 
     chosen = path
     if not (path / MANIFEST).is_file():
-        good = newest(find(path)[0].parent)
+        good = newest(find(path)[0].parent, _warn)
         if good is None:
             raise VPipeError(f"no checkpoint in {path} is whole")
         chosen = good
@@ -130,9 +131,13 @@ def prune_run(path: Path, keep: int) -> list[Path]:
     folder = find(path)[0].parent
     if folder.absolute() == path.absolute().parent:
         raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")
-    good = newest(folder)
+    good = newest(folder, _warn)
     with telling("prune", folder):
         return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
 
 
 def _optimizer(manifest: Manifest) -> str | None:
