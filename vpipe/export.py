@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from vpipe.checkpoint import export_pretrained
+from vpipe.data.tokenizer import encode
+from vpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -40,7 +42,12 @@ def write_sentence(trainer: Trainer, directory: Path) -> str | None:
 
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True)
     begin = tokenizer.token_to_id("<s>")
-    ids = tokenizer.encode(prompt, add_special_tokens=False).ids or [0 if begin is None else begin]
+    try:
+        ids = encode(tokenizer, [prompt])[0] or [0 if begin is None else begin]
+    except (
+        ConfigError
+    ):  # a tokenizer of the user's own that does not know these words: nothing to end a run for
+        return None
     torch.manual_seed(trainer.config.seed)
     written = model.generate(
         torch.tensor([ids]), max_new_tokens=SENTENCE_TOKENS, do_sample=True, top_k=20, use_cache=True

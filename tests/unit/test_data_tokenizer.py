@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import vpipe.data.tokenizer
-from vpipe.data import build_tokenizer, special_id
+from vpipe.data import build_tokenizer, masked_text, special_id, translation_pairs
 from vpipe.data.tokenizer import Kind
 from vpipe.errors import ConfigError, VPipeError
 
@@ -151,3 +151,20 @@ def test_missing_special_is_named(tmp_path: Path) -> None:
     tokenizer = build_tokenizer(ENGLISH, "bpe", 300, tmp_path)
     with pytest.raises(ConfigError, match=r"no mask token \(\[MASK\] or <mask>\)"):
         special_id(tokenizer, "mask")
+
+
+@pytest.mark.parametrize("pairs", [False, True])
+def test_a_text_that_it_has_no_ids_for_is_told(pairs: bool, tmp_path: Path) -> None:
+    """Found by `make fuzz`: the model of the file said that the unknown token is one that the vocabulary lacks."""
+    content = json.loads(build_tokenizer(ENGLISH, "wordpiece", 300, tmp_path).to_str())
+    content["model"]["unk_token"] = "[WHAT]"
+    file = tmp_path / "tokenizer.json"
+    file.write_text(json.dumps(content))
+    tokenizer = build_tokenizer(CHINESE, "wordpiece", 300, tmp_path, file)
+    told = r"the tokenizer cannot encode the text: .*: give one that has an id"
+    if pairs:
+        with pytest.raises(ConfigError, match=told):
+            translation_pairs([(CHINESE[0], ENGLISH[0])], tokenizer, 8)
+    else:
+        with pytest.raises(ConfigError, match=told):
+            masked_text(CHINESE, tokenizer, 8, 0, None)

@@ -13,7 +13,7 @@ from torch import nn
 
 from vpipe.data.dataset import IGNORED, Batch
 from vpipe.data.streams import Use, stream
-from vpipe.data.tokenizer import special_id
+from vpipe.data.tokenizer import encode, special_id
 from vpipe.data.windows import Tokens, windows
 
 if TYPE_CHECKING:
@@ -86,8 +86,8 @@ def _encode(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Tok
     end = special_id(tokenizer, "end")
     rows: list[Tokens] = []
     for first in range(0, len(texts), TOGETHER):
-        group = tokenizer.encode_batch_fast(list(texts[first : first + TOGETHER]), add_special_tokens=False)
-        rows += [np.array([*encoded.ids[: length - 1], end], np.int32) for encoded in group]
+        group = encode(tokenizer, texts[first : first + TOGETHER])
+        rows += [np.array([*ids[: length - 1], end], np.int32) for ids in group]
     return rows
 
 

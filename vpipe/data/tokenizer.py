@@ -44,6 +44,19 @@ def build_tokenizer(
     return tokenizer
 
 
+def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    """The ids of each text."""
+    try:
+        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
+    except Exception as error:  # the library has no class of its own
+        reason = " ".join(str(error).split())[:200]
+        raise ConfigError(
+            f"the tokenizer cannot encode the text: {reason}: give one that has an id for whatever it does not know, "
+            "or none, and it is trained on the text"
+        ) from None
+    return [text.ids for text in encoded]
+
+
 def special_id(tokenizer: Tokenizer, role: str) -> int:
     """The id of the padding, begin, end or mask token."""
     for name in ROLES[role]:

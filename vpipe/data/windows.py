@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from vpipe.data.cache import content_hash, keep
 from vpipe.data.text import describe
-from vpipe.data.tokenizer import special_id
+from vpipe.data.tokenizer import encode, special_id
 from vpipe.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -63,7 +63,6 @@ def _encode(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
     end = special_id(tokenizer, "end")
     parts: list[Tokens] = [np.empty(0, np.int32)]
     for first in range(0, len(documents), TOGETHER):
-        group = list(documents[first : first + TOGETHER])
-        encoded = (text.ids for text in tokenizer.encode_batch_fast(group, add_special_tokens=False))
-        parts += [np.array([*ids, end], np.int32) for ids in encoded if ids]
+        group = documents[first : first + TOGETHER]
+        parts += [np.array([*ids, end], np.int32) for ids in encode(tokenizer, group) if ids]
     return np.concatenate(parts)
