@@ -23,7 +23,7 @@ from vpipe.schedule import NAMES
 
 SIZES = ((1024, 4096), (64, 256))
 BLOCKS, RANKS = 400, 64
-ROOMY, TIGHT = "64GiB", "3GiB"
+ROOMY, TIGHT = "64GiB", "6GiB"
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from vpipe.cost import KEEP, Profile
 from vpipe.plan.groups import Policies
 from vpipe.plan.model import Load, Memory, Slice, stage_time
-from vpipe.plan.moments import Moment, at_moments, peak_memory
+from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
 from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
@@ -46,7 +46,7 @@ def search_chunks(
     profile: Profile,
     placement: Placement,
     loads: Sequence[Load],
-    moments: Sequence[Sequence[Moment]],
+    moments: Sequence[Moments],
     memory: int,
 ) -> list[Seat] | None:
     """The seats by position, with bytes missing where nothing fits; None if there are too few blocks.
@@ -64,7 +64,7 @@ class _Climb:
         profile: Profile,
         placement: Placement,
         loads: Sequence[Load],
-        moments: Sequence[Sequence[Moment]],
+        moments: Sequence[Moments],
         memory: int,
     ) -> None:
         self.profile = profile
@@ -146,7 +146,7 @@ class _Climb:
             self.known[key] = self.solve(slices, self.moments[position])
         return self.known[key]
 
-    def solve(self, slices: tuple[Slice, ...], moments: Sequence[Moment]) -> Seat:
+    def solve(self, slices: tuple[Slice, ...], moments: Moments) -> Seat:
         """Chosen for the worst moment of keeping everything, and for each that turns out to be worse then."""
         profile, memory = self.profile, self.memory
         policies: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]

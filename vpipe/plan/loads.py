@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vpipe.plan.model import Load
-from vpipe.schedule import Op, Schedule, build, holdings
+from vpipe.schedule import Op, Schedule, build
 
 CHUNKED = ("interleaved", "zb-v")
 EVEN = (*CHUNKED, "zb-h1")  # their holdings are known only for the whole, and with equal replicas
@@ -71,18 +71,18 @@ def even_loads(name: str, positions: int, replicas: int, minibatches: int) -> Lo
 def schedule_loads(
     name: str, positions: int, replicas: int, minibatches: int, chunks: int | None
 ) -> tuple[Load, ...]:
-    """The load of each stage, read from the schedule's programs."""
+    """The load of each stage, read from the programs; they update when nothing is in flight: there is one version."""
     schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
+    assert schedule.synchronous
     own = -(-minibatches // replicas)
     return tuple(
-        Load(replicas, found.in_flight, held.versions, found.waiting, found.split, own)
-        for held, found in zip(holdings(schedule), _counts(schedule), strict=True)
+        Load(replicas, found.in_flight, 1, found.waiting, found.split, own) for found in _counts(schedule)
     )
 
 
 @dataclass
 class _Count:
-    """The most minibatches of any rank of a stage before and behind their I, while one runs F, B or I."""
+    """The most minibatches of a rank of a stage before and behind their I, while one runs F, B or I."""
 
     in_flight: int = 0
     waiting: int = 0
@@ -90,22 +90,24 @@ class _Count:
 
 
 def _counts(schedule: Schedule) -> list[_Count]:
+    """Of each stage's first rank: of its replicas none has more minibatches."""
+    F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     found = [_Count() for _ in range(schedule.num_stages)]
-    for rank in range(schedule.num_ranks):
+    for rank in sorted({ranks[0] for ranks in schedule.placement}):
         now = {stage: [0, 0] for stage in schedule.stages_of(rank)}
         for stage, op, _ in schedule.program(rank):
             most, own = found[stage], now[stage]
-            if op is Op.F:
+            if op is F:
                 own[0] += 1
-            if op in (Op.F, Op.I):
+            if op is F or op is I:
                 most.in_flight = max(most.in_flight, own[0])
                 most.waiting = max(most.waiting, own[1])
-            if op in (Op.I, Op.B):
+            if op is I or op is B:
                 own[0] -= 1
-            if op is Op.I:
+            if op is I:
                 own[1] += 1
                 most.split = True
-            elif op is Op.W:
+            elif op is W:
                 own[1] -= 1
     return found
 

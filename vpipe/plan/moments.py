@@ -10,12 +10,20 @@ all counts; memory is linear in them, so its most is found at one of these few.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from operator import ge
 from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from vpipe.cost import SWAP, Profile, backward_bytes, held_bytes
 from vpipe.plan.model import Memory, Slice, buffer_bytes, weight_bytes
 from vpipe.schedule import Op, Schedule, build
+
+Counts = npt.NDArray[np.int64]
+LARGEST = 2**62
+"""Bytes that are counted in 64 bits; more are counted by Python."""
 
 
 class Moment(NamedTuple):
@@ -25,45 +33,67 @@ class Moment(NamedTuple):
     """Of each slice: minibatches in flight, and those between the end of their I and that of their W."""
 
 
+class Moments(tuple[Moment, ...]):
+    """Those of one rank; their counts as columns, by moment and slice."""
+
+    @cached_property
+    def flying(self) -> Counts:
+        return np.array([[flying for flying, _ in moment.counts] for moment in self])
+
+    @cached_property
+    def waiting(self) -> Counts:
+        return np.array([[waiting for _, waiting in moment.counts] for moment in self])
+
+    @cached_property
+    def running(self) -> Counts:
+        """-1: no backward."""
+        return np.array([-1 if moment.running is None else moment.running for moment in self])
+
+
 @lru_cache(maxsize=64)
 def schedule_moments(
     name: str, positions: int, replicas: int, minibatches: int, chunks: int | None
-) -> tuple[tuple[Moment, ...], ...]:
+) -> tuple[Moments, ...]:
     """Those of each position, whose ranks' programs differ in the minibatches only."""
     schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
     return tuple(moments(schedule, position * replicas) for position in range(positions))
 
 
-def moments(schedule: Schedule, rank: int) -> tuple[Moment, ...]:
+def moments(schedule: Schedule, rank: int) -> Moments:
+    F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     place = {stage: number for number, stage in enumerate(schedule.stages_of(rank))}
-    now = [[0, 0] for _ in place]
-    seen: dict[Moment, None] = {}
+    now = [0] * (2 * len(place))  # of each slice in flight, waiting
+    seen: dict[tuple[int, ...], None] = {}
     for stage, op, _ in schedule.program(rank):
-        own = now[place[stage]]
-        if op is Op.F:
-            own[0] += 1
-        if op in (Op.F, Op.I, Op.B):
-            running = None if op is Op.F else place[stage]
-            seen[Moment(running, tuple((count[0], count[1]) for count in now))] = None
-        if op in (Op.I, Op.B):
-            own[0] -= 1
-        if op in (Op.I, Op.W):
-            own[1] += 1 if op is Op.I else -1
-    return tuple(_largest(seen))
+        own = place[stage]
+        if op is F:
+            now[2 * own] += 1
+            seen.setdefault((-1, *now))
+        elif op is B:
+            seen.setdefault((own, *now))
+            now[2 * own] -= 1
+        elif op is I:
+            seen.setdefault((own, *now))
+            now[2 * own] -= 1
+            now[2 * own + 1] += 1
+        elif op is W:
+            now[2 * own + 1] -= 1
+    return Moments(
+        Moment(None if running < 0 else running, tuple(zip(counts[::2], counts[1::2], strict=True)))
+        for running, *counts in _largest(seen)
+    )
 
 
-def _largest(seen: Iterable[Moment]) -> list[Moment]:
-    """Those that no other of the same running slice exceeds."""
-    largest: list[Moment] = []
-    for moment in sorted(seen, key=lambda m: -sum(map(sum, m.counts))):
-        if not any(m.running == moment.running and _covers(m, moment) for m in largest):
-            largest.append(moment)
-    return largest
-
-
-def _covers(one: Moment, other: Moment) -> bool:
-    pairs = zip(one.counts, other.counts, strict=True)
-    return all(a[0] >= b[0] and a[1] >= b[1] for a, b in pairs)
+def _largest(seen: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Those, of the slice that runs and all counts, that no other of the same running slice exceeds."""
+    largest: dict[int, list[tuple[int, ...]]] = {}
+    found: list[tuple[int, ...]] = []
+    for moment in sorted(seen, key=lambda moment: -sum(moment[1:])):
+        larger = largest.setdefault(moment[0], [])
+        if not any(all(map(ge, other, moment)) for other in larger):
+            larger.append(moment)
+            found.append(moment)
+    return found
 
 
 def at_moments(slices: Sequence[Slice], taken: Iterable[Moment]) -> list[Slice]:
@@ -78,7 +108,7 @@ def at_moments(slices: Sequence[Slice], taken: Iterable[Moment]) -> list[Slice]:
 
 
 def peak_memory(
-    profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]], offered: Sequence[Moment]
+    profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]], offered: Moments
 ) -> tuple[Memory, Moment]:
     """What the rank holds at the worst of these moments, and which that is."""
     held, swapped, deferred, backward = [], [], [], []
@@ -90,15 +120,16 @@ def peak_memory(
         swapped.append(moved)
         deferred.append(sum(profile.blocks[number].deferred for number in numbers))
         backward.append(backward_bytes(profile.blocks, piece.start, chosen, piece.load.split))
-
-    def at(moment: Moment) -> tuple[int, int]:
-        activations = sum(
-            held[i] * flying + swapped[i] * min(flying, 2) + deferred[i] * waiting
-            for i, (flying, waiting) in enumerate(moment.counts)
-        )
-        return activations, 0 if moment.running is None else backward[moment.running]
-
-    worst = max(offered, key=lambda moment: sum(at(moment)))
+    backward.append(0)  # where none runs
+    most = max(piece.load.in_flight + piece.load.waiting for piece in slices)
+    large = most * sum(map(sum, (held, swapped, deferred, backward))) >= LARGEST
+    kept, copied, left, needed = (
+        np.array(sizes, dtype=object if large else np.int64) for sizes in (held, swapped, deferred, backward)
+    )
+    flying = offered.flying
+    activations = flying @ kept + np.minimum(flying, 2) @ copied + offered.waiting @ left
+    needs = needed[offered.running]
+    worst = int(np.argmax(activations + needs))
     weights = sum(weight_bytes(profile, piece) for piece in slices)
     buffers = sum(buffer_bytes(profile, piece) for piece in slices)
-    return Memory(weights, *at(worst), buffers), worst
+    return Memory(weights, int(activations[worst]), int(needs[worst]), buffers), offered[worst]
