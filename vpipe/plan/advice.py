@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from math import ceil
 
 from vpipe.cost import Profile, for_batch_size
-from vpipe.plan.one_schedule import Least, Task, least_of_schedule
+from vpipe.plan.one_schedule import Least, Task, fits, least_of_schedule
 from vpipe.sizes import show_bytes
 
 
@@ -41,33 +40,45 @@ def _least(tasks: Sequence[Task]) -> tuple[Task, Least | None]:
     return min(fitting, key=lambda pair: pair[1].memory) if fitting else found[0]
 
 
-def _fits(tasks: Sequence[Task]) -> bool:
-    least = _least(tasks)[1]
-    return least is not None and least.memory <= tasks[0].memory
-
-
 def _ranks(tasks: Sequence[Task]) -> int | None:
-    """One more, or else the first of some larger numbers."""
+    """The fewest more that fit, up to four times as many: steps twice as long until it does, then between the last two.
+
+    More ranks need not need less of each (more minibatches are in flight); but with one fewer it does not fit. Of large
+    problems only some numbers are tried.
+    """
+
+    def fit(ranks: int) -> bool:
+        return any(fits(task._replace(ranks=ranks)) for task in tasks)
+
     ranks = tasks[0].ranks
-    for more in (ranks + 1, ranks + 2, ceil(1.5 * ranks), 2 * ranks, 4 * ranks):
-        if _fits([task._replace(ranks=more) for task in tasks]):
-            return more
-    return None
+    if not tasks[0].small:
+        return next(
+            (more for more in (5 * ranks // 4, 3 * ranks // 2, 2 * ranks, 4 * ranks) if fit(more)), None
+        )
+    low, high, step = ranks, ranks + 1, 1
+    while not fit(high):
+        if high == 4 * ranks:
+            return None
+        step *= 2
+        low, high = high, min(high + step, 4 * ranks)
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if fit(middle) else (middle, high)
+    return high
 
 
 def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
-    """The largest smaller one that fits, if any does: less is needed with every sample less."""
+    """The largest smaller one that fits, if any does; of large problems a half, a quarter, ... of the size."""
 
-    def fits(size: int) -> bool:
-        return _fits([task._replace(profile=for_batch_size(profile, size)) for task in tasks])
+    def fit(size: int) -> bool:
+        return any(fits(task._replace(profile=for_batch_size(profile, size))) for task in tasks)
 
     low, high = 1, tasks[0].profile.batch_size
-    if high <= 1 or not fits(low):
+    if not tasks[0].small:
+        return next((high >> by for by in range(1, high.bit_length()) if fit(high >> by)), None)
+    if high <= 1 or not fit(low):
         return None
     while high - low > 1:
         middle = (low + high) // 2
-        if fits(middle):
-            low = middle
-        else:
-            high = middle
+        low, high = (middle, high) if fit(middle) else (low, middle)
     return low

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 from vpipe.cost import Profile
@@ -22,8 +22,11 @@ from vpipe.plan.policies import from_the_end
 from vpipe.plan.result import PlanResult, Position, assemble
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import MemoryCosts, TimeCosts
-from vpipe.plan.stages import Stage, search
+from vpipe.plan.stages import Stage, is_below, search
 from vpipe.schedule import ASYNCHRONOUS, build
+
+SMALL = 1000
+"""Ranks times blocks."""
 
 
 class Task(NamedTuple):
@@ -47,6 +50,11 @@ class Task(NamedTuple):
         if self.schedule not in ASYNCHRONOUS:
             return self.update
         return two_versions_interval(self.ranks) if self.schedule == "2bw" else 1
+
+    @property
+    def small(self) -> bool:
+        """Whether there is time to look for the very smallest change that would fit."""
+        return self.ranks * len(self.profile.blocks) <= SMALL
 
 
 class Least(NamedTuple):
@@ -83,16 +91,13 @@ def waits_for_others(profile: Profile, result: PlanResult) -> bool:
 def _plans(task: Task, searched: Profile) -> Iterator[PlanResult]:
     """The best for each number of positions that the schedule may have, by the costs that are `searched` with."""
     if task.schedule in CHUNKED:
-        for positions in _divisors(task):
-            if _weights_alone(task, positions) > task.memory:
-                continue
-            seats = _seats(task._replace(profile=searched), positions)
+        for seats in _every_seats(task._replace(profile=searched)):
             chosen = [
                 Position(seat.slices, seat.policies, seat.memory)
                 for seat in seats
                 if seat.policies is not None
             ]
-            if seats and len(chosen) == len(seats):
+            if len(chosen) == len(seats):
                 chunks = len(seats[0].slices)
                 yield assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
         return
@@ -120,20 +125,56 @@ def _plans(task: Task, searched: Profile) -> Iterator[PlanResult]:
             )
 
 
+def fits(task: Task) -> bool:
+    """Whether there is any plan."""
+    if task.schedule in CHUNKED:
+        return any(_missing(seats) == 0 for seats in _every_seats(task))
+    costs = (MemoryCosts(task.profile, loads) for loads in _loads(task))
+    return any(is_below(cost, len(task.profile.blocks), task.memory) for cost in costs)
+
+
 def _leasts(task: Task) -> Iterator[Least]:
     if task.schedule in CHUNKED:
-        # The more positions, the fewer blocks on each: what fits there may not be the least, but it fits.
+        # Of large problems only the most positions: there may be less elsewhere, but this fits.
         for positions in reversed(_divisors(task)):
             if seats := _seats(task, positions):
-                worst = max(range(len(seats)), key=lambda index: seats[index].missing)
-                yield Least(task.memory + seats[worst].missing, worst, seats[worst].slices)
-                return
+                yield _chunked_least(task, positions, seats)
+                if not task.small:
+                    return
         return
     for loads in _loads(task):
         stages = search(MemoryCosts(task.profile, loads), len(task.profile.blocks), even=False)
         if stages is not None:
             worst = max(range(len(stages)), key=lambda index: stages[index].cost)
             yield Least(int(stages[worst].cost), worst, (placed(stages, loads)[worst],))
+
+
+def _chunked_least(task: Task, positions: int, seats: list[Seat]) -> Least:
+    """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
+    low = high = task.memory
+    last = seats
+    while (missing := _missing(seats)) > 0:
+        low, high, last = high, high + missing, seats
+        seats = _seats(task._replace(memory=high), positions)
+    while task.small and high - low > 1:
+        middle = (low + high) // 2
+        seats = _seats(task._replace(memory=middle), positions)
+        if _missing(seats) == 0:
+            high = middle
+        else:
+            low, last = middle, seats
+    worst = max(range(len(last)), key=lambda index: last[index].missing)
+    return Least(high, worst, last[worst].slices)
+
+
+def _missing(seats: Sequence[Seat]) -> int:
+    return max(seat.missing for seat in seats)
+
+
+def _every_seats(task: Task) -> Iterator[list[Seat]]:
+    for positions in _divisors(task):
+        if _weights_alone(task, positions) <= task.memory and (seats := _seats(task, positions)):
+            yield seats
 
 
 def _loads(task: Task) -> Iterable[Loads]:

@@ -52,6 +52,28 @@ def search(costs: Costs, blocks: int, even: bool = True) -> list[Stage] | None:
     return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True)
 
 
+def is_below(costs: Costs, blocks: int, limit: float) -> bool:
+    """Whether there are stages of which none costs more than `limit`; the first that is found will do."""
+    moves = _moves(costs)
+    reached = forward(costs, moves, blocks, limit)
+    if reached[0, blocks] > limit:
+        return False
+    leads = np.zeros((len(moves), blocks + 1), dtype=bool)
+    leads[0, blocks] = True
+    for start in range(blocks - 1, -1, -1):
+        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+            own = stage_costs(costs, bounds, move, behind, start)
+            offered = np.where(leads[move.left, start + 1 :] & (own <= limit), own, np.inf)
+            while np.isfinite(offered.min()):
+                row, column = np.unravel_index(int(offered.argmin()), offered.shape)
+                exact = costs.exact(start, start + 1 + int(column), int(move.loads[row]))
+                if exact <= limit:
+                    leads[behind, start] = True
+                    break
+                offered[row, column] = np.inf
+    return bool(leads[-1, 0])
+
+
 def _moves(costs: Costs) -> list[Moves | None]:
     ranks = costs.loads.ranks
     found: list[list[int]] = [[] for _ in range(ranks + 1)]
