@@ -24,7 +24,7 @@ test: setup
 	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
 
 faults: setup
-	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: up to half an hour
+	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: some minutes
 
 soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200
