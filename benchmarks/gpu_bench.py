@@ -132,7 +132,7 @@ class Bench:
     def optimizer(self, parameters: list[Any]) -> torch.optim.Optimizer:
         return torch.optim.AdamW(parameters, 1e-4, fused=True)
 
-    def profile(self, size: int) -> Profile:
+    def profile(self, size: int, *, compiled: bool = False) -> Profile:
         """All ranks measure at once; that of rank 0 counts."""
         self.begin(None)
         made = profile_model(
@@ -140,10 +140,11 @@ class Bench:
             self.batches(size)[0],
             optimizer=self.optimizer,
             precision=self.precision,
+            compile="inductor" if compiled else None,
             seconds=2.0,
             place=self.device,
         )
-        file = self.file.with_suffix(f".profile{size}.json")
+        file = self.file.with_suffix(f".profile{size}{'c' if compiled else ''}.json")
         if self.world.rank == 0:
             write_profile(made, file)
         self.world.all_gather("profiled", None)

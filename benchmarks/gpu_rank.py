@@ -41,12 +41,11 @@ def main() -> None:
         PARTS[part](bench, profile, limits)
 
 
-def find_limits(bench: Bench, compiled: bool = False) -> dict[str, float]:
+def find_limits(bench: Bench) -> dict[str, float]:
     """Samples a second of four ranks that each train the whole model alone, updates as they are made."""
     found: dict[str, float] = {}
-    kind_of_blocks = "compiled, " if compiled else ""
     for kind, count in (("step", 8), ("minibatch", 1)):
-        case = Case("limit", "1f1b", bench.batch, count, compile=compiled)
+        case = Case("limit", "1f1b", bench.batch, count)
         alone = 0.0
         if bench.world.rank == 0:
             alone = bench.pace(case, InProcessHub(1).join(0))[0]
@@ -55,7 +54,7 @@ def find_limits(bench: Bench, compiled: bool = False) -> dict[str, float]:
         rates = bench.world.all_gather("together", together)
         found[kind] = RANKS * bench.world.all_gather("alone", alone)[0]
         row = {"minibatches": count, "batch": bench.batch, "samples_per_s": found[kind], "of_limit": 1.0}
-        name = f"limit, {kind_of_blocks}one update a {kind}"
+        name = f"limit, one update a {kind}"
         bench.tell(case=f"{name}: four times one rank alone", **row)
         row |= {"samples_per_s": sum(rates), "of_limit": sum(rates) / found[kind]}
         bench.tell(case=f"{name}: four ranks at once, each a whole model", **row)
@@ -108,11 +107,10 @@ def schedules(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
 
 
 def compiled(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
-    """The schedules with compiled blocks, against the limit of the plain ones and their own; profiled uncompiled."""
-    find_limits(bench, compiled=True)
+    """The schedules with compiled blocks, their fewest minibatches only; the limit is the plain model's."""
     first = bench.settings.minibatches[:1]
     cases = [c for c in every_schedule(bench, compiled=True) if c.minibatches in (None, *first)]
-    run_schedules(bench, profile, limits, cases)
+    run_schedules(bench, bench.profile(bench.batch, compiled=True), limits, cases)
 
 
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:

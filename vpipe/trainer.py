@@ -314,6 +314,7 @@ class Trainer:
             where = f"ranks on {', '.join(devices)}, joined by {', '.join(sorted(set(handler.channel_names.values())))}"
         return (
             f"{type(self.model).__name__}: {len(layout.graph.blocks)} blocks as {list(layout.partition)} on "
-            f"{self.world.size} {where}, schedule {layout.schedule.name}, {self.position.updates} updates of "
+            f"{self.world.size} {where}, {'compiled, ' if self.config.compile else ''}schedule {layout.schedule.name}, "
+            f"{self.position.updates} updates of "
             f"{self.position.interval} x {self.config.batch_size} samples"
         )
