@@ -9,7 +9,7 @@ the block alone. So the function is cut there and where a block begins; each str
 
     with split products                         seed 1  linear [gelu] linear [dropout add]
 
-Parameters are arguments, so equal layers are one stretch, compiled once for all of them. Each stretch is one node of
+Parameters are arguments, so equal layers are one stretch, compiled once in a process. Each stretch is one node of
 autograd, whose saved tensors pass the same hooks as everybody's: recompute, swap and the count of bytes need not know.
 """
 
@@ -33,12 +33,15 @@ BLOCK, SPEC = "block", "spec"
 _WITHOUT_WORK = {"reshape", "contiguous", "clone", "sym_size", "flatten", "unflatten"}
 
 
+_compiled: dict[tuple[str, str], Callable[..., Any]] = {}
+"""Of this process, by backend and key: stages, pipelines and profiles of one model have most of them in common."""
+
+
 class Compiler:
     """Compiles the stretches of a stage, equal ones once. `backend` is a name that torch.compile knows."""
 
     def __init__(self, backend: str) -> None:
         self._backend = backend
-        self._known: dict[str, Callable[..., Any]] = {}
 
     def compiled(self, function: fx.GraphModule) -> fx.GraphModule:
         """The same function, its stretches compiled when they are first run; nodes bear BLOCK and SPEC."""
@@ -62,13 +65,14 @@ class Compiler:
         return fx.GraphModule(function, outer)
 
     def _compile(self, stretch: _Stretch) -> Callable[..., Any]:
-        if stretch.key not in self._known:
+        key = (self._backend, stretch.key)
+        if key not in _compiled:
             # Its sizes are fixed at first; those that then vary are made dynamic, once and for all.
             made = torch.compile(stretch.function.forward, backend=self._backend, fullgraph=True)
             made.__name__ = made.__qualname__ = "compiled_stretch"
             made.__module__ = __name__
-            self._known[stretch.key] = made
-        return self._known[stretch.key]
+            _compiled[key] = made
+        return _compiled[key]
 
 
 class _Stretch(NamedTuple):
