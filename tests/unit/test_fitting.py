@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from vpipe import fitting, planning
@@ -14,6 +15,7 @@ from vpipe.config_file import check_values
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size, write_profile
 from vpipe.errors import OutOfMemoryError
 from vpipe.fitting import what_would_fit
+from vpipe.runtime.out_of_memory import explain
 from vpipe.simulate import simulate
 
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 1_000_000, 1_000, 10_000)
@@ -165,3 +167,34 @@ def test_a_planner_in_trouble_does_not_hide_what_happened(
     assert time.monotonic() - started < 10
     assert not keys
     assert COMMAND.format(4_500_000) in said
+
+
+@pytest.mark.parametrize(("share", "free"), [(1.0, 20), (0.5, 10), (0.3, 0)])
+def test_what_a_rank_may_still_have_of_its_gpu(
+    monkeypatch: pytest.MonkeyPatch, share: float, free: int
+) -> None:
+    """50 of 100 are reserved by the process, 10 of them for nothing, and 10 are free: its share may be less."""
+    figures = {
+        "is_initialized": True,
+        "mem_get_info": (10, 100),
+        "memory_allocated": 40,
+        "memory_reserved": 50,
+        "get_per_process_memory_fraction": share,
+    }
+    for name, value in figures.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    error = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), 1, None)
+    assert error is not None
+    assert (error.wanted, error.held, error.free) == (2**31, 40, free)
+    assert "it tried to allocate 2.00 GiB; it holds 40 bytes of the GPU, of which 10 of 100 are free" in str(
+        error
+    )
+
+
+def test_other_errors_are_not_about_memory() -> None:
+    assert explain(RuntimeError("mat1 and mat2 shapes cannot be multiplied"), 0, None) is None
+    error = explain(
+        RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: tried 0 bytes"), 0, None
+    )
+    assert error is not None
+    assert error.wanted is None
