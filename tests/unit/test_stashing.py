@@ -6,6 +6,7 @@ from torch import nn
 
 from vpipe.errors import VPipeError
 from vpipe.weights import OptimizerWithWeightStashing, optimizer_factory
+from vpipe.weights.versions import ALIGNMENT
 
 
 def make(count: int = 3, dtype: torch.dtype = torch.float32, **options) -> OptimizerWithWeightStashing:
@@ -61,6 +62,16 @@ def test_a_version_dies_with_its_last_minibatch_and_its_storage_is_used_again() 
     optimizer.release(8)
     optimizer.release(9)
     assert optimizer.num_versions == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])
+def test_parameters_begin_where_kernels_read_them_best(dtype: torch.dtype) -> None:
+    optimizer = make(count=4, dtype=dtype)
+    optimizer.load_new_params(minibatch=0)
+    give_gradients(optimizer, 1.0)
+    optimizer.step()  # into a second version
+    assert optimizer.num_versions == 2
+    assert all(parameter.data_ptr() % ALIGNMENT == 0 for parameter in optimizer.model_parameters)
 
 
 def test_autograd_accepts_a_backward_through_stashed_weights() -> None:

@@ -11,6 +11,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+ALIGNMENT = 64
+"""Bytes at whose multiples tensors begin: elsewhere kernels read them in smaller pieces, or copy them first."""
+
 
 @dataclass
 class Version:
@@ -52,13 +55,13 @@ class VersionStore:
 
     def _new(self, number: int) -> Version:
         sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+        starts = []
         for shape, dtype, device in self._shapes:
-            sizes[dtype, device] = sizes.get((dtype, device), 0) + shape.numel()
+            grain = ALIGNMENT // dtype.itemsize
+            starts.append(sizes.get((dtype, device), 0))
+            sizes[dtype, device] = starts[-1] + -(-shape.numel() // grain) * grain
         flats = {k: torch.empty(n, dtype=k[0], device=k[1]) for k, n in sizes.items()}
-        offsets = dict.fromkeys(flats, 0)
         tensors = []
-        for shape, dtype, device in self._shapes:
-            start = offsets[dtype, device]
-            offsets[dtype, device] = start + shape.numel()
+        for (shape, dtype, device), start in zip(self._shapes, starts, strict=True):
             tensors.append(flats[dtype, device][start : start + shape.numel()].view(shape))
         return Version(number, list(flats.values()), tensors)
