@@ -23,7 +23,7 @@ from vpipe.schedule import NAMES
 
 SIZES = ((1024, 4096), (64, 256))
 BLOCKS, RANKS = 400, 64
-ROOMY, TIGHT = "64GiB", "6GiB"
+ROOMY, TIGHT = "64GiB", "8GiB"
 
 
 def main() -> None:
@@ -95,10 +95,10 @@ def profile(different: bool) -> Profile:
     def block(number: int) -> BlockCost:
         size = random.uniform(0.8, 1.2) if different else 1.0
         weight = 1.0 if number % 2 else 2.0
-        forward = 0.004 * weight * size
+        forward, kept = 0.004 * weight * size, 6e7 / weight * size
         return BlockCost(
-            f"block {number}", forward, forward, 0.9 * forward, 0.0005 * weight, round(6e7 / weight * size),
-            8_000_000, round(1.6e7 * weight * size),
+            f"block {number}", forward, forward, 0.9 * forward, 0.0005 * weight, round(kept),
+            8_000_000, round(1.6e7 * weight * size), deferred_bytes=round(kept / 3),
         )  # fmt: skip
 
     device, link = DeviceCost(2**36, 1.2e10, 1.2e10, 2e-5), LinkCost(1e10, 1e-5)

@@ -21,9 +21,10 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
     blocks = " and ".join(f"{piece.start} to {piece.stop - 1}" for piece in least.slices)
     missing = least.memory - task.memory
     changes = [f"a memory of {least.memory} bytes ({show_bytes(least.memory)})"]
-    if (ranks := _ranks(tasks)) is not None:
+    quick = [task for task in tasks if task.quick]
+    if quick and (ranks := _ranks(quick)) is not None:
         changes.append(f"{ranks} ranks")
-    if (size := _batch_size(tasks, profile)) is not None:
+    if quick and (size := _batch_size(quick, profile)) is not None:
         changes.append(f"a batch size of {size}")
     return (
         f"nothing fits a memory of {task.memory} bytes ({show_bytes(task.memory)}) on {task.ranks} "

@@ -20,7 +20,7 @@ from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
 EFFORT = 8_000
-"""Blocks of all ranks that were looked at, after which the cuts stay as they are."""
+"""What may be spent on looking at ranks (`_Climb.price`), after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -84,7 +84,7 @@ class _Climb:
         cuts = self.even()
         seats = [self.seat(position, cuts) for position in range(len(self.stages))]
         score = self.score(seats)
-        improved = True
+        improved = any(seat.missing == 0 for seat in seats)  # else nobody has room for what others hand on
         while improved and self.effort > 0:
             improved = False
             for moved, changed in self.moves(cuts, seats):
@@ -142,9 +142,14 @@ class _Climb:
         key = (position, *ends)
         if key not in self.known:
             slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
-            self.effort -= sum(piece.stop - piece.start for piece in slices)
+            self.effort -= self.price(slices)
             self.known[key] = self.solve(slices, self.moments[position])
         return self.known[key]
+
+    def price(self, slices: Sequence[Slice]) -> int:
+        """Of a seat: its blocks, and the more of them differ the longer their policies are searched."""
+        blocks = [block for piece in slices for block in self.profile.blocks[piece.start : piece.stop]]
+        return len(blocks) * max(1, len({(block.kept_bytes, block.forward) for block in blocks}) // 10)
 
     def solve(self, slices: tuple[Slice, ...], moments: Moments) -> Seat:
         """Chosen for the worst moment of keeping everything, and for each that turns out to be worse then."""

@@ -56,6 +56,11 @@ class Task(NamedTuple):
         """Whether there is time to look for the very smallest change that would fit."""
         return self.ranks * len(self.profile.blocks) <= SMALL
 
+    @property
+    def quick(self) -> bool:
+        """Whether there is time to try other ranks and batch sizes."""
+        return self.small or self.schedule not in CHUNKED
+
 
 class Least(NamedTuple):
     """The least memory in which a schedule runs, and the blocks of the rank that needs it."""
@@ -152,9 +157,10 @@ def _leasts(task: Task) -> Iterator[Least]:
 def _chunked_least(task: Task, positions: int, seats: list[Seat]) -> Least:
     """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
     low = high = task.memory
-    last = seats
+    last, times = seats, 1
     while (missing := _missing(seats)) > 0:
-        low, high, last = high, high + missing, seats
+        low, high, last = high, high + times * missing, seats
+        times *= 2
         seats = _seats(task._replace(memory=high), positions)
     while task.small and high - low > 1:
         middle = (low + high) // 2

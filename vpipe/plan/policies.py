@@ -31,6 +31,8 @@ FEW = 10
 MANY = 300
 """With more, not even a short search."""
 STEPS = 5000
+CEILINGS = 8
+"""Of models with more sizes of blocks not each is tried as the largest to be recomputed."""
 
 Choice = tuple[float, Policies]
 
@@ -77,9 +79,10 @@ def _by_counts(
 def _with_room(
     profile: Profile, slices: Sequence[Slice], members: Sequence[Members], memory: int
 ) -> Choice | None:
-    """The best of those where the room set aside is enough, under each ceiling for what is recomputed."""
+    """The best of those where the room set aside is enough, under some ceilings for what is recomputed."""
     best: Choice | None = None
-    for allowed in ceilings(members):
+    offered = list(ceilings(members))
+    for allowed in offered[:: -(-len(offered) // CEILINGS)]:
         room, needed = -1, 0
         while needed > room:
             room = needed
