@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
+from vpipe.communication.interfaces import own_address
 from vpipe.errors import PeerError
 
 _BEAT, _GOODBYE, _LOST = b".", b",", b"!"
@@ -151,7 +152,7 @@ def connect_beats(
 ) -> Beats:
     """Connect every pair of ranks; `gather` is called once by every rank. The higher rank of a pair calls."""
     token = os.urandom(16).hex()
-    with socket.create_server((_own_address(towards), 0), backlog=size) as listener:
+    with socket.create_server((own_address(towards), 0), backlog=size) as listener:
         address = listener.getsockname()[:2]
         others = gather("beats", [*address, token, socket.gethostname()])
         links: dict[int, socket.socket] = {}
@@ -187,13 +188,3 @@ def _check(link: socket.socket, token: str) -> int | None:
     shown, _, caller = said.decode(errors="replace").partition(" ")
     known = hmac.compare_digest(shown.encode(), token.encode())
     return int(caller) if known and caller.strip().isdigit() else None
-
-
-def _own_address(towards: tuple[str, int]) -> str:
-    """The address of the interface on which the others are: the one that leads to where all meet."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(towards)
-            return str(probe.getsockname()[0])
-        except OSError:
-            return "127.0.0.1"

@@ -5,11 +5,8 @@ receive posted ahead costs the sender nothing. It cannot be asked whether a tran
 waited for: sent tensors are kept until the peer is known to have them (`confirm`) or the buffer is full.
 """
 
-import os
-import socket
 from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -22,21 +19,6 @@ from vpipe.errors import PeerError
 
 _STREAMS = 4096
 _NUMBERS = 1 << 18
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-
-
-@contextmanager
-def gloo_on_loopback() -> Iterator[None]:
-    """Left to itself, gloo listens on the interface that the host's name belongs to, where others may reach it."""
-    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
-    if _INTERFACE in os.environ or not loopback:
-        yield  # the user has chosen another
-        return
-    os.environ[_INTERFACE] = loopback[0]
-    try:
-        yield
-    finally:
-        del os.environ[_INTERFACE]
 
 
 def _tag(key: Key) -> int:

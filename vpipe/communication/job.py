@@ -20,13 +20,12 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
+from vpipe.communication.interfaces import LOOPBACK
 from vpipe.communication.meeting import Meeting, Place
 from vpipe.communication.rendezvous import Rendezvous
 from vpipe.communication.store import MeetingStore
 from vpipe.environment import LISTENER, SECRET
 from vpipe.errors import PeerError
-
-LOOPBACK = "127.0.0.1"
 
 
 class Job(NamedTuple):

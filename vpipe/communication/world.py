@@ -28,8 +28,9 @@ from vpipe.communication.choice import (
     place_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.distributed import DistributedChannel, gloo_on_loopback
+from vpipe.communication.distributed import DistributedChannel
 from vpipe.communication.groups import GroupChannel, StreamGroups
+from vpipe.communication.interfaces import LOOPBACK, gloo_on, own_address
 from vpipe.communication.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.staged import StagedChannel
@@ -158,9 +159,11 @@ class ProcessWorld:
         }
         near = [peer for peer, kind in kinds.items() if kind in NEAR]
         links = connect_all(self.rank, near, self.all_gather, self._timeout)
+        towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         # Every rank must take part in making a process group, also one that needs none.
         if any(self.all_gather("gloo", len(near) < len(kinds))) and not dist.is_initialized():
-            with gloo_on_loopback() if len({place.host for place in places}) == 1 else nullcontext():
+            together = len({place.host for place in places}) == 1
+            with gloo_on(LOOPBACK if together else own_address(towards)):
                 dist.init_process_group(
                     "gloo",
                     store=dist.PrefixStore("gloo", self._store),
@@ -170,7 +173,6 @@ class ProcessWorld:
                 )
             self._owns_group = True
         if self._heartbeat_limit is not None:
-            towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
             self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
         self._groups = StreamGroups(any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout)
         make: dict[str, Callable[[int], Channel]] = {
