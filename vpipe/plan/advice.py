@@ -53,9 +53,7 @@ def _ranks(tasks: Sequence[Task]) -> int | None:
 
     ranks = tasks[0].ranks
     if not tasks[0].small:
-        return next(
-            (more for more in (5 * ranks // 4, 3 * ranks // 2, 2 * ranks, 4 * ranks) if fit(more)), None
-        )
+        return next((more for more in (5 * ranks // 4, 3 * ranks // 2, 2 * ranks) if fit(more)), None)
     low, high, step = ranks, ranks + 1, 1
     while not fit(high):
         if high == 4 * ranks:
