@@ -52,7 +52,8 @@ def commands() -> list[list[str]]:
 
 def test_the_snippet_trains_under_torchrun(tmp_path):
     (snippet,) = blocks("python")
-    told = 'print("losses", step + 1, flush=True)'
+    # In one piece: both ranks write to the same pipe.
+    told = 'print(f"losses {step + 1}\\n", end="", flush=True)'
     script = tmp_path / "script.py"
     script.write_text(PRELUDE + snippet.replace("    ...", f"    {told}"))
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
