@@ -298,7 +298,8 @@ on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH
 {work.MINIBATCH} a step, one process of one thread for each rank, every block kept or every block recomputed.
 *Bytes* are what autograd holds at its peak, on the rank where prediction and count lie furthest apart. A ratio is
 the prediction over the measurement. With more ranks than processors the ranks take turns, and throughput says
-nothing about the simulator: memory only. `pipedream` and `vpipe` run the same program: by what they differ, others may too.
+nothing about the simulator: memory only. `pipedream` and `vpipe` run the same program: by what they differ, others may
+too.
 {shared}
 Within {LIMIT:.0%}: memory in {len(rows) - len(missed)} of {len(rows)} cases, throughput in {fast} of {len(timed)}.
 {"Memory is further off in:" + misses if missed else ""}
