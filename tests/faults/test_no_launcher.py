@@ -56,8 +56,8 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path, monkeypatch):
 
 @pytest.mark.timeout(240)
 def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(tmp_path, monkeypatch):
-    write_config(tmp_path, 2, heartbeat_limit=5.0)
-    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=7,point=bwd,kind=kill")
+    write_config(tmp_path, 2, heartbeat_limit=5.0, max_updates=24)
+    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=14,point=bwd,kind=kill")
     shared = shared_memory()
     try:
         ended = vpipe("train", "run.yml", "--resume", "auto", cwd=tmp_path, launcher=TORCHRUN, timeout=150)
@@ -72,8 +72,8 @@ def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(tmp_path, mon
     assert ended.err.count("VPIPE_FAULT: kill at bwd") == 1
     assert "stopped because rank 1 failed" in ended.err
     killed, revived = sorted(tmp_path.glob("runs/2*"))
-    # That of update 6 may have been under way; it waits for that of update 3.
-    resumed = re.search(r"resumed from (.*)/checkpoints/step-0000000([36]) after \2 updates", ended.said)
+    # That of update 12 may have been under way; it waits for that of update 6.
+    resumed = re.search(r"resumed from (.*)/checkpoints/step-000000(06|12) after (6|12) updates", ended.said)
     assert resumed is not None, ended.said
     assert Path(resumed[1]).name == killed.name
     assert not half_done(revived)

@@ -168,9 +168,11 @@ def test_the_store_is_one_that_torch_understands(job: Job) -> None:
     assert not store.check(["key", "none"])
     assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
     assert store.delete_key("key")
-    threading.Timer(0.1, lambda: MeetingStore(job.ranks[1]).set("inner/late", value)).start()
+    late = threading.Timer(0.1, lambda: MeetingStore(job.ranks[1]).set("inner/late", value))
+    late.start()
     store.wait(["late"])
     assert store.get("late") == value
+    late.join()
 
 
 # Strangers
