@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.multiprocessing
 import work
+from peers import ENVIRONMENT
 
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
@@ -129,6 +130,7 @@ def main() -> None:
     parser.add_argument("--write", type=Path, help="the table's file")
     parser.add_argument("--detail", type=Path, help="a JSON file for what each rank did with its time")
     given = parser.parse_args()
+    os.environ.update(ENVIRONMENT)  # for the ranks
     torch.set_num_threads(1)
     sizes = [2] if given.quick else [int(ranks) for ranks in given.ranks.split(",")]
     names = ("1f1b", "zb-h1", "pipedream") if given.quick else NAMES
