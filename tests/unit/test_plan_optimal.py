@@ -65,7 +65,7 @@ def every_choice(blocks: Sequence[BlockCost], entered: Sequence[int], flight: in
     for one, reads, policy in reversed(list(zip(blocks, entered, chosen, strict=True))):
         kept, recomputed, moved = one.kept_bytes, policy == 1, policy == 2
         held += np.where(recomputed, reads * flight, np.where(moved, kept * min(2, flight), kept * flight))
-        room = np.where(recomputed, np.maximum(room, kept - reads - behind), room)
+        room = np.maximum(room, one.working_bytes + recomputed * (kept - reads) - behind)
         again += recomputed * one.forward
         swapped += moved * kept
         behind += np.where(recomputed, reads, kept)
@@ -142,10 +142,12 @@ class Brute:
 
 small = st.integers(0, 6)
 block = st.builds(
-    lambda forward, inputs, weights, update, kept, boundary, parameters: BlockCost(
-        "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters, version=update / 32
+    lambda forward, inputs, weights, update, kept, boundary, parameters, working: BlockCost(
+        "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters, version=update / 32,
+        working_bytes=working,
     ),
     small, small, small, st.integers(0, 2), st.integers(0, 9), st.integers(0, 3), st.integers(0, 3),
+    st.just(0) | st.integers(0, 7),
 )  # fmt: skip
 
 
@@ -318,8 +320,8 @@ def split_stage(
     after = [b.kept_bytes if b.deferred_bytes is None else b.deferred_bytes for b in blocks]
     moments = [sum(held)]  # of the minibatch whose backward runs
     for i in reversed(numbers):
-        if policies[i] == "R":
-            moments.append(sum(held[:i]) + blocks[i].kept_bytes + sum(after[i + 1 :]))
+        own = blocks[i].kept_bytes if policies[i] == "R" else held[i]
+        moments.append(sum(held[:i]) + own + blocks[i].working_bytes + sum(after[i + 1 :]))
         moments.append(sum(held[:i]) + sum(after[i:]))
     there = [min(load.in_flight, 2) if policy == "S" else load.in_flight for policy in policies]
     total = sum(held[i] * there[i] for i in numbers) + load.waiting * sum(after) + max(moments) - moments[0]

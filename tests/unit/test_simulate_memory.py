@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.unit.test_simulate_time import block, profile
-from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie
+from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.schedule import NAMES, build, holdings
 from vpipe.simulate import Memory, RankFigures, Simulation, simulate
 
@@ -94,6 +94,16 @@ def test_what_is_given_back_makes_room_for_what_is_recomputed() -> None:
     costs = profile(block(), block(kept_bytes=30), block(kept_bytes=20))
     result = simulate(costs, Plan((1, 2), ("keep", "recompute", "keep")), "gpipe", 5)
     assert result.ranks[1].memory.activations == 5 * (4 + 20) + 30 - 4 - 20
+
+
+def test_what_a_block_works_with_lies_beside_what_is_held_until_its_turn() -> None:
+    """The last of two blocks of 10 bytes works with 7; when the first one does, with 12, those 10 are given back."""
+    costs = profile(block(), block(working_bytes=12), block(working_bytes=7))
+    result = simulate(costs, Plan((1, 2), ("keep",) * 3), "gpipe", 5)
+    assert result.ranks[1].memory.activations == 5 * 20 + 7
+    again = simulate(costs, Plan((1, 2), ("keep", "recompute", "keep")), "gpipe", 5)
+    assert again.ranks[1].memory.activations == 5 * (4 + 10) + 12 + (10 - 4) - 10
+    assert for_batch_size(costs, 2 * costs.batch_size).blocks[1].working_bytes == 24
 
 
 def test_a_split_backward_holds_what_w_reads() -> None:

@@ -34,6 +34,9 @@ class BlockCost:
     """What a minibatch takes more where backward is split into its two parts."""
     accumulating: float = 0.0
     """What a backward takes more where it adds to the gradients of an earlier minibatch."""
+    working_bytes: int = 0
+    """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
+    allocator tells."""
 
     @property
     def deferred(self) -> int:

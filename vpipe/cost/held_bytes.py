@@ -4,9 +4,11 @@ A backward goes through a stage's blocks from the last to the first. Here the se
 
     block 0     block 1            block 2
     kept        input ▶ kept       given back; of a split backward `deferred` is left, until W
+                + working
 
 Before it runs again it holds its input, which is among what it keeps. So that moment needs, beyond what the stage
-holds between forward and backward, its kept bytes less its input and less what the blocks behind it gave back.
+holds between forward and backward, its kept bytes less its input, what its backward makes for itself (working), less
+what the blocks behind it gave back. Its forward came no further: these were still to come then.
 """
 
 from __future__ import annotations
@@ -33,8 +35,8 @@ def backward_bytes(blocks: Sequence[BlockCost], start: int, policies: Sequence[s
     for number in range(start + len(policies) - 1, start - 1, -1):
         policy = policies[number - start]
         held = held_bytes(blocks, number, policy)
-        if policy == RECOMPUTE:
-            most = max(most, blocks[number].kept_bytes - held - gone)
+        again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
+        most = max(most, blocks[number].working_bytes + again - gone)
         gone += held - (blocks[number].deferred if split else 0)
         most = max(most, -gone)  # gradients that wait may need more than was held
     return most

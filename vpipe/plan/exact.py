@@ -28,8 +28,8 @@ class Choice(NamedTuple):
     """Of all minibatches on the device."""
     given_back: int
     """By a backward when it is through with the block."""
-    again: int
-    """Of the block while it is recomputed, beyond its input."""
+    running: int
+    """Of the block while its backward runs, beyond what it held of that minibatch."""
     seconds: float
     swapped: int
 
@@ -111,7 +111,7 @@ class BlockSearch:
         for choice in turn.choices:
             now = held + choice.held
             after = gone + choice.given_back
-            most = max(backward, choice.again - gone, -after)
+            most = max(backward, choice.running - gone, -after)
             longer, moved = again + choice.seconds, swapped + choice.swapped
             if now + most + turn.least_after > self.memory:
                 continue
@@ -140,10 +140,11 @@ def _choices(profile: Profile, piece: Slice, number: int) -> tuple[Choice, ...]:
     block = blocks[number]
     kept, entered = block.kept_bytes, held_bytes(blocks, number, RECOMPUTE)
     deferred = block.deferred if load.split else 0
-    choices = [Choice(KEEP, kept * load.in_flight, kept - deferred, 0, 0.0, 0)]
+    working = block.working_bytes
+    choices = [Choice(KEEP, kept * load.in_flight, kept - deferred, working, 0.0, 0)]
     if load.swapped_in < load.in_flight and kept:
-        choices.append(Choice(SWAP, kept * load.swapped_in, kept - deferred, 0, 0.0, kept))
+        choices.append(Choice(SWAP, kept * load.swapped_in, kept - deferred, working, 0.0, kept))
     if entered < kept:
-        held = entered * load.in_flight
-        choices.append(Choice(RECOMPUTE, held, entered - deferred, kept - entered, block.forward, 0))
+        held, running = entered * load.in_flight, kept - entered + working
+        choices.append(Choice(RECOMPUTE, held, entered - deferred, running, block.forward, 0))
     return tuple(choices)

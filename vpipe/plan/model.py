@@ -15,8 +15,8 @@ trains, its memory holds, summed over its slices:
                    others lie in host memory
         and        deferred_bytes x waiting, whatever the policy: those between the end of I and the end of W
     backward     what a backward needs beyond that while it runs, one at a time: the most over the slices of
-                 `cost.backward_bytes`, that is, over their recomputed blocks, of kept_bytes less the input and
-                 less what the blocks behind it have given back by then
+                 `cost.backward_bytes`, that is, over their blocks, of working_bytes (and, if it is recomputed,
+                 kept_bytes less the input) less what the blocks behind it have given back by then
 
 The most in flight and the most waiting are taken to come together. That is so for whole backwards and for zb-h1; where
 a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes together.

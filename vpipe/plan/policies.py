@@ -44,7 +44,7 @@ def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | N
     if stage_memory(profile, slices, keeping).total <= memory:
         return compute, keeping
     members = group_blocks(profile, slices)
-    bound = _by_counts(profile, slices, members, memory, 0, inf)
+    bound = _by_counts(profile, slices, members, memory, _least_backward(profile, slices), inf)
     if bound is None or stage_memory(profile, slices, bound[1]).total <= memory:
         return bound
     limit, steps, known = inf, inf, None
@@ -83,7 +83,7 @@ def _with_room(
     best: Choice | None = None
     offered = list(ceilings(members))
     for allowed in offered[:: -(-len(offered) // CEILINGS)]:
-        room, needed = -1, 0
+        room, needed = -1, _least_backward(profile, slices)
         while needed > room:
             room = needed
             found = _by_counts(profile, slices, allowed, memory, room, inf if best is None else best[0])
@@ -130,6 +130,11 @@ def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Membe
     """The policies that save most, under the best ceiling for what is recomputed."""
     offered = [placed(slices, allowed, saving_most(allowed)) for allowed in ceilings(members)]
     return min(offered, key=lambda policies: stage_memory(profile, slices, policies).total)
+
+
+def _least_backward(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What a running backward needs under any policies: that of a last block finds nothing given back yet."""
+    return max(profile.blocks[piece.stop - 1].working_bytes for piece in slices)
 
 
 def _count(slices: Sequence[Slice]) -> int:

@@ -39,6 +39,7 @@ class Bench:
     ) -> None:
         self.stage = stage
         self.fields = fields
+        self.device = device
         self.whole = stage.build(model, device=device, compile=compile)
         originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
         if dtype is not None:
@@ -121,6 +122,27 @@ class Bench:
         self._context.deferred.clear()
         self.weights.skip()
         return sum(size for where, size in waiting.items() if where not in outside)
+
+    def working_bytes(self) -> int:
+        """What a forward or a backward makes and gives back, at most, beyond what was there and what is kept.
+
+        Gradients of weights are there from the backward before. That of the block's outputs, which another block made,
+        lies there meanwhile.
+        """
+        if self.device.type != "cuda":
+            return 0  # nobody counts there
+        self.forward(self.whole)
+        self.backward()
+        torch.cuda.reset_peak_memory_stats(self.device)
+        self.forward(self.whole)
+        forward = torch.cuda.max_memory_allocated(self.device) - torch.cuda.memory_allocated(self.device)
+        received = sum(gradient.nbytes for gradient in self._gradients.values())
+        torch.cuda.reset_peak_memory_stats(self.device)
+        before = torch.cuda.memory_allocated(self.device)
+        self.backward()
+        backward = torch.cuda.max_memory_allocated(self.device) - before + received
+        self.weights.skip()
+        return max(forward, backward)
 
     def discard(self) -> None:
         """Let go of a forward that has no backward."""

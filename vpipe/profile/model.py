@@ -31,7 +31,8 @@ LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 class Kept(NamedTuple):
     """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
 
-    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait.
+    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `working` those that
+    only lie there while it runs.
     """
 
     own: int
@@ -39,6 +40,7 @@ class Kept(NamedTuple):
     """Number of an input: bytes of its storage."""
     outputs: frozenset[int]
     deferred: int
+    working: int
 
 
 def profile_model(
@@ -140,7 +142,8 @@ def _set_up(
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}
             if shape.kind not in kept:
-                kept[shape.kind] = _kept(shape, saved, known, bench.deferred_bytes())
+                left = bench.deferred_bytes(), bench.working_bytes()
+                kept[shape.kind] = _kept(shape, saved, known, *left)
             bench.discard()
             same.append(bench)
         else:
@@ -153,7 +156,9 @@ def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
     return found[bench.stage.index].outputs
 
 
-def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any], deferred: int) -> Kept:
+def _kept(
+    shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any], deferred: int, working: int
+) -> Kept:
     left = dict(saved)
     inputs = {}
     for number, name in enumerate(shape.inputs):
@@ -161,7 +166,7 @@ def _kept(shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any], defe
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred)
+    return Kept(sum(left.values()), inputs, outputs, deferred, working)
 
 
 def _costs(
@@ -190,6 +195,7 @@ def _costs(
                 version=time.version,
                 splitting=time.splitting,
                 accumulating=time.accumulating,
+                working_bytes=memory.working,
             )
         )
     return tuple(costs)
