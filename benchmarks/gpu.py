@@ -11,9 +11,9 @@ Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of
     peers       torch.distributed.pipelining over vpipe's channel
 
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
-four at work each on a whole model of its own, which share the card's memory bandwidth and its power. *The cap* is
+four at work each on a whole model of its own, which share the card's memory bandwidth and its power (*at once*). *The cap* is
 nine tenths of what PipeDream's setting needs, so that this does not fit. Figures are written to FILE as they
-come; predictions are the simulator's, from a profile that all four ranks measured at once.
+come; predictions are the simulator's, from a profile that was measured while all four ranks computed.
 
 Whether the script works can be tried without a GPU: `--device cpu --tiny`. Its figures then say nothing, and a cap is
 what is foreseen above it.
@@ -38,6 +38,7 @@ from rich.table import Table
 from vpipe.launch.mps import sharing
 
 RANKS = 4
+FIGURES = (("samples_per_s", ".1f"), ("of_limit", ".3f"), ("of_together", ".3f"))
 PARTS = ("schedules", "compiled", "guides", "largest", "peers")
 LARGE = {"width": 1024, "heads": 16, "vocabulary": 30522, "length": 128, "warm": 16, "measured": 64}
 TINY = {"width": 64, "heads": 4, "vocabulary": 512, "length": 16, "warm": 4, "measured": 8}
@@ -47,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-gpu.jsonl")
     parser.add_argument("--device", default="cuda:0", help="or cpu, to try the script")
-    parser.add_argument("--precision", default="bf16")
+    parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32", "tf32"))
     parser.add_argument("--layers", type=int, default=24)
     parser.add_argument("--batch", type=int, default=16)
     parser.add_argument("--tiny", action="store_true", help="64 wide, sequence 16: to try the script")
@@ -61,7 +62,8 @@ def main() -> None:
     settings = {
         "json": str(arguments.json),
         "device": arguments.device,
-        "precision": arguments.precision,
+        "precision": "fp32" if arguments.precision == "tf32" else arguments.precision,
+        "tf32": arguments.precision == "tf32",
         "layers": arguments.layers,
         "batch": arguments.batch,
         "seconds": arguments.seconds,
@@ -130,6 +132,7 @@ def table(rows: list[dict[str, object]]) -> Table:
         "batch",
         "samples/s",
         "of limit",
+        "at once",
         "predicted",
         "off",
         "peak GiB",
@@ -144,7 +147,7 @@ def table(rows: list[dict[str, object]]) -> Table:
             str(row["case"]),
             str(row.get("minibatches") or ""),
             str(row.get("batch") or ""),
-            *(_number(row.get(key), form) for key, form in (("samples_per_s", ".1f"), ("of_limit", ".3f"))),
+            *(_number(row.get(key), form) for key, form in FIGURES),
             _number(row.get("predicted"), ".1f"),
             _number(row.get("off"), "+.1%"),
             str(row["error"]) if "error" in row else _peaks(row.get("peak_bytes")),

@@ -19,10 +19,11 @@ import vpipe.layout
 import vpipe.profile.model
 from vpipe import Pipeline
 from vpipe.communication import ProcessWorld, World
-from vpipe.cost import Plan, Profile, Tie, read_profile, write_profile
+from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
-from vpipe.profile.model import profile_model
+from vpipe.profile.model import ModelBench
+from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
 
 BRIEF = 12
@@ -36,6 +37,7 @@ class Settings(NamedTuple):
     json: str
     device: str
     precision: str
+    tf32: bool
     layers: int
     batch: int
     width: int
@@ -133,22 +135,18 @@ class Bench:
         return torch.optim.AdamW(parameters, 1e-4, fused=True)
 
     def profile(self, size: int, *, compiled: bool = False) -> Profile:
-        """All ranks measure at once; that of rank 0 counts."""
+        """Rank 0's, while all compute."""
         self.begin(None)
-        made = profile_model(
+        bench = ModelBench(
             self.model(self.layers),
             self.batches(size)[0],
             optimizer=self.optimizer,
             precision=self.precision,
             compile="inductor" if compiled else None,
-            seconds=2.0,
             place=self.device,
         )
         file = self.file.with_suffix(f".profile{size}{'c' if compiled else ''}.json")
-        if self.world.rank == 0:
-            write_profile(made, file)
-        self.world.all_gather("profiled", None)
-        return read_profile(file)
+        return profile_together(self.world, bench, file, seconds=2.0)
 
     def tell(self, **row: Any) -> None:
         if self.world.rank == 0:
@@ -227,8 +225,8 @@ class Bench:
         if fits and rate:
             row["samples_per_s"] = rate
             kind = "minibatch" if case.minibatches is None else "step"
-            if kind in limits and case.batch == self.batch:
-                row["of_limit"] = rate / limits[kind]
+            if case.batch == self.batch:
+                row |= shares(rate, limits, kind)
             if foreseen:
                 row["off"] = foreseen["predicted"] / rate - 1
         if all(row["peak_bytes"]) and foreseen:
@@ -264,6 +262,13 @@ class Bench:
         """Rank 0's word for all: whether there is time for a further case."""
         until = self.deadline if deadline is None else min(deadline, self.deadline)
         return self.world.all_gather("time", time.monotonic() < until)[0]
+
+
+def shares(rate: float, limits: dict[str, float], kind: str) -> dict[str, float]:
+    """Of four times one rank alone, and of four ranks that compute at once with no word between them."""
+    if kind not in limits:
+        return {}
+    return {"of_limit": rate / limits[kind], "of_together": rate / limits[f"{kind}, together"]}
 
 
 def with_layers(profile: Profile, layers: int) -> Profile:

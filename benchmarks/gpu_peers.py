@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from channel_group import join_group
-from gpu_bench import DTYPES, Bench
+from gpu_bench import DTYPES, Bench, shares
 from gpu_settings import RANKS
 from torch import Tensor, nn
 from torch.distributed import pipelining
@@ -65,8 +65,7 @@ def run_peer(bench: Bench, profile: Profile, limits: dict[str, float], name: str
     row["peak_bytes"] = bench.world.all_gather("peak", peak)
     if all(bench.world.all_gather("fits", rate is not None)) and rate is not None:
         row["samples_per_s"] = rate
-        if "step" in limits:
-            row["of_limit"] = rate / limits["step"]
+        row |= shares(rate, limits, "step")
     bench.tell(**row)
 
 

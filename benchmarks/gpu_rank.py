@@ -10,7 +10,7 @@ import torch
 from gpu_bench import Bench, Case, Settings
 from gpu_largest import largest
 from gpu_peers import peers
-from gpu_settings import RANKS, even_stages, find_cap, hand_made
+from gpu_settings import RANKS, ROOM, even_stages, find_cap, hand_made
 
 from vpipe.communication import InProcessHub, ProcessWorld
 from vpipe.cost import Profile
@@ -27,7 +27,7 @@ SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v", "gpipe")
 def main() -> None:
     settings = Settings(**json.loads(sys.argv[1]))
     torch.set_num_threads(1)
-    torch.set_float32_matmul_precision("high")  # TF32, as anybody would who trains in float32
+    torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     if settings.device != "cpu":
         torch.cuda.set_device(settings.device)
     world = ProcessWorld(timeout=300)
@@ -53,6 +53,7 @@ def find_limits(bench: Bench) -> dict[str, float]:
         together = bench.pace(case, InProcessHub(1).join(0))[0]
         rates = bench.world.all_gather("together", together)
         found[kind] = RANKS * bench.world.all_gather("alone", alone)[0]
+        found[f"{kind}, together"] = sum(rates)
         row = {"minibatches": count, "batch": bench.batch, "samples_per_s": found[kind], "of_limit": 1.0}
         name = f"limit, one update a {kind}"
         bench.tell(case=f"{name}: four times one rank alone", **row)
@@ -101,7 +102,7 @@ def run_schedules(bench: Bench, profile: Profile, limits: dict[str, float], case
 
 def schedules(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     run_schedules(bench, profile, limits, every_schedule(bench))
-    made = plan(profile, RANKS, profile.device.memory // RANKS, "vpipe")
+    made = plan(profile, RANKS, None, "vpipe")
     if bench.in_time():
         bench.run(planned(made, "vpipe, as planned", bench.batch), profile, limits)
 
@@ -123,17 +124,19 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     cap = find_cap(bench, profile, limits)
     some = recomputed_from_end(hand, (0.3, 0.0, 0.0, 0.0))
     best = None
-    for scale in (1, 2):
+    for scale in (1, 2, 4):
         if not bench.in_time():
             break
         wider = profile if scale == 1 else bench.profile(size * scale)
         try:
-            # A tenth for what no plan knows: workspaces of kernels, gradients of activations on their way.
-            made = plan(wider, RANKS, int(0.9 * cap), "vpipe")
+            made = plan(wider, RANKS, int(ROOM * cap), "vpipe")
         except VPipeError as error:
             bench.tell(case=f"our plan, batch {size * scale}", error=str(error).splitlines()[0][:100])
             continue
-        rate = bench.run(planned(made, "our plan", size * scale, cap), wider, limits)
+        case = planned(made, "our plan", size * scale, cap)
+        if best and bench.foreseen(case, wider)["predicted"] < best:
+            continue
+        rate = bench.run(case, wider, limits)
         best = max(filter(None, (best, rate)), default=None)
     settings = {
         "pipedream": Case(
@@ -142,7 +145,12 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
         "gpipe": Case("GPipe's setting", "gpipe", size, 32, even, ("recompute",) * bench.blocks, cap),
         "vpipe": Case("VPipe's setting", "vpipe", size, None, hand, some, cap),
     }
-    rates = {name: bench.run(case, profile, limits) for name, case in settings.items() if bench.in_time()}
+    half = bench.profile(size // 2)
+    rates = {
+        name: bench.run(case, half if case.batch < size else profile, limits)
+        for name, case in settings.items()
+        if bench.in_time()
+    }
     if best:
         ratios = {name: best / rate for name, rate in rates.items() if rate}
         bench.tell(case="our plan against the settings", ratios=ratios)

@@ -27,7 +27,7 @@ MEASURED = (
     "batch_size", "sequence_length", "optimizer", "precision", "compile",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 3
+METHOD = 4
 """How profiles are measured: those of another method are not found in the cache."""
 
 

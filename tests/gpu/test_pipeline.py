@@ -10,6 +10,7 @@ from tests.gpu import tasks
 from tests.gpu.tasks import SCHEDULES
 from tests.multiprocess.pool import Pool
 from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
+from vpipe.schedule import ASYNCHRONOUS
 from vpipe.threads import run_ranks
 from vpipe.verify import verify
 from vpipe.weights import optimizer_factory
@@ -62,17 +63,22 @@ def test_replicas_and_ragged_batches(pool: Pool) -> None:
     assert_close(processes(pool, 3, "1f1b", data, replicas=[2, 1]), threads(3, "1f1b", data, replicas=[2, 1]))
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_follows_the_unpartitioned_run(pool: Pool, precision: str) -> None:
+@pytest.mark.parametrize(
+    ("schedule", "precision"), [*((name, "bf16") for name in SCHEDULES), ("1f1b", "fp16")]
+)
+def test_mixed_precision_follows_the_unpartitioned_run(pool: Pool, schedule: str, precision: str) -> None:
+    """Asynchronous ones, whose weights are stale, follow themselves in float64."""
     data = batches(16)
-    ours, whole = (
+    ours, other = (
         [loss for _, loss in run[0]]
         for run in (
-            processes(pool, 2, "1f1b", data, precision=precision),
-            threads(1, "1f1b", data, precision=precision),
+            processes(pool, 2, schedule, data, precision=precision),
+            threads(2, schedule, data)
+            if schedule in ASYNCHRONOUS
+            else threads(1, "1f1b", data, precision=precision),
         )
     )
-    assert ours == pytest.approx(whole, rel=2e-2)
+    assert ours == pytest.approx(other, rel=2e-2)
     assert all(map(math.isfinite, ours))
 
 
@@ -84,8 +90,9 @@ def test_gradients_are_clipped_on_the_gpu_as_on_the_cpu(schedule: str) -> None:
     assert_close(threads(2, schedule, data, **options), threads(2, schedule, data, device="cpu", **options))
 
 
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_threads_on_the_gpu_train_as_the_plain_model_does(schedule: str) -> None:
+def test_threads_on_the_gpu_train_as_the_plain_model_does(schedule: str, dtype: str) -> None:
     model, _, _ = bert()
     result = verify(
         model,
@@ -93,6 +100,7 @@ def test_threads_on_the_gpu_train_as_the_plain_model_does(schedule: str) -> None
         ranks=2,
         optimizer=adamw,
         device=tasks.GPU,
+        dtype=dtype,
         schedule=schedule,
         **tasks.options_of(schedule),
     )

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from math import inf
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +14,7 @@ from vpipe.config import RunConfig
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, read_profile, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import plan
-from vpipe.profile.command import ranks_of_a_gpu
+from vpipe.profile import command
 from vpipe.simulate import simulate
 
 HOST = 10.0
@@ -96,7 +98,19 @@ def test_the_profile_says_how_many_share(tmp_path: Path) -> None:
         read_profile(path)
 
 
-def test_a_runs_profile_counts_the_ranks_of_a_gpu() -> None:
-    named = RunConfig(machines=["localhost:0", "localhost:1", "localhost:1", "localhost:1"], stages=4)
-    assert ranks_of_a_gpu(named, 2) == 3
-    assert [ranks_of_a_gpu(RunConfig(stages=4), gpus) for gpus in (1, 3, 4, 8)] == [4, 2, 1, 1]
+@pytest.mark.parametrize(
+    ("machines", "gpus", "measured"),
+    [
+        (["localhost:0", "localhost:1", "localhost:1", "localhost:1"], 2, [1, 1, 1]),
+        (None, 1, [0, 0, 0, 0]),
+        (None, 3, [0, 0]),
+        (None, 4, [0]),
+    ],
+)
+def test_a_gpu_is_measured_by_as_many_as_share_it(
+    machines: list[str] | None, gpus: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.modules["vpipe.launch.run"], "count_gpus", lambda: gpus)
+    monkeypatch.setattr(command, "profile_by_ranks", lambda config, count, places: (count, places))
+    found: Any = command.profile_config(RunConfig(machines=machines, stages=4))
+    assert found == (len(measured), measured)

@@ -299,3 +299,17 @@ def test_a_faster_link_is_never_slower(
     faster = LinkCost(link.bandwidth * factor, link.latency / factor, link.sender_busy)
     slow, fast = (simulate(profile(*found, link=used), plan, name, m) for used in (link, faster))
     assert fast.makespan <= slow.makespan * (1 + 1e-9)
+
+
+def test_ranks_of_one_device_are_quicker_while_others_wait() -> None:
+    """Alone a block takes two thirds of what it takes among busy ones; two of three ranks' time they compute."""
+    full = profile(*[block()] * 2)
+    shared = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
+    plan = Plan((1, 1), ("keep",) * 2)
+    alone, together = (simulate(costs, plan, "gpipe", 2) for costs in (full, shared))
+    busy = sum(rank.compute for rank in alone.ranks) / 2
+    assert busy == pytest.approx(2 / 3)
+    assert together.step_time == pytest.approx(alone.step_time * (1 + 0.5 * busy) / 1.5)
+    # Where nobody ever waits, all is as it was measured.
+    one = Plan((2,), ("keep",) * 2)
+    assert simulate(shared, one, "gpipe", 2).step_time == simulate(full, one, "gpipe", 2).step_time

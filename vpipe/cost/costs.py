@@ -55,7 +55,9 @@ class DeviceCost:
     overhead: float = 0.0
     """Of the runtime, for each forward and each (part of a) backward of a stage."""
     shared_by: int = 1
-    """Ranks, one after the other, that copy to and from the host over the same link: those of one GPU."""
+    """Ranks, one after the other, that share the device and its link to the host: those of one GPU."""
+    crowding: float = 1.0
+    """The blocks' times, which are those while all of these ranks compute, over the times of one rank alone."""
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ FORMAT = "vpipe profile 1"
 KEYS = (
     "format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks", "tied",
 )  # fmt: skip
-DEVICE_KEYS = ("memory", "to_host", "from_host", "overhead", "shared_by")
+DEVICE_KEYS = ("memory", "to_host", "from_host", "overhead", "shared_by", "crowding")
 LINK_KEYS = ("bandwidth", "latency", "sender_busy")
 BLOCK_KEYS = tuple(entry.name for entry in dataclass_fields(BlockCost))
 
@@ -57,6 +57,7 @@ def read_profile(path: Path) -> Profile:
             from_host=device.number("from_host", "bytes a second", positive=True),
             overhead=device.number("overhead", "seconds", default=0.0),
             shared_by=device.count("shared_by", "ranks", least=1, default=1),
+            crowding=device.number("crowding", "times as long as alone", least=1, default=1.0),
         ),
         link=_link(Fields(top.required("link", LINK_EXAMPLE), f"{path}: link", LINK_KEYS, LINK_EXAMPLE)),
         batch_size=top.count("batch_size", "samples of a minibatch", least=1),

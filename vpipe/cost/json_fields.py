@@ -63,13 +63,15 @@ class Fields:
             raise self.fault(key, expected)
         return self.values[key]
 
-    def number(self, key: str, unit: str, *, default: float | None = None, positive: bool = False) -> float:
-        """A finite number, 0 or more."""
-        expected = f"{unit}, {'more than 0' if positive else '0 or more'}"
+    def number(
+        self, key: str, unit: str, *, least: float = 0, default: float | None = None, positive: bool = False
+    ) -> float:
+        """A finite number."""
+        expected = f"{unit}, {'more than 0' if positive else f'{least} or more'}"
         if key not in self.values and default is not None:
             return default
         value = finite(self.required(key, expected))
-        if value is None or value < 0 or (positive and value < 1 / LARGEST):
+        if value is None or value < least or (positive and value < 1 / LARGEST):
             raise self.fault(key, expected)
         return value
 

@@ -1,10 +1,12 @@
-"""The same profile for minibatches of another size, or for a schedule."""
+"""The same profile for minibatches of another size, for a schedule, or for a device that is not always full."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
 from vpipe.cost.costs import Profile
+
+TIMES = ("forward", "input_gradient", "weight_gradient", "update", "version", "splitting", "accumulating")
 
 
 def for_batch_size(profile: Profile, batch_size: int) -> Profile:
@@ -45,5 +47,18 @@ def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile
             accumulating=0.0,
         )
         for block in profile.blocks
+    )
+    return replace(profile, blocks=blocks)
+
+
+def with_company(profile: Profile, busy: float) -> Profile:
+    """With the times of blocks while the ranks that share the device compute for this part of the time.
+
+    The profile has those while all of them compute, `crowding` times those of one alone.
+    """
+    crowding = profile.device.crowding
+    factor = (1 + (crowding - 1) * busy) / crowding
+    blocks = tuple(
+        replace(block, **{name: getattr(block, name) * factor for name in TIMES}) for block in profile.blocks
     )
     return replace(profile, blocks=blocks)

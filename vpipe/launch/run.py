@@ -75,7 +75,7 @@ def launch(
         quiet=quiet,
         heartbeat_limit=config.heartbeat_limit,
         patience=config.timeout,
-        gpus=_gpus(config),
+        gpus=gpus_of(config),
     )
     journal = Journal(folder)
     for attempt in range(max_restarts + 1):
@@ -95,7 +95,7 @@ def launch(
     return folder
 
 
-def _gpus(config: RunConfig) -> list[int] | None:
+def gpus_of(config: RunConfig) -> list[int] | None:
     """The GPU of each rank: as `machines` says, or one after the other; None where there is no GPU."""
     count = count_gpus()
     if not count or DEVICE in os.environ:

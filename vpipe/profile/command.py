@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -14,6 +13,8 @@ from rich.table import Table
 from vpipe.cost import Profile, write_profile
 from vpipe.files import read_json
 from vpipe.host_memory import cores
+from vpipe.launch import LAUNCHED, gpus_of
+from vpipe.profile.by_ranks import bench_of, measure_as_rank, profile_by_ranks
 from vpipe.simulate.report import duration
 from vpipe.sizes import show_bytes
 
@@ -23,6 +24,9 @@ if TYPE_CHECKING:
 
 def profile_command(config: RunConfig, output: Path, as_json: bool) -> None:
     """Measure the configured model as one rank of its run would run it, and write the profile to `output`."""
+    if LAUNCHED in os.environ:
+        measure_as_rank(config, output)
+        return
     from vpipe.tables import show
 
     profile = profile_config(config)
@@ -35,14 +39,17 @@ def profile_command(config: RunConfig, output: Path, as_json: bool) -> None:
 
 
 def profile_config(config: RunConfig) -> Profile:
+    """Measured here, or on a GPU by processes of their own, as many as ranks share it."""
+    gpus = gpus_of(config)
+    if gpus is None:
+        return profile_here(config)
+    ((gpu, sharing),) = Counter(gpus).most_common(1)
+    return profile_by_ranks(config, sharing, [gpu] * sharing)
+
+
+def profile_here(config: RunConfig) -> Profile:
     import torch
 
-    from vpipe.device import choose_device
-    from vpipe.models import build_model
-    from vpipe.profile.model import profile_model
-    from vpipe.weights import optimizer_factory
-
-    place = choose_device(None, 0)
     before = torch.get_num_threads()
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
     threads = int(os.environ.get("OMP_NUM_THREADS", share))
@@ -50,30 +57,11 @@ def profile_config(config: RunConfig) -> Profile:
     # As many processes of one thread as the other ranks have threads, and as there are cores for.
     company = max(0, min(config.ranks * threads, int(cores())) - threads)
     try:
-        model, batch, loss_fn = build_model(config, "meta")
-        profile = profile_model(
-            model,
-            batch,
-            loss_fn,
-            optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
-            precision=config.precision,
-            compile="inductor" if config.compile else None,
-            company=0 if place.type == "cuda" else company,  # CUDA does not survive a fork
-            place=place,
-        )
+        bench = bench_of(config)
+        # CUDA does not survive the fork that brings company.
+        return bench.measure(company=0 if bench.place.type == "cuda" else company)
     finally:
         torch.set_num_threads(before)
-    if place.type == "cuda":
-        shared_by = ranks_of_a_gpu(config, torch.cuda.device_count())
-        profile = replace(profile, device=replace(profile.device, shared_by=shared_by))
-    return profile
-
-
-def ranks_of_a_gpu(config: RunConfig, gpus: int) -> int:
-    """The most that share one and its link to the host: as `machines` says, or one after the other."""
-    if config.machines is not None:
-        return max(Counter(config.machines).values())
-    return -(-config.ranks // gpus)
 
 
 def profile_table(profile: Profile) -> Table:

@@ -67,10 +67,7 @@ def profile_model(
     bench = ModelBench(
         model, example_batch, loss_fn, optimizer=optimizer, precision=precision, compile=compile, place=place
     )
-    bench.round()  # what is compiled is so before the company comes
-    with kept_company(company, bench.round), torch.random.fork_rng(devices=[]):
-        run_rounds(bench.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
-    return bench.profile(device or measure_device(place), link or measure_link(place))
+    return bench.measure(seconds, device, link, company)
 
 
 class ModelBench:
@@ -87,6 +84,7 @@ class ModelBench:
         compile: str | None = None,
         place: torch.device = HOST,
     ) -> None:
+        self.place = place
         dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
         fields = self.graph.batch_fields(example_batch)
@@ -101,9 +99,27 @@ class ModelBench:
             )
         self.everything = [bench for own in self.kinds.values() for bench in own]
 
+    def measure(
+        self,
+        seconds: float = 5.0,
+        device: DeviceCost | None = None,
+        link: LinkCost | None = None,
+        company: int = 0,
+    ) -> Profile:
+        """Rounds for so many seconds, in `company`, and the device and the link, unless they are given."""
+        self.round()  # what is compiled is so before the company comes
+        with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
+            run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+        return self.profile(device or measure_device(self.place), link or measure_link(self.place))
+
     def round(self) -> None:
         with torch.random.fork_rng(devices=[]):
             run_round(self.everything)
+
+    def forget(self) -> None:
+        """The rounds so far."""
+        for bench in self.everything:
+            bench.laps.clear()
 
     def profile(self, device: DeviceCost, link: LinkCost) -> Profile:
         """Of all rounds."""

@@ -1,0 +1,61 @@
+"""A device that several ranks share, on the bench: one of them measures alone, then all at once.
+
+    alone     rank 0 ▪▪▪▪▪▪▪▪      the others wait; the link to the host and that to a peer are measured then too
+    together  rank 0   ▪▪▪▪▪▪▪▪    ▪: rounds that count
+              rank 1 ············  the others begin before and end after
+
+Ranks of one GPU have multiprocessors of their own, but its memory and its power they share: a block takes longer while
+the others compute. The profile has the times of that, and how much longer they are (`DeviceCost.crowding`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from time import perf_counter
+
+from vpipe.communication import World
+from vpipe.cost import Profile, read_profile, write_profile
+from vpipe.profile.model import ModelBench
+
+MARGIN = 0.5
+"""Seconds that the others work before rank 0 measures, and after it."""
+
+
+def profile_together(world: World, bench: ModelBench, file: Path, seconds: float = 5.0) -> Profile:
+    """What rank 0 measures while all ranks of the world work on this device; it writes it to `file`."""
+    bench.round()  # what is compiled is so before anybody waits for it
+    world.all_gather("on the bench", None)
+    alone = bench.measure(seconds / 2) if world.rank == 0 else None
+    world.all_gather("measured alone", None)
+    if world.size > 1:
+        _work_for(MARGIN, bench)
+        bench.forget()
+        _work_for(seconds, bench)
+    if alone is not None:
+        write_profile(_shared(alone, bench.profile(alone.device, alone.link), world.size), file)
+    else:
+        _work_for(MARGIN, bench)
+    world.all_gather("measured together", None)
+    return read_profile(file)
+
+
+def _work_for(seconds: float, bench: ModelBench) -> None:
+    end = perf_counter() + seconds
+    while perf_counter() < end:
+        bench.round()
+
+
+def _shared(alone: Profile, together: Profile, ranks: int) -> Profile:
+    crowding = _seconds(together) / _seconds(alone) if _seconds(alone) else 1.0
+    device = replace(
+        together.device,
+        memory=together.device.memory // ranks,
+        shared_by=ranks,
+        crowding=max(1.0, round(crowding, 4)),
+    )
+    return replace(together, device=device)
+
+
+def _seconds(profile: Profile) -> float:
+    return sum(block.forward + block.backward for block in profile.blocks)
