@@ -1,5 +1,7 @@
 """The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
@@ -12,35 +14,37 @@ from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRunti
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
 
 
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the stages compute and learn: arguments of `Pipeline`, under the same names."""
+
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    compile: bool | str
+    clip_norm: float | None
+    on_nonfinite: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in (None, "stop", "skip"):
+            raise VPipeError(f"unknown on_nonfinite {self.on_nonfinite!r}: choose stop, skip or None")
+
+    @property
+    def compiler(self) -> str | None:
+        """The backend of torch.compile that compiles the blocks, if any does."""
+        return "inductor" if self.compile is True else self.compile or None
+
+
 def assemble(
-    layout: Layout,
-    model: nn.Module,
-    handler: CommunicationHandler,
-    optimizer: OptimizerFactory,
-    lr_scheduler: SchedulerFactory | None,
-    *,
-    clip_norm: float | None,
-    on_nonfinite: str | None,
-    compile: str | None,
-    seed: int,
+    layout: Layout, model: nn.Module, handler: CommunicationHandler, options: TrainingOptions
 ) -> StageRuntime:
-    """Build what this rank holds: its own stages only. `compile` names a backend of torch.compile."""
-    if compile is not None:
-        _check_compile(layout, compile, handler.device)
+    """Build what this rank holds: its own stages only."""
+    if options.compiler is not None:
+        _check_compile(layout, options.compiler, handler.device)
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
-        index: _make_stage(
-            layout,
-            index,
-            model,
-            optimizer,
-            lr_scheduler,
-            device=handler.device,
-            split=split,
-            compile=compile,
-            seed=seed,
-        )
+        index: _make_stage(layout, index, model, options, handler.device, split=split)
         for index in schedule.stages_of(handler.rank)
     }
     loss_scale = LossScale.for_precision(layout.precision)
@@ -51,13 +55,13 @@ def assemble(
         stages,
         synchronous=schedule.synchronous,
         interval=schedule.update_interval,
-        clip_norm=clip_norm,
+        clip_norm=options.clip_norm,
         loss_scale=loss_scale,
-        on_nonfinite=on_nonfinite,
+        on_nonfinite=options.on_nonfinite,
     )
     # Updates that a host may be ahead of its GPU.
     late = 0 if handler.device.type == "cpu" else layout.lag + 1
-    losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=on_nonfinite == "stop")
+    losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=options.on_nonfinite == "stop")
     return StageRuntime(
         layout.graph, layout.stage_graphs, stages, schedule, handler, exchange, updates, losses
     )
@@ -76,13 +80,10 @@ def _make_stage(
     layout: Layout,
     index: int,
     model: nn.Module,
-    optimizer: OptimizerFactory,
-    lr_scheduler: SchedulerFactory | None,
-    *,
+    options: TrainingOptions,
     device: torch.device,
+    *,
     split: bool,
-    compile: str | None,
-    seed: int,
 ) -> Stage:
     graph = layout.stage_graphs[index]
     module = graph.build(
@@ -90,9 +91,9 @@ def _make_stage(
         recompute=layout.blocks_to(RECOMPUTE, index),
         swap=layout.blocks_to(SWAP, index),
         split=split,
-        compile=compile,
+        compile=options.compiler,
         device=device,
-        seed=seed,
+        seed=options.seed,
     )
     dtype = layout.compute_dtype
     originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
@@ -102,11 +103,11 @@ def _make_stage(
                 tensor.data = tensor.data.to(dtype)
     weights = OptimizerWithWeightStashing(
         module.parameters_by_name,
-        optimizer,
+        options.optimizer,
         tied=[name for name, holders in layout.tied.items() if index in holders],
         master_values=originals,
-        lr_scheduler=lr_scheduler,
+        lr_scheduler=options.lr_scheduler,
         update_interval=layout.schedule.update_interval,
     )
     evaluation = graph.build(module, training=False)
-    return Stage(graph, module, evaluation, weights, seed)
+    return Stage(graph, module, evaluation, weights, options.seed)

@@ -1,6 +1,5 @@
 """The layout of a run: blocks to stages, stages to ranks, and what follows from that. Equal on every rank."""
 
-import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
@@ -72,26 +71,6 @@ class Layout:
             return fields
         return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
 
-    def must_agree(self, model: nn.Module, seed: int, clip_norm: float | None) -> list[tuple[str, Any, str]]:
-        """(what, value, fix) for all that must be equal on every rank."""
-        schedule = self.schedule
-        order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
-        return [
-            ("version of torch", torch.__version__, "install the same on every host"),
-            ("model", self.graph.fingerprint[:16], "build the same model on every rank"),
-            ("schedule", order, "give every rank the same arguments"),
-            ("update_interval", schedule.update_interval, "give every rank the same arguments"),
-            ("order of actions", programs_digest(schedule), "give every rank the same schedule"),
-            ("clip_norm", clip_norm, "give every rank the same arguments"),
-            ("partition", list(self.partition), "give every rank the same arguments"),
-            ("seed", seed, "give every rank the same seed"),
-            (
-                "set of initial weights",
-                weights_digest(model),
-                "call torch.manual_seed before building the model",
-            ),
-        ]
-
     def state_entries(self) -> list[StateEntry]:
         """Everything that a full state holds, in a fixed order, each from the first stage that has it."""
         entries: dict[str, StateEntry] = {}
@@ -104,7 +83,7 @@ class Layout:
 
 
 @dataclass(frozen=True)
-class Options:
+class LayoutOptions:
     """How a model is cut, placed and scheduled: arguments of `Pipeline`, under the same names."""
 
     stages: int | None
@@ -124,7 +103,7 @@ def make_layout(
     example_batch: Any,
     loss_fn: Callable[..., Tensor] | None,
     ranks: int,
-    options: Options,
+    options: LayoutOptions,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
     dtype = compute_dtype(options.precision)
@@ -154,7 +133,7 @@ def make_layout(
     return layout
 
 
-def _schedule(options: Options, ranks: int) -> tuple[Schedule, Callable[[int], Schedule]]:
+def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[int], Schedule]]:
     """The schedule, and how it is made for an update of fewer minibatches."""
     name = options.schedule
     if isinstance(name, Schedule):
@@ -187,26 +166,6 @@ def _partition(partition: Sequence[int] | None, graph: ModelGraph, schedule: Sch
             f"has {schedule.num_stages}: give one count of blocks for each"
         )
     return partition
-
-
-def programs_digest(schedule: Schedule) -> str:
-    """A short digest of the beginning of every rank's program."""
-    digest = hashlib.sha256()
-    for rank in range(schedule.num_ranks):
-        digest.update(" ".join(map(str, islice(schedule.program(rank), 1000))).encode() + b"\n")
-    return digest.hexdigest()[:16]
-
-
-def weights_digest(model: nn.Module) -> str:
-    """A short digest of the initial weights, from a sample of each tensor."""
-    digest = hashlib.sha256()
-    for name, tensor in model.state_dict(keep_vars=True).items():
-        digest.update(name.encode())
-        if not tensor.is_meta and tensor.numel():
-            flat = tensor.detach().reshape(-1)
-            sample = flat[:: max(1, flat.numel() // 256)].cpu().double()
-            digest.update(sample.numpy().tobytes())
-    return digest.hexdigest()[:16]
 
 
 def _positions(stages: int | None, replicas: Sequence[int] | None, ranks: int) -> int:

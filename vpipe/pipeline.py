@@ -1,23 +1,26 @@
 """The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from vpipe import faults
-from vpipe.assembly import assemble
-from vpipe.communication import HOST, CommunicationHandler, ProcessWorld, World, agree, agree_on
+from vpipe.agreement import agree_on_run
+from vpipe.assembly import TrainingOptions, assemble
+from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
 from vpipe.device import choose_device
 from vpipe.errors import VPipeError
-from vpipe.layout import Layout, Options, make_layout
-from vpipe.runtime import Feed, Fields, StageRuntime, count_samples
-from vpipe.runtime.replica_buffers import equalise
+from vpipe.layout import LayoutOptions, make_layout
+from vpipe.loop import Loop
+from vpipe.runtime import Fields, count_samples
 from vpipe.runtime.stage import StageState
-from vpipe.schedule import Action, Op, Schedule
+from vpipe.schedule import Schedule
 from vpipe.weights import OptimizerFactory, SchedulerFactory
+from vpipe.whole_state import WholeState
+
+T = TypeVar("T")
 
 
 class Pipeline:
@@ -61,15 +64,7 @@ class Pipeline:
         timeout: float = 600.0,
         world: World | None = None,
     ) -> None:
-        if on_nonfinite not in (None, "stop", "skip"):
-            raise VPipeError(f"unknown on_nonfinite {on_nonfinite!r}: choose stop, skip or None")
-        self.world = world or ProcessWorld(channel, timeout)
-        self.device = agree(self.world, "device", lambda: choose_device(device, self.world.local_rank))
-        if self.device.type == "cuda":
-            torch.cuda.set_device(self.device)
-        self.loss_weight = loss_weight
-        faults.point("init")
-        options = Options(
+        layout_options = LayoutOptions(
             stages=stages,
             schedule=schedule,
             minibatches=minibatches,
@@ -81,50 +76,42 @@ class Pipeline:
             policies=policies,
             precision=precision,
         )
-
-        def lay_out() -> Layout:
-            with self.world.exclusive:
-                return make_layout(model, example_batch, loss_fn, self.world.size, options)
-
-        self.layout = agree(self.world, "layout", lay_out)
-        for what, value, fix in self.layout.must_agree(model, seed, clip_norm):
-            agree_on(self.world, what, value, fix)
-        agree_on(self.world, "on_nonfinite", on_nonfinite, "give every rank the same arguments")
+        training_options = TrainingOptions(
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            compile=compile,
+            clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+        )
+        self.world = world or ProcessWorld(channel, timeout)
+        self.rank = self.world.rank
+        self.device = self._take_device(device)
+        faults.point("init")
+        self.layout = self._in_turn(
+            "layout", lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options)
+        )
+        agree_on_run(self.world, self.layout, model, training_options)
         self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
-        for name in ("admitted", "evaluation", "state"):
-            self.handler.register_tensor(name)
-
-        def build_stages() -> StageRuntime:
-            with self.world.exclusive:
-                return assemble(
-                    self.layout,
-                    model,
-                    self.handler,
-                    optimizer,
-                    lr_scheduler,
-                    clip_norm=clip_norm,
-                    on_nonfinite=on_nonfinite,
-                    compile="inductor" if compile is True else compile or None,
-                    seed=seed,
-                )
-
         try:
-            self.runtime = agree(self.world, "stages", build_stages)
+            self.runtime = self._in_turn(
+                "stages", lambda: assemble(self.layout, model, self.handler, training_options)
+            )
+            self._loop = Loop(self.layout, self.runtime, loss_weight)
+            self._whole = WholeState(self.layout, self.runtime)
             self.handler.open()
         except BaseException:
             self.close()
             raise
-        self.rank = self.world.rank
-        self.updates = 0
-        self._feed: Feed | None = None
-        self._running: Iterator[Action] | None = None
-        self._arrived: list[tuple[int, float]] = []  # losses that came while draining
-        self._evaluations = 0
-        self._gathers = 0
 
     @property
     def schedule(self) -> Schedule:
         return self.layout.schedule
+
+    @property
+    def updates(self) -> int:
+        """How many updates this rank has made."""
+        return self._loop.updates
 
     @property
     def learning_rate(self) -> float:
@@ -139,89 +126,32 @@ class Pipeline:
         for it), so an asynchronous pipeline is then at work on later minibatches already. Leaving the loop early
         drains it: leave at the same update on every rank.
         """
-        feed = self._feed = self._open_feed(batches, self.updates)
-        self._check_data(feed)
-        try:
-            for program in self._programs(feed):
-                self._running = self.runtime.run(program, feed)
-                for action in self._running:
-                    if self._completes_update(action):
-                        yield from self._made_update(action.minibatch)
-                yield from self._take_arrived()
-            yield from self._losses_to_come()
-        except GeneratorExit:
-            self.flush()
-            raise
-        finally:
-            self._running = None
-            self._feed = None
-        agree_on(self.world, "number of batches", feed.end, "give every rank a loader of the same length")
-        self._settle()
+        return self._loop.train(batches)
 
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank. Call it on all ranks at the same update.
 
         Inside a `train` loop training goes on afterwards, with an empty pipeline.
         """
-        if self._running is None or self._feed is None or self.schedule.synchronous:
-            return
-        running, self._running = self._running, None  # whoever fails in here need not try it again
-        interval = self._feed.interval
-        self._feed.limit = -(-self._gather_admitted(self._feed) // interval) * interval
-        for action in running:
-            if self._completes_update(action):
-                self._arrived += self._made_update(action.minibatch)
-        self._arrived += self._losses_to_come()
-        self._settle()
+        self._loop.flush()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
         self.flush()
-        self._equalise_buffers()
-        feed = self._open_feed(batches, 0)
-        self.runtime.forward_only = True
-        try:
-            for program in self._programs(feed):
-                forward = (a for a in program if a.op in (Op.RECV_F, Op.F, Op.SEND_F))
-                for _ in self.runtime.run(forward, feed):
-                    pass
-        finally:
-            self.runtime.forward_only = False
-        losses, self.runtime.evaluated = self.runtime.evaluated, []
-        sums = [sum(float(loss) * weight for loss, weight in losses), sum(weight for _, weight in losses)]
-        self._evaluations += 1
-        parts = self.handler.all_gather("evaluation", self._evaluations, sums)
-        total = sum(weight for _, weight in parts)
-        if not total:
-            raise VPipeError("evaluate was given no batch: there is no loss to tell")
-        return sum(loss for loss, _ in parts) / total
+        self._whole.equalise_buffers()
+        return self._loop.evaluate(batches)
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights and buffers of this rank's stages, under the model's own names."""
         self.flush()
-        state: dict[str, Tensor] = {}
-        for stage in self.runtime.stages.values():
-            state |= stage.state()
-        return state
+        return self._whole.own()
 
     def full_state_dict(self) -> dict[str, Tensor] | None:
         """The whole model's weights and buffers on rank 0; None elsewhere. Call it on every rank."""
-        own = self.state_dict()
-        self._equalise_buffers()
-        gathered: dict[str, Tensor] = {}
-        self._gathers += 1
-        for number, (name, owner, shape, dtype) in enumerate(self.layout.state_entries()):
-            key = self._gathers << 20 | number
-            if owner == self.rank == 0:
-                gathered[name] = own[name].to("cpu", dtype, copy=True)
-            elif owner == self.rank:
-                self.handler.send("state", own[name].to("cpu", dtype), key, 0)
-            elif self.rank == 0:
-                received = self.handler.recv("state", key, owner, shape, dtype, owner=name, device=HOST)
-                gathered[name] = received.clone()
-                self.handler.release(name)
-        self._wait_for_all()  # whoever closes now would take with it what is still under way
-        return gathered if self.rank == 0 else None
+        self.flush()
+        state = self._whole.gather()
+        self._loop.wait_for_all()  # whoever closes now would take with it what is still under way
+        return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
         """Set the weights and buffers of this rank's stages; names of other stages are passed over."""
@@ -236,23 +166,16 @@ class Pipeline:
         stage by the first of its replicas. An asynchronous pipeline is drained: call it on every rank.
         """
         self.flush()
-        self._equalise_buffers()
-        told: set[str] = set()
-        stages: dict[int, StageState] = {}
-        for graph in self.layout.stage_graphs:
-            if self.schedule.placement[graph.index][0] == self.rank:
-                stages[graph.index] = self.runtime.stages[graph.index].training_state(told)
-            told.update(graph.parameters, graph.buffers)
-        return stages, {"updates": self.updates, **self.runtime.updates.state()}
+        return self._whole.for_resuming(), {"updates": self.updates, **self.runtime.updates.state()}
 
     def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> None:
         """Go on from the training state of all stages, of which the tensors of this rank's will do."""
-        if self._feed is not None:
+        if self._loop.training:
             raise VPipeError("a training state cannot be loaded inside a `train` loop: leave the loop first")
         for stage in self.runtime.stages.values():
             stage.load_training_state(state)
         self.runtime.updates.load_state(plain, plain["updates"])
-        self.updates = plain["updates"]
+        self._loop.updates = plain["updates"]
 
     def close(self) -> None:
         """Free channels and connections. The pipeline cannot be used afterwards."""
@@ -265,98 +188,17 @@ class Pipeline:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:
-        schedule = self.schedule
-        stages = schedule.stages_of(self.rank)
-        return Feed(
-            batches,
-            self.layout.normalise,
-            self.loss_weight,
-            schedule.update_interval,
-            start=updates * schedule.update_interval,
-            wanted=lambda place: any(schedule.rank_of(stage, place) == self.rank for stage in stages),
-            place=self._place,
-        )
+    def _take_device(self, wanted: str | torch.device | None) -> torch.device:
+        device = agree(self.world, "device", lambda: choose_device(wanted, self.world.local_rank))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
 
-    def _place(self, fields: Fields) -> Fields:
-        """What this rank's stages read of a batch, on its device."""
-        if self.device.type == "cpu":
-            return fields
-        read = {name for stage in self.runtime.stages.values() for name in stage.graph.fields}
-        return {name: _on_device(tensor, self.device) for name, tensor in fields.items() if name in read}
+    def _in_turn(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns; ranks that are threads of one process take turns, and if it fails on one all end."""
 
-    def _programs(self, feed: Feed) -> Iterator[Iterator[Action]]:
-        """The programs that use up the data; each starts from the minibatch `feed.offset`.
+        def made() -> T:
+            with self.world.exclusive:
+                return make()
 
-        A schedule of a given length is run again and again: a synchronous one for each update. One without
-        an end is run once, unless it is drained before the data ends: then it starts again.
-        """
-        length = self.schedule.minibatches
-        if length is not None:
-            while count := feed.count(length):
-                yield self.layout.program(self.rank, count)
-                feed.offset += length
-                if not self.schedule.synchronous:
-                    self._gather_admitted(feed)  # so that `flush` finds every rank in the same round
-            return
-        while feed.exists(feed.offset):
-            yield self.schedule.program(self.rank, lambda place: feed.exists(feed.offset + place))
-            if feed.limit is None:
-                return
-            feed.offset, feed.limit = feed.limit, None
-
-    def _gather_admitted(self, feed: Feed) -> int:
-        """The number of minibatches that any rank has begun."""
-        self._gathers += 1
-        admitted = self.handler.all_gather("admitted", self._gathers, [feed.admitted])
-        return int(max(count for (count,) in admitted))
-
-    def _completes_update(self, action: Action) -> bool:
-        return action.op is Op.STEP and self.runtime.completes_update
-
-    def _made_update(self, minibatch: int) -> Iterator[tuple[int, float]]:
-        """This rank has made an update: the losses that are there now."""
-        update = minibatch // self.schedule.update_interval
-        self.updates = update + 1
-        return self.runtime.losses.arrived()
-
-    def _losses_to_come(self) -> Iterator[tuple[int, float]]:
-        return self.runtime.losses.arrived(all_of_them=True)
-
-    def _take_arrived(self) -> Iterator[tuple[int, float]]:
-        arrived, self._arrived = self._arrived, []
-        yield from arrived
-
-    def _settle(self) -> None:
-        """The pipeline is empty: apply what was to come later, and see that nothing is left over."""
-        self.runtime.updates.catch_up()
-        self.runtime.recording.read_clock(wait=True)
-        leftovers = self.runtime.leftovers()
-        assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
-        # Whoever goes on may send at once, and that would look like a leftover to the others.
-        self._wait_for_all()
-
-    def _equalise_buffers(self) -> None:
-        """Replicas that saw different minibatches have different statistics: from here on the same."""
-        self._gathers += 1
-        stages = self.runtime.stages
-        placement = self.schedule.placement
-        equalise(self.handler, placement, self.layout.stage_graphs, stages, self._gathers << 20)
-
-    def _wait_for_all(self) -> None:
-        self.world.all_gather("settled", None)
-
-    def _check_data(self, feed: Feed) -> None:
-        """Every rank reads the data itself, so all must read the same."""
-        agree(self.world, "first batch", lambda: feed.exists(feed.offset))
-        digest = hashlib.sha256()
-        for name, tensor in (feed.first_batch or {}).items():
-            digest.update(name.encode() + str(tuple(tensor.shape)).encode())
-            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-        fix = "give every rank a loader that yields the same batches in the same order (seed its shuffling)"
-        agree_on(self.world, "first batch", digest.hexdigest()[:16], fix)
-
-
-def _on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """Behind what was issued, without waiting for it: the copy needs memory that stays in place."""
-    return tensor.to(device) if tensor.is_cuda else tensor.pin_memory().to(device, non_blocking=True)
+        return agree(self.world, what, made)
