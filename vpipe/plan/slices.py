@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable
+from functools import cached_property
 from typing import Protocol
 
 import numpy as np
@@ -17,6 +18,7 @@ from vpipe.cost import Profile
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice, actions, hop_seconds, host_bandwidth, reduce_seconds
 from vpipe.plan.policies import choose, least_memory
+from vpipe.plan.reach import Floor, Floors
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -29,8 +31,9 @@ class Costs(Protocol):
     cuts: Floats
     """What crossing a cut costs each of its two stages, by ranks behind it and block behind it."""
 
-    def ahead(self, start: int, ranks: int) -> float:
-        """A lower bound for the most expensive stage of the blocks from `start` on, on so many ranks."""
+    @property
+    def floors(self) -> Floors:
+        """Quicker and lower bounds, by sums alone."""
         ...
 
     def bounds(self, start: int, rows: Rows) -> Floats:
@@ -71,6 +74,10 @@ class Sums:
         copies = _column(load.versions for load in loads.loads) + 1 + profile.optimizer_ratio
         self.copies = copies
         self.profile = profile
+        own = np.array([block.parameter_bytes for block in blocks], dtype=float)
+        for tie in profile.tied:
+            own[list(tie.blocks)] -= tie.bytes
+        self.own_parameters = _before(np.maximum(0.0, own))
 
     def shared(self, start: int) -> Floats:
         """Parameter bytes that slices from `start` count more than once, by stop."""
@@ -89,18 +96,28 @@ class Sums:
         deferred = self.waiting[rows] * (self.deferred[ends] - self.deferred[start])
         return np.asarray(weights + kept + deferred + (self.buffers[start] + self.buffers[ends]))
 
-    def least(self, start: int, rows: Rows) -> Floats:
-        """Fewer bytes than any policies could do with.
+    def least(self, start: int, rows: Rows, keeping: Floats) -> Floats:
+        """Fewer bytes than any policies could do with, by those of `keeping`.
 
         When the first part of a split backward ends, the minibatch waits whole, beside what the others hold.
         """
-        keeping = self.keeping(start, rows)
         savable, others = self.savable[rows, start:], self.others[rows, start:]
         least = keeping - (savable[:, 1:] - savable[:, :1])
+        if not self.split.any():
+            return np.asarray(least - 1)
         ends = slice(start + 1, None)
         kept, deferred = self.kept[ends] - self.kept[start], self.deferred[ends] - self.deferred[start]
         waiting = keeping - self.in_flight[rows] * kept + deferred + (others[:, 1:] - others[:, :1])
         return np.where(self.split[rows] > 0, np.maximum(least, waiting), least) - 1
+
+    def floors(self) -> list[Floor]:
+        """Of the bytes: `least` without messages and shared parameters."""
+        bare = self.copies * self.own_parameters + self.waiting * self.deferred
+        byte = np.full_like(self.in_flight, -1.0)
+        found = [Floor(bare + self.in_flight * self.kept - self.savable, byte)]
+        if self.split.any():
+            found.append(Floor(np.where(self.split > 0, bare + self.deferred + self.others, 0.0), byte))
+        return found
 
 
 class SliceCosts(ABC):
@@ -131,8 +148,9 @@ class SliceCosts(ABC):
         before, after = None if start == 0 else 0, None if stop == self.sums.blocks else 0
         return Slice(start, stop, self.loads.loads[load], (0,), before, after)
 
+    @property
     @abstractmethod
-    def ahead(self, start: int, ranks: int) -> float: ...
+    def floors(self) -> Floors: ...
 
     @abstractmethod
     def quick(self, start: int, rows: Rows) -> Floats:
@@ -152,9 +170,9 @@ class TimeCosts(SliceCosts):
         self.replicas = _column(load.replicas for load in loads.loads)
         self.per_update = _column(load.per_update for load in loads.loads)
         self.reduce_fixed = _column(reduce_seconds(profile, load.replicas, 0) for load in loads.loads)
-        self.reduce_byte = (
-            _column(reduce_seconds(profile, load.replicas, 1) for load in loads.loads) - self.reduce_fixed
-        )
+        many = 2.0**40  # of one byte alone the latency would leave nothing
+        reduced = _column(reduce_seconds(profile, load.replicas, many) for load in loads.loads)
+        self.reduce_byte = (reduced - self.reduce_fixed) / many
         self.versioned = _column(load.versions > 1 for load in loads.loads)
         self.runtime = _column(actions(load) * profile.device.overhead for load in loads.loads)
         self.host = host_bandwidth(profile)
@@ -163,16 +181,26 @@ class TimeCosts(SliceCosts):
             self.copies[1:-1] = [profile.link.seconds(block.boundary_bytes) for block in profile.blocks[:-1]]
         for behind in range(1, loads.ranks):
             rank = loads.ranks - behind
+            if behind > 1 and not profile.links:
+                self.cuts[behind] = self.cuts[1]
+                continue
             for block in range(1, len(profile.blocks)):
                 boundary = profile.blocks[block - 1].boundary_bytes
                 self.cuts[behind, block] = hop_seconds(profile, rank - 1, rank, boundary)
 
-    def ahead(self, start: int, ranks: int) -> float:
-        return float(self.sums.compute[-1] - self.sums.compute[start]) / ranks
+    @cached_property
+    def floors(self) -> Floors:
+        sums = self.sums
+        spent = sums.update + self.reduce_byte * sums.own_parameters + self.versioned * sums.version
+        before = (sums.compute + spent / self.per_update) / self.replicas
+        fixed = (self.reduce_fixed / self.per_update + self.runtime) / self.replicas
+        always = [floor._replace(most=float(self.memory)) for floor in sums.floors()]
+        return Floors([Floor(before, fixed)], always)
 
     def quick(self, start: int, rows: Rows) -> Floats:
         sums, ends = self.sums, slice(start + 1, None)
-        need = sums.keeping(start, rows) - self.memory
+        keeping = sums.keeping(start, rows)
+        need = keeping - self.memory
         kept = sums.kept[ends] - sums.kept[start]
         parameters = sums.parameters[ends] - sums.parameters[start] - sums.shared(start)
         spent = sums.update[ends] - sums.update[start] + self.reduce_byte[rows] * parameters
@@ -185,7 +213,7 @@ class TimeCosts(SliceCosts):
         best = np.maximum.accumulate(sums.efficiency[rows, start:], axis=1) + rate * self.host
         with np.errstate(divide="ignore", invalid="ignore"):
             longer = np.where(need_more > 0, need_more / best, 0.0)
-        fits = sums.least(start, rows) <= self.memory
+        fits = sums.least(start, rows, keeping) <= self.memory
         return np.where(fits, (compute + longer) / self.replicas[rows], np.inf)
 
     def solve(self, start: int, stop: int, load: int) -> float:
@@ -200,11 +228,12 @@ class TimeCosts(SliceCosts):
 class MemoryCosts(SliceCosts):
     """The least bytes in which a slice runs at all."""
 
-    def ahead(self, start: int, ranks: int) -> float:
-        return 0.0
+    @cached_property
+    def floors(self) -> Floors:
+        return Floors(self.sums.floors())
 
     def quick(self, start: int, rows: Rows) -> Floats:
-        return np.maximum(0.0, self.sums.least(start, rows))
+        return np.maximum(0.0, self.sums.least(start, rows, self.sums.keeping(start, rows)))
 
     def solve(self, start: int, stop: int, load: int) -> float:
         return float(least_memory(self.profile, [self.slice(start, stop, load)]))

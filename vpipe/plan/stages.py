@@ -3,8 +3,9 @@
 Dynamic programming over (ranks, blocks) that are left: what a stage costs depends on the ranks from it to the end
 and on its own replicas, not on how the others are cut. Under a limit, a pass from the front with lower bounds only
 says which states any plan below the limit can go through; a pass from the back then settles those, asking for an
-exact cost only where its bound is the best on offer. The limit starts at a bound for all plans and grows until there
-is a plan below it. A last pass evens out the other stages: the least sum of squares under the best maximum.
+exact cost only where its bound is the best on offer. The limit starts at a bound for all plans (`reach.py`, which also
+tells states that need not be looked at) and grows until there is a plan below it. A last pass evens out the other
+stages: the least sum of squares under the best maximum.
 """
 
 from __future__ import annotations
@@ -14,10 +15,13 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vpipe.plan.reach import Moves, Reach, all_moves, least_limit, reach
 from vpipe.plan.slices import Costs, Floats
 
 ROUNDING = 1 + 1e-9
 LIMITS = (1.002, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0)
+FIRST = 3
+"""So many limits without a way to the end, and a pass without any limit finds a better bound."""
 
 
 class Stage(NamedTuple):
@@ -27,41 +31,37 @@ class Stage(NamedTuple):
     cost: float
 
 
-class Moves(NamedTuple):
-    """What a stage may be, by the ranks from it on: replicas, loads, and ranks left behind it."""
-
-    replicas: Floats
-    loads: np.ndarray
-    left: np.ndarray
-
-
-def search(costs: Costs, blocks: int, even: bool = True) -> list[Stage] | None:
-    """The stages whose most expensive one is cheapest, the others even; None if every plan is endless."""
-    moves = _moves(costs)
-    bound = costs.ahead(0, costs.loads.ranks) or float(forward(costs, moves, blocks, np.inf)[0, blocks])
-    found = None
-    for limit in (*(bound * factor for factor in LIMITS), np.inf):
-        reached = forward(costs, moves, blocks, limit)
-        if reached[0, blocks] <= limit and np.isfinite(reached[0, blocks]):
-            found = backward(costs, moves, blocks, reached, limit)
+def search(costs: Costs, blocks: int, even: bool = True, limit: float = np.inf) -> list[Stage] | None:
+    """The stages whose most expensive one is cheapest, the others even; None if every plan is above `limit`."""
+    moves = all_moves(costs.loads)
+    bound, steps, raised = least_limit(moves, costs.floors, blocks), list(LIMITS), False
+    while np.isfinite(bound) and bound <= limit:
+        tried = min(bound * steps.pop(0) if steps else np.inf, limit)
+        reached = forward(costs, moves, blocks, tried)
+        leads = np.isfinite(reached[0, blocks]) and reached[0, blocks] <= tried
+        found = backward(costs, moves, blocks, reached, tried) if leads else None
         if found is not None:
+            largest = max(stage.cost for stage in found)
+            return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True) if even else found
+        if tried == limit:
             break
-    if found is None or not even:
-        return found
-    largest = max(stage.cost for stage in found)
-    return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True)
+        if not leads and not raised and len(steps) <= len(LIMITS) - FIRST:
+            bound = float(forward(costs, moves, blocks, np.inf)[0, blocks])
+            steps, raised = list(LIMITS), True
+    return None
 
 
 def is_below(costs: Costs, blocks: int, limit: float) -> bool:
     """Whether there are stages of which none costs more than `limit`; the first that is found will do."""
-    moves = _moves(costs)
+    moves = all_moves(costs.loads)
     reached = forward(costs, moves, blocks, limit)
     if reached[0, blocks] > limit:
         return False
     leads = np.zeros((len(moves), blocks + 1), dtype=bool)
     leads[0, blocks] = True
+    band = reach(moves, costs.floors.under(limit), blocks)
     for start in range(blocks - 1, -1, -1):
-        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
             own = stage_costs(costs, bounds, move, behind, start)
             offered = np.where(leads[move.left, start + 1 :] & (own <= limit), own, np.inf)
             while np.isfinite(offered.min()):
@@ -74,20 +74,6 @@ def is_below(costs: Costs, blocks: int, limit: float) -> bool:
     return bool(leads[-1, 0])
 
 
-def _moves(costs: Costs) -> list[Moves | None]:
-    ranks = costs.loads.ranks
-    found: list[list[int]] = [[] for _ in range(ranks + 1)]
-    for behind, replicas in costs.loads.index:
-        found[behind].append(replicas)
-    moves: list[Moves | None] = []
-    for behind, choices in enumerate(found):
-        choices.sort()
-        loads = np.array([costs.loads.index[behind, replicas] for replicas in choices], dtype=int)
-        column = np.array(choices, dtype=float)[:, None]
-        moves.append(Moves(column, loads, behind - np.array(choices, dtype=int)) if choices else None)
-    return moves
-
-
 def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, start: int) -> Floats:
     """By move and stop: the stage's own cost, or that of its cuts."""
     cuts = np.maximum(costs.cuts[behind, start], costs.cuts[move.left, start + 1 :])
@@ -95,15 +81,12 @@ def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, start: i
 
 
 def _states(
-    costs: Costs, moves: list[Moves | None], reached: Floats, start: int, limit: float
+    costs: Costs, moves: list[Moves | None], reached: Floats, band: Reach, start: int, limit: float
 ) -> Iterator[tuple[int, Moves, Floats]]:
     """The states at `start` that matter under the limit: ranks left, moves, and the bounds of all stages."""
-    wanted = [
-        (behind, move)
-        for behind, move in enumerate(moves)
-        if move and np.isfinite(reached[behind, start]) and reached[behind, start] <= limit
-        if costs.ahead(start, behind) <= limit
-    ]
+    come = np.isfinite(reached[:, start]) & (reached[:, start] <= limit)
+    matter = np.flatnonzero(come & (band.near <= start) & (start <= band.far))
+    wanted = [(int(behind), move) for behind in matter if (move := moves[behind])]
     if wanted:
         rows = np.unique(np.concatenate([move.loads for _, move in wanted]))
         bounds = costs.bounds(start, rows)
@@ -114,8 +97,9 @@ def forward(costs: Costs, moves: list[Moves | None], blocks: int, limit: float) 
     """The least bound of the most expensive stage before each (ranks left, first block)."""
     reached = np.full((len(moves), blocks + 1), np.inf)
     reached[-1, 0] = 0.0
-    for start in range(blocks):
-        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+    band = reach(moves, costs.floors.under(limit), blocks)
+    for start in range(blocks) if band.covers else ():
+        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
             offered = np.maximum(stage_costs(costs, bounds, move, behind, start), reached[behind, start])
             before = reached[move.left, start + 1 :]
             reached[move.left, start + 1 :] = np.minimum(before, offered)
@@ -134,8 +118,9 @@ def backward(
     best = np.full((len(moves), blocks + 1), np.inf)
     best[0, blocks] = 0.0
     taken: dict[tuple[int, int], Stage] = {}
+    band = reach(moves, costs.floors.under(limit), blocks)
     for start in range(blocks - 1, -1, -1):
-        for behind, move, bounds in _states(costs, moves, reached, start, limit):
+        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
             own = stage_costs(costs, bounds, move, behind, start)
             rest = best[move.left, start + 1 :]
             totals = _totals(own, rest, limit, even)

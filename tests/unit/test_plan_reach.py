@@ -1,0 +1,73 @@
+"""How far ranks can come under a limit, against every cut of small models and a closed formula."""
+
+from __future__ import annotations
+
+from itertools import combinations, pairwise
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vpipe.plan.loads import Loads
+from vpipe.plan.model import Load
+from vpipe.plan.reach import Floor, Floors, all_moves, least_limit, reach
+
+
+def one_rank_each(ranks: int) -> Loads:
+    """Every stage on one rank, with a load of its own."""
+    loads = tuple(Load(1, number + 1, 1, 0, False, 1.0) for number in range(ranks))
+    return Loads(ranks, loads, {(behind, 1): behind - 1 for behind in range(1, ranks + 1)})
+
+
+def floor_of(costs: list[list[int]], fixed: list[int], lead: list[int], most: float = np.inf) -> Floor:
+    """`costs` of each block by load, `lead` of each block for all that follow."""
+    before = np.array([np.cumsum([0, *row]) for row in costs], dtype=float)
+    return Floor(before, np.array(fixed, dtype=float)[:, None], np.cumsum([0, *lead]).astype(float), most)
+
+
+@pytest.mark.parametrize(("blocks", "ranks"), [(12, 4), (13, 4), (7, 7), (400, 64)])
+def test_equal_blocks_are_dealt_out(blocks: int, ranks: int) -> None:
+    floor = floor_of([[3] * blocks] * ranks, [1] * ranks, [0] * blocks)
+    limit = least_limit(all_moves(one_rank_each(ranks)), Floors([floor]), blocks)
+    assert limit == pytest.approx(1 + 3 * -(-blocks // ranks), rel=2e-4)
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.integers(1, 4), st.integers(0, 3), st.data())
+def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(
+    ranks: int, more: int, data: st.DataObject
+) -> None:
+    blocks, small = ranks + more, st.integers(0, 5)
+    lead = data.draw(st.lists(st.integers(0, 2), min_size=blocks, max_size=blocks))
+    rows = [[least + data.draw(small) for least in lead] for _ in range(ranks)]
+    fixed = data.draw(st.lists(small, min_size=ranks, max_size=ranks))
+    floor = floor_of(rows, fixed, lead)
+    bytes_ = floor_of([[data.draw(small) for _ in lead] for _ in rows], [0] * ranks, [0] * blocks, 9)
+    moves, floors = all_moves(one_rank_each(ranks)), Floors([floor], [bytes_])
+
+    def stage(what: Floor, start: int, stop: int, row: int) -> float:
+        leads = np.broadcast_to(what.lead, blocks + 1)
+        return float(what.before[row, stop] - what.before[row, start] + what.fixed[row, 0] + leads[start])
+
+    plans: list[tuple[float, tuple[int, ...]]] = []
+    for inner in combinations(range(1, blocks), ranks - 1):
+        ends = (0, *inner, blocks)
+        stages = [(start, stop, ranks - 1 - place) for place, (start, stop) in enumerate(pairwise(ends))]
+        if all(stage(bytes_, *one) <= 9 for one in stages):
+            plans.append((max(stage(floor, *one) for one in stages), ends))
+    bound = least_limit(moves, floors, blocks)
+    for most, ends in plans:
+        assert bound <= most
+        band = reach(moves, floors.under(most), blocks)
+        assert band.covers
+        for place, start in enumerate(ends):
+            assert band.near[ranks - place] <= start <= band.far[ranks - place]
+
+
+def test_nothing_reaches_the_end() -> None:
+    """A block that no rank can hold."""
+    floor = floor_of([[1, 5, 1]] * 2, [0, 0], [0, 0, 0], most=4)
+    moves = all_moves(one_rank_each(2))
+    assert not reach(moves, [floor], 3).covers
+    assert least_limit(moves, Floors([floor._replace(most=np.inf)], [floor]), 3) == np.inf

@@ -1,0 +1,133 @@
+"""How far ranks can come under a limit: sums alone, without a search, tell most of what cannot be.
+
+    rank    0 ........................ last
+    block   0 ........... far(n)              with n ranks left, no plan has come further than this
+                   near(n) .......... last    and none that begins earlier covers the rest with n ranks
+
+A floor is what a slice costs at least: a sum over its blocks, so that more blocks never cost less. From the furthest
+block that ranks can have come to, the next stage comes furthest (a stage without blocks is let pass); where the two
+bounds cross there is no plan. A bisection finds the least limit under which they do not: a search has to begin there,
+and not below.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vpipe.plan.loads import Loads
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+
+ROUNDING = 1e-9
+CLOSE = 1e-4
+"""How near the bisection comes to the least limit."""
+
+
+class Moves(NamedTuple):
+    """What a stage may be, by the ranks from it on: replicas, loads, and ranks left behind it."""
+
+    replicas: Floats
+    loads: Numbers
+    left: Numbers
+
+
+class Floor(NamedTuple):
+    """Slices cost at least before[stop] - before[start] + fixed + lead[start], and may cost `most`.
+
+    By load and block; nothing of it falls from block to block, and `lead` rises no faster than `before`.
+    """
+
+    before: Floats
+    fixed: Floats
+    """A column."""
+    lead: Floats | float = 0.0
+    most: float = np.inf
+
+
+class Floors(NamedTuple):
+    """Those of what is limited, and others that hold in any case."""
+
+    limited: Sequence[Floor]
+    always: Sequence[Floor] = ()
+
+    def under(self, limit: float) -> list[Floor]:
+        return [*(floor._replace(most=limit) for floor in self.limited), *self.always]
+
+
+class Reach(NamedTuple):
+    """By the ranks that are left: the first blocks that a stage may have there."""
+
+    near: Numbers
+    far: Numbers
+
+    @property
+    def covers(self) -> bool:
+        """Whether there may be a plan."""
+        return bool(self.near[-1] <= 0 and self.far[0] >= self.near[0])
+
+
+def all_moves(loads: Loads) -> list[Moves | None]:
+    """By the ranks that are left; None where no stage can begin."""
+    found: list[list[int]] = [[] for _ in range(loads.ranks + 1)]
+    for behind, replicas in loads.index:
+        found[behind].append(replicas)
+    moves: list[Moves | None] = []
+    for behind, choices in enumerate(found):
+        choices.sort()
+        rows = np.array([loads.index[behind, replicas] for replicas in choices], dtype=int)
+        column = np.array(choices, dtype=float)[:, None]
+        moves.append(Moves(column, rows, behind - np.array(choices, dtype=int)) if choices else None)
+    return moves
+
+
+def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -> Reach:
+    """Nowhere: near lies behind all blocks, and far before them."""
+    near, far = np.full(len(moves), blocks + 1), np.full(len(moves), -1)
+    near[0], far[-1] = blocks, 0
+    keys = [floor.before - floor.lead for floor in floors]
+    slack = [floor.most + ROUNDING * (floor.most + floor.before[:, -1:]) for floor in floors]
+    for behind in range(len(moves) - 1, 0, -1):
+        move, start = moves[behind], far[behind]
+        if move is None or start < 0:
+            continue
+        stop = np.full(len(move.loads), blocks)
+        for floor, key, most in zip(floors, keys, slack, strict=True):
+            rows = move.loads
+            allowed = key[rows, start, None] + most[rows] - floor.fixed[rows]
+            stop = np.minimum(stop, (floor.before[rows] <= allowed).sum(axis=1) - 1)
+        far[move.left] = np.maximum(far[move.left], np.where(stop >= start, stop, -1))
+    for behind in range(1, len(moves)):
+        move = moves[behind]
+        if move is None:
+            continue
+        stop = np.minimum(near[move.left], blocks)
+        first = np.zeros(len(move.loads), dtype=int)
+        for floor, key, most in zip(floors, keys, slack, strict=True):
+            rows = move.loads
+            needed = floor.before[rows, stop][:, None] + floor.fixed[rows] - most[rows]
+            first = np.maximum(first, (key[rows] < needed).sum(axis=1))
+        possible = (first <= stop) & (near[move.left] <= blocks)
+        near[behind] = np.where(possible, first, blocks + 1).min()
+    return Reach(near, far)
+
+
+def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int) -> float:
+    """Below it there is no plan; endless where there is none at all."""
+    if not reach(moves, floors.under(np.inf), blocks).covers:
+        return np.inf
+    low = 0.0
+    high = max(
+        float((floor.before[:, -1:] + floor.fixed + np.max(floor.lead)).max()) for floor in floors.limited
+    )
+    while high - low > CLOSE * high:
+        middle = (low + high) / 2
+        if reach(moves, floors.under(middle), blocks).covers:
+            high = middle
+        else:
+            low = middle
+    return low
