@@ -11,6 +11,7 @@ from vpipe.errors import VPipeError
 from vpipe.graph.compiled import check_compiler
 from vpipe.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
+from vpipe.runtime.routes import Routes
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
 
 
@@ -62,9 +63,8 @@ def assemble(
     # Updates that a host may be ahead of its GPU.
     late = 0 if handler.device.type == "cpu" else layout.lag + 1
     losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=options.on_nonfinite == "stop")
-    return StageRuntime(
-        layout.graph, layout.stage_graphs, stages, schedule, handler, exchange, updates, losses
-    )
+    routes = Routes(layout.graph, layout.stage_graphs, schedule, handler.rank)
+    return StageRuntime(stages, routes, handler, exchange, updates, losses)
 
 
 def _check_compile(layout: Layout, backend: str, device: torch.device) -> None:
