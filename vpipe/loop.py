@@ -119,6 +119,7 @@ class Loop:
             while count := feed.count(length):
                 yield self.layout.program(self.rank, count)
                 feed.offset += length
+                feed.limit = None  # a flush ended this round, not the data
                 if not self.schedule.synchronous:
                     self._most_admitted(feed)  # so that `flush` finds every rank in the same round
             return

@@ -13,6 +13,7 @@ from tests import models
 from tests.examples import example, varied
 from vpipe import Pipeline, reference
 from vpipe.graph import ModelGraph
+from vpipe.schedule import build
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
@@ -173,3 +174,22 @@ def test_versions_live_as_the_schedule_says_and_all_but_one_die(capture_once: No
     peaks, left = zip(*run_ranks(4, train), strict=True)
     assert peaks == ((4, 3, 2, 1) if schedule == "pipedream" else (2, 2, 2, 1))
     assert left == (1, 1, 1, 1)
+
+
+def test_a_table_that_is_drained_goes_on(capture_once: None) -> None:
+    """A flush ends a round of an asynchronous table, and once it ended the training with it."""
+    model, batch, loss_fn = example("sequential")
+    table = build("pipedream", 2, 4)
+
+    def train(world: Any) -> list[int]:
+        made = []
+        with Pipeline(
+            model, batch, optimizer=OPTIMIZERS["sgd"], loss_fn=loss_fn, schedule=table, world=world
+        ) as pipe:
+            for update, _ in pipe.train([batch] * 12):
+                made.append(update)
+                if update in (2, 7):  # in the middle of a round, and at its end
+                    pipe.flush()
+        return made
+
+    assert run_ranks(2, train) == [list(range(12))] * 2
