@@ -38,10 +38,6 @@ class Held:
                 self.now -= holders[1]
                 del self._storages[where]
 
-    def restart(self) -> None:
-        """Let the peak be that of what comes from now on."""
-        self.peak = self.now
-
 
 class Packed(Protocol):
     """What autograd holds in place of a saved tensor."""

@@ -106,16 +106,6 @@ class Whereabouts:
         self._memory[start : start + room] = words.encode()[: room - 1].ljust(room, b"\0")
         _PLACE.pack_into(self._memory, self._place, time.monotonic(), 0, 0, _WORDS)
 
-    @contextmanager
-    def saying(self, words: str) -> Iterator[None]:
-        """Within: something that is no action; afterwards what it was before."""
-        before = bytes(self._memory[self._place : self._start + _SLOT])
-        self.say(words)
-        try:
-            yield
-        finally:
-            self._memory[self._place : self._start + _SLOT] = before
-
 
 @contextmanager
 def shared_page(ranks: int) -> Iterator[tuple[Page, int]]:
