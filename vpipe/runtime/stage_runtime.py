@@ -128,6 +128,7 @@ class StageRuntime:
         """What should not be there when a run is over."""
         found = [line for stage in self.stages.values() for line in stage.leftovers()]
         found += [f"stage {stage} did not send for minibatch {m}" for stage, m in self.unsent]
+        found += self.feed.leftovers() if self._feed is not None else []
         return found + self.exchange.leftovers() + self.handler.leftovers()
 
     # Forward
