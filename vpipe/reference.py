@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from math import inf, isnan
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -20,8 +20,8 @@ from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph import tied as tied_parameters
 from vpipe.schedule import Op, Schedule
 
+LossWeight = Callable[[dict[str, Tensor]], float]
 OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
-Weigh = Callable[[dict[str, Tensor]], float]
 Versions = Mapping[tuple[int, int], int]
 """(stage, minibatch) ▶ the number of updates that the stage has made when the minibatch passes forward."""
 
@@ -38,32 +38,34 @@ def equal_weights(fields: dict[str, Tensor]) -> float:
     return 1.0
 
 
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whichever way: arguments of `Pipeline`, under the same names."""
+
+    optimizer: OptimizerFactory
+    loss_fn: Callable[..., Tensor] | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    loss_weight: LossWeight = equal_weights
+
+
 def train_synchronously(
-    model: nn.Module,
-    minibatches: Sequence[Any],
-    per_update: int,
-    make_optimizer: OptimizerFactory,
-    loss_fn: Callable[..., Tensor] | None,
-    graph: ModelGraph,
-    *,
-    seed: int = 0,
-    clip_norm: float | None = None,
-    weigh: Weigh = equal_weights,
+    model: nn.Module, minibatches: Sequence[Any], per_update: int, recipe: Recipe, graph: ModelGraph
 ) -> Trained:
     """Gradient accumulation with a copy of the plain model."""
     plain = _in_training(copy.deepcopy(model))
-    eager = EagerModel(plain, graph, loss_fn, seed)
-    optimizer = make_optimizer(list(plain.parameters()))
+    eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed)
+    optimizer = recipe.optimizer(list(plain.parameters()))
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
-    for group in _groups(minibatches, per_update, graph, weigh):
+    for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
         mean = 0.0
         for minibatch, batch, share in group:
             loss = eager.loss(batch, minibatch)
             (loss * share).backward()
             mean += loss.item() * share
-        if clip_norm is not None:
-            nn.utils.clip_grad_norm_(plain.parameters(), clip_norm)
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), recipe.clip_norm)
         gradients = gradients or _gradients(plain.named_parameters())
         optimizer.step()
         optimizer.zero_grad()
@@ -168,28 +170,24 @@ def train_asynchronously(
     model: nn.Module,
     minibatches: Sequence[Any],
     per_update: int,
-    make_optimizer: OptimizerFactory,
-    loss_fn: Callable[..., Tensor] | None,
+    recipe: Recipe,
     graph: ModelGraph,
     *,
     stages: Sequence[StageGraph],
     versions: Versions,
     lag: int,
-    seed: int = 0,
-    clip_norm: float | None = None,
-    weigh: Weigh = equal_weights,
 ) -> Trained:
     """Each minibatch sees in each stage the version that the schedule says (`versions_read`).
 
     A stage clips by the norm of its own gradients, a tied parameter by its own.
     """
     plain = _in_training(copy.deepcopy(model))
-    eager = EagerModel(plain, graph, loss_fn, seed, stages)
+    eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
     values = {name: p for name, p in plain.named_parameters() if p.requires_grad}
-    weights = StagedWeights(values, stages, versions, lag, make_optimizer)
+    weights = StagedWeights(values, stages, versions, lag, recipe.optimizer)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
-    for group in _groups(minibatches, per_update, graph, weigh):
+    for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
         sums: dict[str, Tensor | None] = dict.fromkeys(values)
         mean = 0.0
         for minibatch, batch, share in group:
@@ -201,7 +199,7 @@ def train_asynchronously(
                 if leaf.grad is not None:
                     known = sums[name]
                     sums[name] = leaf.grad if known is None else known + leaf.grad
-        used = weights.update(sums, clip_norm)
+        used = weights.update(sums, recipe.clip_norm)
         first = first or used
         losses.append(mean)
         weights.forget(range(group[-1][0] + 1, len(minibatches)))
@@ -225,40 +223,16 @@ def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
     return read
 
 
-def largest_difference(
-    ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], scale: float = 0.01
-) -> tuple[float, str]:
-    """The largest difference relative to the tensor, and where it is; nan differs infinitely.
-
-    A tensor that lies below `scale` throughout is compared with that.
-    """
-    worst = (0.0, "")
-    for name, tensor in ours.items():
-        if tensor.numel():
-            difference = (tensor - theirs[name]).abs().max().item()
-            relative = difference / max(theirs[name].abs().max().item(), scale)
-            worst = max(worst, (inf if isnan(relative) else relative, name))
-    return worst
-
-
-def rounding_alone(gradients: Mapping[str, Tensor]) -> set[str]:
-    """Parameters whose gradient is nothing but rounding: it lies below the last digit of the largest one.
-
-    The bias of an attention's keys is the usual case. Adam divides such a gradient by its own size, so the
-    weights of two correct runs need not agree there.
-    """
-    sizes = {name: g.abs().max().item() for name, g in gradients.items() if g.numel()}
-    largest = max(sizes.values(), default=0.0)
-    return {n for n, size in sizes.items() if 0 < size < largest * torch.finfo(gradients[n].dtype).eps}
-
-
 def _groups(
-    minibatches: Sequence[Any], per_update: int, graph: ModelGraph, weigh: Weigh
+    minibatches: Sequence[Any],
+    per_update: int,
+    graph: ModelGraph,
+    loss_weight: LossWeight,
 ) -> Iterable[list[tuple[int, Any, float]]]:
     """The minibatches of each update: number, batch, share of the update's loss."""
     for start in range(0, len(minibatches), per_update):
         group = minibatches[start : start + per_update]
-        weights = [weigh(graph.batch_fields(batch)) for batch in group]
+        weights = [loss_weight(graph.batch_fields(batch)) for batch in group]
         total = sum(weights)
         yield [
             (start + i, batch, weight / total if total else 0.0)

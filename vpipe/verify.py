@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from math import inf, isnan
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
@@ -17,20 +16,21 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from vpipe.arguments import pipeline_arguments
+from vpipe.comparison import (
+    Difference,
+    Place,
+    compare_gradients,
+    compare_losses,
+    compare_weights,
+    rounding_alone,
+)
 from vpipe.device import choose_device
 from vpipe.eager import check_runs
 from vpipe.errors import VPipeError
 from vpipe.layout import Layout
 from vpipe.models import build_model, synthetic_batch
 from vpipe.pipeline import Pipeline
-from vpipe.reference import (
-    Trained,
-    largest_difference,
-    rounding_alone,
-    train_asynchronously,
-    train_synchronously,
-    versions_read,
-)
+from vpipe.reference import Recipe, Trained, train_asynchronously, train_synchronously, versions_read
 from vpipe.runtime import Fields, Stage, count_samples
 from vpipe.schedule import Schedule
 from vpipe.threads import run_ranks
@@ -41,20 +41,11 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 K = TypeVar("K")
-Place = tuple[int, str]  # stage, name
 BOUNDS = {"float64": 1e-9, "float32": 1e-5}
 """The largest relative difference that rounding explains."""
 UPDATES = 5
 TIMEOUT = 3600.0
 """Seconds that a rank waits for another: a stage of a large model takes long on a CPU."""
-
-
-@dataclass(frozen=True)
-class Difference:
-    """How far the two ways are apart, relative to the size of what is compared, and where."""
-
-    largest: float
-    where: str
 
 
 @dataclass(frozen=True)
@@ -140,6 +131,7 @@ def verify(
     kind = _read_dtype(dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
+    recipe = Recipe(optimizer, loss_fn, seed, clip_norm, loss_weight)
     place = choose_device(device, 0)
     model = copy.deepcopy(model).to(kind)
 
@@ -147,18 +139,7 @@ def verify(
         return _converted(make_batch(number), kind)
 
     def run(world: InProcessWorld) -> _RankRun:
-        with Pipeline(
-            model,
-            batch(0),
-            optimizer=optimizer,
-            loss_fn=loss_fn,
-            clip_norm=clip_norm,
-            seed=seed,
-            loss_weight=loss_weight,
-            device=place,
-            world=world,
-            **options,
-        ) as pipe:
+        with Pipeline(model, batch(0), **vars(recipe), device=place, world=world, **options) as pipe:
             batches = [batch(number) for number in range(_count(pipe.layout, updates))]
             return _run_rank(pipe, batches)
 
@@ -166,9 +147,8 @@ def verify(
         check_runs(model, batch(0), loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
-        common = {"seed": seed, "clip_norm": clip_norm, "weigh": loss_weight}
         there = [_moved(batch, place) for batch in batches]
-        trained = _train_plainly(model.to(place), there, layout, optimizer, loss_fn, common)
+        trained = _train_plainly(model.to(place), there, layout, recipe)
         expected = Trained(trained.losses, _on_host(trained.gradients), _on_host(trained.weights))
     return _compare_runs(runs, expected, dtype)
 
@@ -229,26 +209,18 @@ def _record_first_gradients(stage: Stage, gradients: dict[Place, Tensor]) -> Non
             optimizer.register_step_pre_hook(keep)
 
 
-def _train_plainly(
-    model: nn.Module,
-    batches: list[Any],
-    layout: Layout,
-    optimizer: OptimizerFactory,
-    loss_fn: Callable[..., Tensor] | None,
-    common: dict[str, Any],
-) -> Trained:
+def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe) -> Trained:
     schedule = layout.schedule
-    plain = (model, batches, schedule.update_interval, optimizer, loss_fn, layout.graph)
+    plain = (model, batches, schedule.update_interval, recipe, layout.graph)
     if schedule.synchronous:
-        return train_synchronously(*plain, **common)
+        return train_synchronously(*plain)
     versions = versions_read(schedule, len(batches))
-    return train_asynchronously(
-        *plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag, **common
-    )
+    return train_asynchronously(*plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag)
 
 
 def _compare_runs(runs: Sequence[_RankRun], expected: Trained, dtype: str) -> Verification:
     layout = runs[0].layout
+    unsteady = rounding_alone(expected.gradients)
     return Verification(
         schedule=layout.schedule.name,
         partition=layout.partition,
@@ -257,46 +229,7 @@ def _compare_runs(runs: Sequence[_RankRun], expected: Trained, dtype: str) -> Ve
         minibatches=len(runs[0].batches),
         dtype=dtype,
         bound=BOUNDS[dtype],
-        loss=_compare_losses(runs, expected.losses),
-        gradients=_compare_gradients(runs, expected.gradients),
-        weights=_compare_weights(runs, expected),
+        loss=compare_losses([run.losses for run in runs], expected.losses),
+        gradients=compare_gradients([run.gradients for run in runs], expected.gradients),
+        weights=compare_weights([run.weights for run in runs], expected.weights, unsteady),
     )
-
-
-def _compare_losses(runs: Sequence[_RankRun], expected: list[float]) -> Difference:
-    worst = Difference(0.0, "")
-    for rank, run in enumerate(runs):
-        for update, (ours, theirs) in enumerate(zip(run.losses, expected, strict=True)):
-            relative = abs(ours - theirs) / (abs(theirs) or 1.0)
-            relative = inf if isnan(relative) else relative
-            if relative > worst.largest or not worst.where:
-                worst = Difference(relative, f"update {update}, as rank {rank} was told it")
-    return worst
-
-
-def _compare_gradients(runs: Sequence[_RankRun], expected: dict[str, Tensor]) -> Difference:
-    """Relative to the tensor, or to a thousandth of the largest gradient: less than that is rounding."""
-    found = {name for run in runs for _, name in run.gradients}
-    for name in expected.keys() - found:
-        if expected[name].count_nonzero():
-            return Difference(inf, f"{name}, which has no gradient in the pipeline")
-    largest = max((g.abs().max().item() for g in expected.values() if g.numel()), default=1.0)
-    return _compare([run.gradients for run in runs], expected, 1e-3 * largest)
-
-
-def _compare_weights(runs: Sequence[_RankRun], expected: Trained) -> Difference:
-    unsteady = rounding_alone(expected.gradients)
-    steady = [{p: t for p, t in run.weights.items() if p[1] not in unsteady} for run in runs]
-    return _compare(steady, expected.weights, 0.01)
-
-
-def _compare(by_rank: Sequence[dict[Place, Tensor]], expected: dict[str, Tensor], scale: float) -> Difference:
-    """Every copy that any rank holds; what the reference has no gradient for should be zero."""
-    ours: dict[str, Tensor] = {}
-    theirs: dict[str, Tensor] = {}
-    for rank, tensors in enumerate(by_rank):
-        for (stage, name), tensor in tensors.items():
-            where = f"{name} (stage {stage}, rank {rank})"
-            ours[where] = tensor
-            theirs[where] = expected[name] if name in expected else torch.zeros_like(tensor)
-    return Difference(*largest_difference(ours, theirs, scale))

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests import models
 from tests.examples import example, varied
-from vpipe import Pipeline, reference
+from vpipe import Pipeline, comparison, reference
 from vpipe.graph import ModelGraph
 from vpipe.schedule import build
 from vpipe.threads import run_ranks
@@ -72,20 +72,18 @@ def check(
         model,
         data,
         interval,
-        OPTIMIZERS[optimizer],
-        loss_fn,
+        reference.Recipe(OPTIMIZERS[optimizer], loss_fn, clip_norm=options.get("clip_norm")),
         captured(model, batch, loss_fn),
         stages=layout.stage_graphs,
         versions=versions,
         lag=layout.lag,
-        clip_norm=options.get("clip_norm"),
     )
     for losses, _, _ in results:
         assert losses == pytest.approx(expected.losses, rel=1e-9)
     state = results[0][1]
     assert state is not None
     ours = {name: state[name] for name in expected.weights}
-    difference, where = reference.largest_difference(ours, expected.weights)
+    difference, where = comparison.largest_difference(ours, expected.weights)
     assert difference < 1e-9, where
 
 

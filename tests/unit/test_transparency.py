@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tests import models
 from tests.examples import example, varied
-from vpipe import Pipeline, reference
+from vpipe import Pipeline, comparison, reference
 from vpipe.graph import ModelGraph
 from vpipe.runtime import count_samples
 from vpipe.threads import run_ranks
@@ -65,19 +65,16 @@ class Check:
                 model,
                 batches,
                 minibatches,
-                adamw,
-                loss_fn,
+                reference.Recipe(adamw, loss_fn, clip_norm=options.get("clip_norm"), loss_weight=weigh),
                 self.captured(model, batch, loss_fn),
-                clip_norm=options.get("clip_norm"),
-                weigh=weigh,
             )
         expected, gradients, weights = self.references[key]
         for losses, _ in results:
             assert losses == pytest.approx(expected, rel=BOUND[dtype])
         state = results[0][1]
         assert state is not None
-        compared = weights.keys() - reference.rounding_alone(gradients)
-        difference, where = reference.largest_difference({n: state[n] for n in compared}, weights)
+        compared = weights.keys() - comparison.rounding_alone(gradients)
+        difference, where = comparison.largest_difference({n: state[n] for n in compared}, weights)
         assert difference < BOUND[dtype], where
 
 

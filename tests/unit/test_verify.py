@@ -10,10 +10,11 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import models
+from vpipe.comparison import largest_difference, rounding_alone
 from vpipe.config import RunConfig
 from vpipe.errors import VPipeError
 from vpipe.graph import capture
-from vpipe.reference import largest_difference, rounding_alone, versions_read
+from vpipe.reference import versions_read
 from vpipe.runtime import Stage
 from vpipe.schedule import build, read_table, write_table
 from vpipe.verify import Verification, verify, verify_config
