@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedules import programs
 from tests.timing import quickest
 from vpipe.errors import ScheduleError
 from vpipe.schedule import NAMES, Action, Op, Schedule, bubble, build, check, draw, holdings, lower, walk
@@ -14,10 +15,6 @@ from vpipe.schedule.builders import ASYNCHRONOUS
 
 SMALL = list(product(range(1, 9), range(1, 33)))
 UNEQUAL = [name for name in NAMES if name not in ("interleaved", "zb-v")]
-
-
-def programs(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, schedule.program(rank))) for rank in range(schedule.num_ranks)]
 
 
 def picture(schedule: Schedule) -> list[str]:

@@ -6,14 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedules import plain_schedules, programs
 from vpipe.errors import ScheduleError
-from vpipe.schedule import NAMES, Action, Op, Schedule, build, check, lower
+from vpipe.schedule import Action, Op, Schedule, build, check, lower
 from vpipe.schedule.action import COMMUNICATION
 from vpipe.schedule.builders import ASYNCHRONOUS
-
-
-def programs(schedule: Schedule) -> list[str]:
-    return [" ".join(map(str, schedule.program(rank))) for rank in range(schedule.num_ranks)]
 
 
 def test_a_chain_of_two() -> None:
@@ -65,24 +62,8 @@ def test_twice_is_once_too_often() -> None:
         lower(lower(build("gpipe", 2, 2)))
 
 
-def cases() -> st.SearchStrategy[Schedule]:
-    """Any schedule with any replicas that it takes."""
-
-    def schedule(name: str, counts: list[int], minibatches: int) -> Schedule:
-        if name in ("interleaved", "zb-v"):
-            counts = [counts[0]] * len(counts)
-        return build(name, len(counts), minibatches, replicas=counts)
-
-    return st.builds(
-        schedule,
-        st.sampled_from(NAMES),
-        st.lists(st.integers(1, 3), min_size=1, max_size=4),
-        st.integers(1, 14),
-    )
-
-
 @settings(deadline=None, max_examples=100)
-@given(cases())
+@given(plain_schedules())
 def test_lowering_only_adds(schedule: Schedule) -> None:
     lowered = lower(schedule)
     for rank in range(schedule.num_ranks):
@@ -91,7 +72,7 @@ def test_lowering_only_adds(schedule: Schedule) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases())
+@given(plain_schedules())
 def test_sends_and_receives_pair(schedule: Schedule) -> None:
     lowered = lower(schedule)
     actions = [action for rank in range(schedule.num_ranks) for action in lowered.program(rank)]
@@ -104,7 +85,7 @@ def test_sends_and_receives_pair(schedule: Schedule) -> None:
 
 
 @settings(deadline=None, max_examples=100)
-@given(cases())
+@given(plain_schedules())
 def test_all_replicas_reduce_in_the_same_order(schedule: Schedule) -> None:
     """Otherwise collectives that block would wait for each other."""
     lowered = lower(schedule)

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedules import schedules
 from vpipe.errors import ScheduleError
-from vpipe.schedule import NAMES, Action, Deadlock, Op, Rules, Schedule, build, listed, lower, walk
+from vpipe.schedule import Action, Deadlock, Op, Rules, Schedule, build, listed, lower, walk
 
 
 def events(schedule: Schedule) -> list[str]:
@@ -86,20 +87,9 @@ def test_a_buffer_holds_something() -> None:
 
 
 @settings(deadline=None, max_examples=80)
-@given(
-    st.sampled_from(NAMES),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.integers(1, 2),
-    st.booleans(),
-    st.randoms(),
-)
-def test_the_rules_are_kept_at_any_cost(
-    name: str, p: int, m: int, r: int, lowered: bool, random: Random
-) -> None:
+@given(schedules(), st.randoms())
+def test_the_rules_are_kept_at_any_cost(schedule: Schedule, random: Random) -> None:
     """Against the rules themselves: all that an action needs has ended when it starts."""
-    schedule = build(name, p, m, replicas=(r,) * p)
-    schedule = lower(schedule) if lowered else schedule
     rules = Rules(schedule)
     ended: dict[tuple[int, Action], float] = {}
     free = [0.0] * schedule.num_ranks
@@ -110,7 +100,8 @@ def test_the_rules_are_kept_at_any_cost(
         latest, free[rank] = start, end
         for op in (Op.I, Op.W) if action.op is Op.B else (action.op,):
             ended[rank, action._replace(op=op)] = end
-    assert len(ended) >= 3 * p * m
+    assert schedule.minibatches is not None
+    assert len(ended) >= 3 * schedule.num_stages * schedule.minibatches
 
 
 def test_an_endless_schedule_is_walked_with_little_memory() -> None:

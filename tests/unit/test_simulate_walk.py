@@ -7,24 +7,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from vpipe.schedule import NAMES, Action, build, lower, walk
+from tests.schedules import schedules
+from vpipe.schedule import Action, Schedule, build, walk
 
 
 @settings(deadline=None, max_examples=60)
-@given(
-    st.sampled_from(NAMES),
-    st.integers(1, 5),
-    st.integers(1, 9),
-    st.integers(1, 2),
-    st.booleans(),
-    st.integers(),
-)
-def test_the_order_of_events_changes_no_time(
-    name: str, p: int, m: int, r: int, lowered: bool, seed: int
-) -> None:
-    schedule = build(name, p, m, replicas=(r,) * p)
-    schedule = lower(schedule) if lowered else schedule
-
+@given(schedules(), st.integers())
+def test_the_order_of_events_changes_no_time(schedule: Schedule, seed: int) -> None:
     def cost(action: Action) -> float:
         return Random(f"{seed} {action}").choice((0.0, 0.5, 1.0, 3.0))
 

@@ -10,13 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.schedules import CHUNKED
 from tests.timing import quickest
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
 from vpipe.schedule import NAMES, Deadlock, Schedule, build
 from vpipe.schedule.program import listed
 from vpipe.simulate import Simulation, simulate, simulation
-
-CHUNKED = ("interleaved", "zb-v")
 
 
 def random_profile(blocks: int, random: Random, **more: Any) -> Profile:

@@ -1,0 +1,35 @@
+"""Schedules for property tests, and their programs as text."""
+
+from hypothesis import strategies as st
+
+from vpipe.schedule import NAMES, Schedule, build, lower
+
+CHUNKED = ("interleaved", "zb-v")
+"""Several stages a rank, and as many replicas of each."""
+
+
+def programs(schedule: Schedule) -> list[str]:
+    return [" ".join(map(str, schedule.program(rank))) for rank in range(schedule.num_ranks)]
+
+
+def plain_schedules() -> st.SearchStrategy[Schedule]:
+    """Any schedule with any replicas that it takes."""
+
+    def schedule(name: str, counts: list[int], minibatches: int) -> Schedule:
+        if name in CHUNKED:
+            counts = [counts[0]] * len(counts)
+        return build(name, len(counts), minibatches, replicas=counts)
+
+    return st.builds(
+        schedule,
+        st.sampled_from(NAMES),
+        st.lists(st.integers(1, 3), min_size=1, max_size=4),
+        st.integers(1, 14),
+    )
+
+
+def schedules() -> st.SearchStrategy[Schedule]:
+    """The same, lowered or not."""
+    return st.builds(
+        lambda plain, lowered: lower(plain) if lowered else plain, plain_schedules(), st.booleans()
+    )
