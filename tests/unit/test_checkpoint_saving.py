@@ -209,66 +209,67 @@ class Killed(BaseException):
     """Nothing of ours runs after it, as after SIGKILL."""
 
 
-def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Once where it is the first of its step, and once where it replaces one."""
-    left = 0
+class Moments:
+    """Kills whoever comes to the given one of the moments at which a save touches the disk; 0: nobody."""
 
-    def moment() -> None:
-        nonlocal left
-        left -= 1
-        if left == 0:
-            raise Killed
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.left = 0
+        for owner, name in (
+            (files, "_bytes_of"),
+            (files, "sync"),
+            (manifest, "sync"),
+            (writing, "sync"),
+            (writing.os, "rename"),
+            (Path, "mkdir"),
+            (Path, "write_text"),
+            (writing.shutil, "rmtree"),
+        ):
+            monkeypatch.setattr(owner, name, self._counted(getattr(owner, name)))
 
-    def interrupted(function: Any) -> Any:
+    def _counted(self, function: Any) -> Any:
         def run(*arguments: Any, **options: Any) -> Any:
-            moment()
+            self.left -= 1
+            if self.left == 0:
+                raise Killed
             return function(*arguments, **options)
 
         return run
 
+
+def interrupted_save(pipe: Pipeline, directory: Path, moments: Moments, moment: int) -> checkpoint.Manifest:
+    """What the newest checkpoint is, once a save was killed at the moment, or ended before it came."""
+    saver = checkpoint.Saver(pipe, directory, report=lambda line: None)
+    moments.left = moment
+    saver.start({"attempt": moment})
+    saver.wait()
+    moments.left = 0
+    found = checkpoint.newest(directory)
+    assert found is not None
+    return checkpoint.verify(found)
+
+
+def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Once where it is the first of its step, and once where it replaces one."""
+    new, replaced = tmp_path / "new", tmp_path / "replaced"
+
     def work(world: Any) -> int:
-        nonlocal left
         pipe, data = tiny_run(world)
         with pipe:
-            for directory in ("new", "replaced"):
-                good = checkpoint.save(pipe, tmp_path / directory, {"attempt": 0})
+            checkpoint.save(pipe, new, {"attempt": 0})
             train(pipe, data[:2])
-            checkpoint.save(pipe, tmp_path / "replaced", {"attempt": 0})
-            for owner, name in (
-                (files, "_bytes_of"),
-                (files, "sync"),
-                (manifest, "sync"),
-                (writing, "sync"),
-                (writing.os, "rename"),
-                (Path, "mkdir"),
-                (Path, "write_text"),
-                (writing.shutil, "rmtree"),
-            ):
-                monkeypatch.setattr(owner, name, interrupted(getattr(owner, name)))
-            for attempt in range(1, 200):
-                finished = 0
-                for directory in ("new", "replaced"):
-                    saver = checkpoint.Saver(pipe, tmp_path / directory, report=lambda line: None)
-                    left = attempt
-                    saver.start({"attempt": attempt})
-                    saver.wait()
-                    left = 0
-                    found = checkpoint.newest(tmp_path / directory)
-                    assert found is not None
-                    whole = checkpoint.verify(found)
-                    if directory == "new" and found.name == "step-00000001":
-                        assert whole.extra == {"attempt": attempt}
-                        finished += 1
-                        shutil.rmtree(found)
-                    elif directory == "new":
-                        assert found == good.parents[1] / "new" / "step-00000000"
-                    else:
-                        assert whole.updates == 1
-                        finished += whole.extra == {"attempt": attempt}
-                if finished == 2:
-                    return attempt
+            checkpoint.save(pipe, replaced, {"attempt": 0})
+            moments = Moments(monkeypatch)
+            for moment in range(1, 200):
+                first = interrupted_save(pipe, new, moments, moment)
+                again = interrupted_save(pipe, replaced, moments, moment)
+                assert (first.updates, first.extra) in [(0, {"attempt": 0}), (1, {"attempt": moment})]
+                assert again.updates == 1
+                if first.extra == again.extra == {"attempt": moment}:
+                    return moment
+                if first.updates:
+                    shutil.rmtree(new / "step-00000001")  # the next one is the first of its step again
         raise AssertionError("never finished")
 
     (moments,) = run_ranks(1, work)
