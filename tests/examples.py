@@ -1,5 +1,6 @@
 """Models of the zoo in a given precision, one object for all tests, and data for them."""
 
+import threading
 from functools import cache
 from typing import Any
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from tests import models
+
+_BUILDING = threading.Lock()
 
 
 def converted(batch: Any, dtype: torch.dtype) -> Any:
@@ -28,8 +31,13 @@ def varied(batch: Any, count: int) -> list[Any]:
     ]
 
 
-@cache
 def example(name: str, dtype: torch.dtype = torch.float64, **options: Any) -> models.Example:
-    """One model object for all tests that want the same one; it is never changed."""
+    """One model object for all tests that want the same one, also for ranks that are threads; it is never changed."""
+    with _BUILDING:
+        return _built(name, dtype, **options)
+
+
+@cache
+def _built(name: str, dtype: torch.dtype, **options: Any) -> models.Example:
     model, batch, loss_fn = getattr(models, name)(**options)
     return model.to(dtype), converted(batch, dtype), loss_fn
