@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vpipe.cost import Profile, for_batch_size
-from vpipe.plan.one_schedule import Least, Task, fits, least_of_schedule
+from vpipe.plan.least import Least, fits, least_of_schedule
+from vpipe.plan.task import Task
 from vpipe.sizes import show_bytes
 
 

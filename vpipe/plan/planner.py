@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
+from math import inf
 
 from vpipe.cost import Profile, as_scheduled, for_batch_size
 from vpipe.errors import ScheduleError, VPipeError
 from vpipe.plan.advice import nothing_fits
-from vpipe.plan.one_schedule import Task, plan_schedule
+from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
-from vpipe.schedule import NAMES, SPLIT
+from vpipe.plan.task import Task
+from vpipe.schedule import ASYNCHRONOUS, NAMES, SPLIT
 
 AUTO = "auto"
 # Where two are equally fast the earlier is taken: synchronous ones train without stale weights. `pipedream` is
@@ -60,7 +62,7 @@ def plan(
     else:
         size = profile.batch_size if batch_size is None else batch_size
         at_least_one("batch_size", size)
-        found = fastest(plan_schedule(task(name, size)) for name in names)
+        found = fastest_schedule([task(name, size) for name in names])
     if found is None:
         raise VPipeError(nothing_fits([task(name, size) for name in names], profile))
     return found
@@ -69,8 +71,9 @@ def plan(
 def fastest_size(task: Callable[[str, int], Task], names: Iterable[str], usual: int) -> PlanResult | None:
     """The best of all powers of two that fit, and of the sizes between its neighbours."""
 
-    def at(size: int) -> PlanResult | None:
-        return fastest(plan_schedule(task(name, size)) for name in names)
+    def at(size: int, limit: float = inf) -> PlanResult | None:
+        """`limit`: seconds a sample."""
+        return fastest_schedule([task(name, size) for name in names], limit * size)
 
     found: list[PlanResult | None] = []
     size = 1
@@ -81,7 +84,22 @@ def fastest_size(task: Callable[[str, int], Task], names: Iterable[str], usual: 
     if best is None:
         return None
     eighths = {best.batch_size * part // 8 for part in (5, 6, 7, 9, 10, 11, 12, 13, 14, 15)}
-    return fastest([best, *(at(size) for size in sorted(eighths - {0, best.batch_size}))])
+    for size in sorted(eighths - {0, best.batch_size}):
+        best = fastest([best, at(size, best.seconds / best.batch_size)])
+        assert best is not None
+    return best
+
+
+def fastest_schedule(tasks: Sequence[Task], limit: float = inf) -> PlanResult | None:
+    """The best plan of tasks that differ in their schedule only, if it takes at most `limit` seconds a minibatch.
+
+    Asynchronous schedules go first: without bubbles they leave a limit that most others need not be searched under.
+    """
+    found: dict[str, PlanResult | None] = {}
+    for task in sorted(tasks, key=lambda task: task.schedule not in ASYNCHRONOUS):
+        result = found[task.schedule] = plan_schedule(task, limit)
+        limit = limit if result is None else min(limit, result.seconds)
+    return fastest(found[task.schedule] for task in tasks)
 
 
 def fastest(results: Iterable[PlanResult | None]) -> PlanResult | None:

@@ -15,6 +15,7 @@ from vpipe.plan.model import (
     stage_time,
 )
 from vpipe.plan.sharing import shared_times
+from vpipe.plan.windows import least_step
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.simulate import simulate
 
@@ -68,7 +69,8 @@ class PlanResult:
     fingerprint: str
     positions: tuple[RankPlan, ...]
     seconds: float
-    """Expected, a minibatch: of the simulated step for synchronous schedules, of the slowest rank for others."""
+    """Expected, a minibatch: of the simulated step for synchronous schedules, of the slowest rank for others (and
+    for all until they are timed)."""
 
     @property
     def samples_per_second(self) -> float:
@@ -112,7 +114,7 @@ def assemble(
     update_interval: int | None,
     positions: Sequence[Position],
 ) -> PlanResult:
-    """The result for the slices and policies of each position."""
+    """The result for the slices and policies of each position; synchronous ones have still to be timed."""
     starts = sorted(piece.start for position in positions for piece in position.slices)
     order = {start: number for number, start in enumerate(starts)}
     times = shared_times(
@@ -127,7 +129,7 @@ def assemble(
     stages = sorted(stage for position in planned for stage in position.stages)
     replicas = tuple(len(position.ranks) for position in planned)
     slowest = max(position.seconds for position in planned)
-    result = PlanResult(
+    return PlanResult(
         name,
         cap,
         tuple(stage.slice.stop - stage.slice.start for stage in stages),
@@ -141,12 +143,19 @@ def assemble(
         planned,
         slowest,
     )
+
+
+def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:
+    """With the seconds of a simulated step, if it is synchronous; None if it takes longer than `limit` for certain."""
     if not result.synchronous:
         return result
+    minibatches = result.minibatches
     assert minibatches is not None
+    if least_step(profile, result.positions, minibatches) > limit:
+        return None
     few = min(minibatches, LONG * max(16, result.ranks))
     step = simulate(profile, replace(result.to_plan(), minibatches=few)).step_time
-    return replace(result, seconds=(step + (minibatches - few) * slowest) / minibatches)
+    return replace(result, seconds=(step + (minibatches - few) * result.seconds) / minibatches)
 
 
 def position_plan(profile: Profile, position: Position, time: Time, numbers: Sequence[int]) -> RankPlan:

@@ -15,6 +15,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from vpipe.plan.loads import Loads
+from vpipe.plan.model import Slice
 from vpipe.plan.reach import Moves, Reach, all_moves, least_limit, reach
 from vpipe.plan.slices import Costs, Floats
 
@@ -32,19 +34,19 @@ class Stage(NamedTuple):
 
 
 def search(costs: Costs, blocks: int, even: bool = True, limit: float = np.inf) -> list[Stage] | None:
-    """The stages whose most expensive one is cheapest, the others even; None if every plan is above `limit`."""
+    """The stages whose most expensive one is cheapest, the others even; None if that is above `limit`."""
     moves = all_moves(costs.loads)
     bound, steps, raised = least_limit(moves, costs.floors, blocks), list(LIMITS), False
-    while np.isfinite(bound) and bound <= limit:
-        tried = min(bound * steps.pop(0) if steps else np.inf, limit)
+    tried = 0.0
+    while np.isfinite(bound) and bound <= limit and tried < limit:
+        tried = bound * steps.pop(0) if steps else np.inf
         reached = forward(costs, moves, blocks, tried)
         leads = np.isfinite(reached[0, blocks]) and reached[0, blocks] <= tried
-        found = backward(costs, moves, blocks, reached, tried) if leads else None
-        if found is not None:
+        if leads and (found := backward(costs, moves, blocks, reached, tried)):
             largest = max(stage.cost for stage in found)
-            return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True) if even else found
-        if tried == limit:
-            break
+            if not even or largest > limit:
+                return found if largest <= limit else None
+            return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True)
         if not leads and not raised and len(steps) <= len(LIMITS) - FIRST:
             bound = float(forward(costs, moves, blocks, np.inf)[0, blocks])
             steps, raised = list(LIMITS), True
@@ -154,3 +156,18 @@ def _path(costs: Costs, taken: dict[tuple[int, int], Stage], blocks: int) -> lis
         behind -= costs.loads.loads[stage.load].replicas
         start = stage.stop
     return stages
+
+
+def placed(stages: list[Stage], loads: Loads) -> list[Slice]:
+    """The stages as slices, ranks numbered stage by stage."""
+    slices: list[Slice] = []
+    first = 0
+    for stage in stages:
+        load = loads.loads[stage.load]
+        following = first + load.replicas
+        ranks = tuple(range(first, following))
+        before = first - 1 if first else None
+        after = following if following < loads.ranks else None
+        slices.append(Slice(stage.start, stage.stop, load, ranks, before, after))
+        first = following
+    return slices

@@ -1,0 +1,138 @@
+"""`--schedule auto` against every layout of every schedule, planned and simulated without any limit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from functools import partial
+from math import inf
+from random import Random
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_plan_optimal import MINIBATCHES, problems
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, as_scheduled
+from vpipe.errors import VPipeError
+from vpipe.plan import PlanResult, plan
+from vpipe.plan.loads import CHUNKED
+from vpipe.plan.one_schedule import _layouts, _of_stages, _timed
+from vpipe.plan.planner import TRIED
+from vpipe.plan.reach import all_moves, reach
+from vpipe.plan.slices import TimeCosts
+from vpipe.plan.task import Task, loads_of
+from vpipe.plan.windows import least_step, step_floors
+from vpipe.schedule import ASYNCHRONOUS, SPLIT
+
+FAR = {(0, 1): LinkCost(2.0, 0.0), (1, 0): LinkCost(50.0, 0.0, sender_busy=True)}
+"""Of all links these two are other ones."""
+
+
+def task_of(profile: Profile, ranks: int, cap: int, name: str, minibatches: int) -> Task:
+    task = Task(profile, ranks, cap, name, minibatches, None)
+    return task._replace(profile=as_scheduled(profile, name in SPLIT, task.update_interval))
+
+
+def every_plan(task: Task) -> list[PlanResult]:
+    return [result for find in _layouts(task) for result in _timed(task, find, inf)]
+
+
+def auto(profile: Profile, ranks: int, cap: int, minibatches: int, **more: int) -> PlanResult | None:
+    try:
+        return plan(profile, ranks, cap, "auto", minibatches, **more)
+    except VPipeError:
+        return None
+
+
+def check_auto(profile: Profile, ranks: int, cap: int, minibatches: int) -> str | None:
+    """The schedule that is the first of the fastest, as `auto` must say."""
+    found = [
+        (name, min((result.seconds for result in every_plan(task)), default=inf))
+        for name in TRIED
+        for task in [task_of(profile, ranks, cap, name, minibatches)]
+    ]
+    result, least = auto(profile, ranks, cap, minibatches), min(seconds for _, seconds in found)
+    if result is None:
+        assert least == inf
+        return None
+    assert result.seconds == pytest.approx(least, rel=1e-8, abs=1e-12)
+    assert result.schedule in [name for name, seconds in found if seconds <= least * (1 + 1e-8) + 1e-12]
+    return result.schedule
+
+
+@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(problems(), st.sampled_from([1, 2]), st.booleans())
+def test_auto_is_the_fastest_of_all(problem: tuple[Profile, int, int], together: int, far: bool) -> None:
+    profile, ranks, cap = problem
+    device = replace(profile.device, shared_by=together)
+    check_auto(replace(profile, device=device, links=FAR if far else {}), ranks, cap, MINIBATCHES)
+
+
+def test_auto_is_the_fastest_of_all_on_more_ranks() -> None:
+    """Larger models, of which different schedules are the best."""
+    random, best = Random(3), Counter[str]()
+    for number in range(24):
+        blocks = tuple(
+            BlockCost(
+                "b", *(random.randint(2, 9) / 4 for _ in range(3)), random.choice([0.0, 0.5, 4.0]),
+                random.randint(1, 30), random.randint(0, 4), random.randint(0, 9), deferred_bytes=random.randint(0, 9),
+            )
+            for _ in range(10)
+        )  # fmt: skip
+        device = DeviceCost(1, random.choice([2.0, 90.0]), random.choice([2.0, 90.0]), 0.1)
+        profile = Profile(blocks, device, LinkCost(random.choice([1.0, 20.0]), 0.01), 1, 1.0)
+        minibatches, cap = random.choice([3, 24]), random.choice([150, 300, 900])
+        best[str(check_auto(profile, 4 + 2 * (number % 2), cap, minibatches))] += 1
+    assert len(best) >= 4, best
+
+
+@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    problems(),
+    st.sampled_from([name for name in TRIED if name not in ASYNCHRONOUS]),
+    st.integers(1, 12),
+    st.booleans(),
+)
+def test_no_simulated_step_is_below_its_floor(
+    problem: tuple[Profile, int, int], name: str, minibatches: int, far: bool
+) -> None:
+    profile, ranks, cap = problem
+    profile = replace(profile, links=FAR if far else {})
+    task = task_of(profile, ranks, cap, name, minibatches)
+    for result in every_plan(task):
+        assert least_step(task.profile, result.positions, minibatches) <= result.seconds * (1 + 1e-9)
+    if name not in CHUNKED:
+        for loads in loads_of(task):
+            find = partial(_of_stages, task, loads)
+            for result in _timed(task, find, inf):
+                floors = step_floors(TimeCosts(task.profile, loads, cap), minibatches)
+                limit = result.seconds * (1 + 1e-9)
+                assert reach(all_moves(loads), floors.under(limit), len(profile.blocks)).covers
+
+
+def test_floors_are_near_where_stages_are_even() -> None:
+    """64 equal blocks on 16 ranks: what the floors allow is not far from what the simulation says."""
+    block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
+    profile = Profile((block,) * 64, DeviceCost(1, 1e9, 1e9), LinkCost(1e9, 0.0, sender_busy=False), 1)
+    for name in ("1f1b", "gpipe", "interleaved", "zb-h1", "zb-v"):
+        task = task_of(profile, 16, 10**6, name, 64)
+        for result in every_plan(task):
+            floor = least_step(task.profile, result.positions, 64)
+            assert 0.9 * result.seconds <= floor <= result.seconds
+
+
+def test_the_batch_size_is_the_best_too() -> None:
+    """The sizes between the powers of two are searched under the limit of the best of these."""
+    block = BlockCost("b", 1.0, 1.0, 1.0, 4.0, 50, 10, 20)
+    profile = Profile((block,) * 6, DeviceCost(1, 1e9, 1e9, 0.3), LinkCost(100.0, 0.0), 4)
+    result = plan(profile, 3, 2000, "auto", 6, "auto")
+    rates = [
+        found.samples_per_second
+        for size in range(1, 40)
+        if (found := auto(profile, 3, 2000, 6, batch_size=size)) is not None
+    ]
+    assert result.samples_per_second == pytest.approx(max(rates), rel=0.05)
+    fixed = auto(profile, 3, 2000, 6, batch_size=result.batch_size)
+    assert fixed is not None
+    assert fixed.seconds == pytest.approx(result.seconds)
