@@ -5,24 +5,27 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vpipe.cost import Profile, for_batch_size
-from vpipe.plan.least import Least, fits, least_of_schedule
+from vpipe.plan.least import fits, least_of_all
 from vpipe.plan.task import Task
 from vpipe.sizes import show_bytes
 
 
 def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
     """The message for tasks that differ in their schedule only and of which none has a plan."""
-    task, least = _least(tasks)
-    if least is None:
+    found = least_of_all(tasks)
+    if found is None:
+        task = tasks[0]
         return (
             f"schedule {task.schedule!r} cannot be planned for {task.ranks} ranks and "
             f"{len(profile.blocks)} blocks: every chunk holds at least one block; use fewer ranks or chunks, "
             "or another schedule"
         )
+    task, least = found
     blocks = " and ".join(f"{piece.start} to {piece.stop - 1}" for piece in least.slices)
     missing = least.memory - task.memory
     changes = [f"a memory of {least.memory} bytes ({show_bytes(least.memory)})"]
-    quick = [task for task in tasks if task.quick]
+    # The one that needs least first: it is the likeliest to fit.
+    quick = [other for other in sorted(tasks, key=lambda other: other is not task) if other.quick]
     if quick and (ranks := _ranks(quick)) is not None:
         changes.append(f"{ranks} ranks")
     if quick and (size := _batch_size(quick, profile)) is not None:
@@ -34,12 +37,6 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
         f"{least.position} (blocks {blocks}), even with everything recomputed or swapped that helps; "
         f"what would fit: {', or '.join(changes)}"
     )
-
-
-def _least(tasks: Sequence[Task]) -> tuple[Task, Least | None]:
-    found = [(task, least_of_schedule(task)) for task in tasks]
-    fitting = [(task, least) for task, least in found if least is not None]
-    return min(fitting, key=lambda pair: pair[1].memory) if fitting else found[0]
 
 
 def _ranks(tasks: Sequence[Task]) -> int | None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import inf
 from typing import NamedTuple
 
 from vpipe.plan.chunks import Seat
 from vpipe.plan.loads import CHUNKED
 from vpipe.plan.model import Slice
+from vpipe.plan.reach import all_moves, least_limit
 from vpipe.plan.slices import MemoryCosts
 from vpipe.plan.stages import is_below, placed, search
 from vpipe.plan.task import Task, divisors, loads_of, seats_of, weights_alone
@@ -21,9 +24,41 @@ class Least(NamedTuple):
     slices: tuple[Slice, ...]
 
 
-def least_of_schedule(task: Task) -> Least | None:
-    """None if the model has too few blocks for the schedule."""
-    return min(_leasts(task), key=lambda found: found.memory, default=None)
+def least_of_all(tasks: Sequence[Task]) -> tuple[Task, Least] | None:
+    """The least of tasks that differ in their schedule only; None if the model has too few blocks for all of them.
+
+    Those that seem to need least go first, and leave a limit to the others.
+    """
+    best: tuple[Task, Least] | None = None
+    for bound, place, task, find in sorted(_ways(tasks), key=lambda way: way[:2]):
+        limit = inf if best is None else best[1].memory
+        found = find(limit) if bound <= limit else None
+        if found is not None and (best is None or (found.memory, place) < (limit, tasks.index(best[0]))):
+            best = task, found
+    return best
+
+
+def _ways(tasks: Sequence[Task]) -> Iterator[tuple[float, int, Task, Callable[[float], Least | None]]]:
+    """By a bound for what it needs, and by the task's place: how the least of one layout is found under a limit."""
+    for place, task in enumerate(tasks):
+        if task.schedule in CHUNKED:
+            # Of large problems only the most positions: there may be less elsewhere, but this fits.
+            for positions in divisors(task) if task.small else divisors(task)[-1:]:
+                bound = max(weights_alone(task, positions), task.memory)
+                yield bound, place, task, partial(_chunked_least, task, positions)
+            continue
+        for loads in loads_of(task):
+            costs = MemoryCosts(task.profile, loads)
+            bound = least_limit(all_moves(loads), costs.floors, len(task.profile.blocks))
+            yield bound, place, task, partial(_line_least, costs)
+
+
+def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
+    stages = search(costs, len(costs.profile.blocks), even=False, limit=limit)
+    if stages is None:
+        return None
+    worst = max(range(len(stages)), key=lambda index: stages[index].cost)
+    return Least(int(stages[worst].cost), worst, (placed(stages, costs.loads)[worst],))
 
 
 def fits(task: Task) -> bool:
@@ -34,28 +69,16 @@ def fits(task: Task) -> bool:
     return any(is_below(cost, len(task.profile.blocks), task.memory) for cost in costs)
 
 
-def _leasts(task: Task) -> Iterator[Least]:
-    if task.schedule in CHUNKED:
-        # Of large problems only the most positions: there may be less elsewhere, but this fits.
-        for positions in reversed(divisors(task)):
-            if seats := seats_of(task, positions):
-                yield _chunked_least(task, positions, seats)
-                if not task.small:
-                    return
-        return
-    for loads in loads_of(task):
-        stages = search(MemoryCosts(task.profile, loads), len(task.profile.blocks), even=False)
-        if stages is not None:
-            worst = max(range(len(stages)), key=lambda index: stages[index].cost)
-            yield Least(int(stages[worst].cost), worst, (placed(stages, loads)[worst],))
-
-
-def _chunked_least(task: Task, positions: int, seats: list[Seat]) -> Least:
+def _chunked_least(task: Task, positions: int, limit: float) -> Least | None:
     """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
     low = high = task.memory
+    if not (seats := seats_of(task, positions)):
+        return None
     last, times = seats, 1
     while (missing := _missing(seats)) > 0:
         low, high, last = high, high + times * missing, seats
+        if high > limit and not task.small:
+            return None
         times *= 2
         seats = seats_of(task._replace(memory=high), positions)
     while task.small and high - low > 1:

@@ -54,26 +54,40 @@ def search(costs: Costs, blocks: int, even: bool = True, limit: float = np.inf) 
 
 
 def is_below(costs: Costs, blocks: int, limit: float) -> bool:
-    """Whether there are stages of which none costs more than `limit`; the first that is found will do."""
+    """Whether there are stages of which none costs more than `limit`; the first that are found will do."""
     moves = all_moves(costs.loads)
     reached = forward(costs, moves, blocks, limit)
     if reached[0, blocks] > limit:
         return False
-    leads = np.zeros((len(moves), blocks + 1), dtype=bool)
-    leads[0, blocks] = True
     band = reach(moves, costs.floors.under(limit), blocks)
-    for start in range(blocks - 1, -1, -1):
-        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
-            own = stage_costs(costs, bounds, move, behind, start)
-            offered = np.where(leads[move.left, start + 1 :] & (own <= limit), own, np.inf)
-            while np.isfinite(offered.min()):
-                row, column = np.unravel_index(int(offered.argmin()), offered.shape)
-                exact = costs.exact(start, start + 1 + int(column), int(move.loads[row]))
-                if exact <= limit:
-                    leads[behind, start] = True
-                    break
-                offered[row, column] = np.inf
-    return bool(leads[-1, 0])
+
+    def stages_at(behind: int, start: int) -> Iterator[tuple[int, int]]:
+        """Where those of the limit lead to: first to where most is left of what the ranks behind can do."""
+        move = moves[behind]
+        if move is None:
+            return
+        own = stage_costs(costs, costs.bounds(start, move.loads), move, behind, start)
+        stops = np.arange(start + 1, blocks + 1)
+        spare = stops - band.near[move.left][:, None]
+        possible = (own <= limit) & (spare >= 0) & ((move.left > 0)[:, None] ^ (stops == blocks))
+        rows, columns = np.nonzero(possible)
+        for place in np.argsort(-spare[rows, columns], kind="stable"):
+            row, stop = rows[place], start + 1 + int(columns[place])
+            if costs.exact(start, stop, int(move.loads[row])) <= limit:
+                yield int(move.left[row]), stop
+
+    seen = {(costs.loads.ranks, 0)}
+    path = [stages_at(costs.loads.ranks, 0)]
+    while path:
+        state = next(path[-1], None)
+        if state == (0, blocks):
+            return True
+        if state is None:
+            path.pop()
+        elif state not in seen:
+            seen.add(state)
+            path.append(stages_at(*state))
+    return False
 
 
 def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, start: int) -> Floats:
