@@ -13,20 +13,28 @@ if TYPE_CHECKING:
 
 
 def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
-    """Where the stages are cut, where they sit, and in which order they work."""
-    shape: dict[str, Any] = {"partition": config.partition, "recompute_ratio": config.ratio}
-    if config.policies is not None:
-        shape = {"partition": config.partition, "policies": config.policies}
+    """What a run and its verification have in common: how the model is cut, in which order it works, how it learns."""
+    from vpipe.weights import optimizer_factory  # torch comes with it
+
+    arguments: dict[str, Any] = {
+        "optimizer": optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        "clip_norm": config.clip_norm,
+        "seed": config.seed,
+        "partition": config.partition,
+    }
+    if config.policies is None:
+        arguments["recompute_ratio"] = config.ratio
+    else:
+        arguments["policies"] = config.policies
     if config.chosen_schedule.endswith(".csv"):
-        return {"schedule": build_schedule(config), **shape}
-    return {
+        return arguments | {"schedule": build_schedule(config)}
+    return arguments | {
         "schedule": config.chosen_schedule,
         "stages": config.positions,
         "minibatches": config.minibatches,
         "update_interval": config.update_interval,
         "chunks": config.chunks,
         "replicas": config.replicas,
-        **shape,
     }
 
 

@@ -13,15 +13,13 @@ from vpipe import checkpoint
 from vpipe.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.communication import ProcessWorld, World, agree
 from vpipe.config import RunConfig
-from vpipe.config_file import resolved_yaml
-from vpipe.cost import Plan, write_plan
 from vpipe.data import Batches, Sampler
-from vpipe.datasets import TOKENIZER, Datasets, make_datasets
+from vpipe.datasets import Datasets, make_datasets
+from vpipe.description import describe, plan_of, write_description
 from vpipe.determinism import make_deterministic
 from vpipe.device import choose_device, limit_memory
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.faults import ATTEMPT
-from vpipe.files import write_text
 from vpipe.foreseen import telling_memory
 from vpipe.keeping import Keeper
 from vpipe.launch import LAUNCHED
@@ -32,7 +30,6 @@ from vpipe.observe.debug import attach
 from vpipe.observe.folder import make_run_folder
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.stages import write_stages
 from vpipe.observe.whereabouts import whereabouts
 from vpipe.pipeline import Pipeline
 from vpipe.position import Position
@@ -40,7 +37,7 @@ from vpipe.requests import STOP, Requests
 from vpipe.resume import find_checkpoint
 from vpipe.runtime import count_labels
 from vpipe.sizes import read_bytes
-from vpipe.weights import learning_rate_policy, optimizer_factory
+from vpipe.weights import learning_rate_policy
 
 
 class Trainer:
@@ -121,9 +118,11 @@ class Trainer:
                 "raise epochs or max_updates"
             )
         pipe.runtime.events.clock = align_clocks(pipe.handler)
-        self._describe_run()
+        if self.rank == 0:
+            write_description(pipe, self.config, self.data, self.folder)
         recorder = self._make_recorder()
-        for line in (self._describe_ranks(), *notes, restored):
+        described = describe(pipe, self.config, type(self.model).__name__, self.position)
+        for line in (described, *notes, restored):
             if line is not None:
                 recorder.say(line)
         if debug:
@@ -140,7 +139,7 @@ class Trainer:
             with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
                 keeper.resume(self.position_found)
                 requests.listen()
-                with telling_memory(self.config, self.folder, pipe, self._plan()):
+                with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
                     self._train(recorder, keeper)
                 keeper.save(self._position_here)
                 summary = recorder.summary() | {
@@ -233,14 +232,11 @@ class Trainer:
         return Pipeline(
             self.model,
             train.batch(range(min(config.batch_size, len(train))), 0),
-            optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
             lr_scheduler=policy,
             precision=config.precision,
             compile=config.compile,
-            clip_norm=config.clip_norm,
             on_nonfinite=config.on_nonfinite,
             loss_weight=count_labels,
-            seed=config.seed,
             device=self.device,
             world=self.world,
             **pipeline_arguments(config),
@@ -273,48 +269,9 @@ class Trainer:
         """Where in the data the pipeline is, once it is drained."""
         return {**self.position.told(self.pipe.updates), "evaluated": self.evaluated}
 
-    def _describe_run(self) -> None:
-        """The resolved configuration and the plan, for whoever looks at the run later."""
-        if self.rank == 0:
-            write_text(self.folder / "config.yml", resolved_yaml(self.config))
-            write_stages(self.pipe.layout, self.folder, cap=self.config.gpu_memory)
-            if self.data.tokenizer is not None:
-                write_text(self.folder / TOKENIZER, self.data.tokenizer.to_str())
-            plan = self.folder / "plan.json"
-            if not plan.exists():  # with `partition: auto` the launcher has written it
-                write_plan(self._plan(), plan)
-
-    def _plan(self) -> Plan:
-        """This run as a plan, which another run may name as its partition."""
-        layout, schedule = self.pipe.layout, self.pipe.schedule
-        return Plan(
-            layout.partition,
-            layout.policies,
-            schedule.name,
-            tuple(self.config.replicas or ()),
-            schedule.minibatches if schedule.synchronous else None,
-            self.config.chunks,
-            None if schedule.synchronous else schedule.update_interval,
-            self.config.batch_size,
-            layout.graph.plan_fingerprint,
-        )
-
     def _take_device(self) -> torch.device:
         """This rank's device, of whose memory it may have what the configuration says."""
         device = choose_device(None, self.world.local_rank)
         cap = self.config.gpu_memory
         limit_memory(device, None if cap is None else read_bytes(cap))
         return device
-
-    def _describe_ranks(self) -> str:
-        layout, handler = self.pipe.layout, self.pipe.handler
-        devices = self.world.all_gather("devices", str(self.device))
-        where = "CPU ranks (there is no GPU here)"
-        if self.device.type == "cuda":
-            where = f"ranks on {', '.join(devices)}, joined by {', '.join(sorted(set(handler.channel_names.values())))}"
-        return (
-            f"{type(self.model).__name__}: {len(layout.graph.blocks)} blocks as {list(layout.partition)} on "
-            f"{self.world.size} {where}, {'compiled, ' if self.config.compile else ''}schedule {layout.schedule.name}, "
-            f"{self.position.updates} updates of "
-            f"{self.position.interval} x {self.config.batch_size} samples"
-        )

@@ -34,7 +34,7 @@ from vpipe.reference import Recipe, Trained, train_asynchronously, train_synchro
 from vpipe.runtime import Fields, Stage, count_samples
 from vpipe.schedule import Schedule
 from vpipe.threads import run_ranks
-from vpipe.weights import OptimizerFactory, optimizer_factory
+from vpipe.weights import OptimizerFactory
 
 if TYPE_CHECKING:
     from vpipe.communication import InProcessWorld
@@ -96,13 +96,10 @@ def verify_config(
         model,
         lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
-        optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
         loss_fn=loss_fn,
         updates=updates,
         dtype=dtype,
         device=device,
-        clip_norm=config.clip_norm,
-        seed=config.seed,
         **arguments,
     )
 

@@ -1,0 +1,59 @@
+"""What a run says of itself when it begins: files for whoever looks at it later, and a line for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.config_file import resolved_yaml
+from vpipe.cost import Plan, write_plan
+from vpipe.datasets import TOKENIZER
+from vpipe.files import write_text
+from vpipe.observe.stages import write_stages
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+    from vpipe.datasets import Datasets
+    from vpipe.pipeline import Pipeline
+    from vpipe.position import Position
+
+
+def plan_of(pipe: Pipeline, config: RunConfig) -> Plan:
+    """The run as a plan, which another run may name as its partition."""
+    layout, schedule = pipe.layout, pipe.schedule
+    return Plan(
+        layout.partition,
+        layout.policies,
+        schedule.name,
+        tuple(config.replicas or ()),
+        schedule.minibatches if schedule.synchronous else None,
+        config.chunks,
+        None if schedule.synchronous else schedule.update_interval,
+        config.batch_size,
+        layout.graph.plan_fingerprint,
+    )
+
+
+def write_description(pipe: Pipeline, config: RunConfig, data: Datasets, folder: Path) -> None:
+    """The resolved configuration, the stages, the tokenizer and the plan; rank 0 does it."""
+    write_text(folder / "config.yml", resolved_yaml(config))
+    write_stages(pipe.layout, folder, cap=config.gpu_memory)
+    if data.tokenizer is not None:
+        write_text(folder / TOKENIZER, data.tokenizer.to_str())
+    plan = folder / "plan.json"
+    if not plan.exists():  # with `partition: auto` the launcher has written it
+        write_plan(plan_of(pipe, config), plan)
+
+
+def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:
+    """The run in one line. Called on every rank, which tells the others its device."""
+    devices = pipe.world.all_gather("devices", str(pipe.device))
+    where = "CPU ranks (there is no GPU here)"
+    if pipe.device.type == "cuda":
+        channels = sorted(set(pipe.handler.channel_names.values()))
+        where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
+    return (
+        f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
+        f"{pipe.world.size} {where}, {'compiled, ' if config.compile else ''}schedule {pipe.schedule.name}, "
+        f"{position.updates} updates of {position.interval} x {config.batch_size} samples"
+    )
