@@ -236,6 +236,7 @@ class Runner:
             schedule=case.schedule,
             partition=plan.partition,
             policies=plan.policies,
+            device="cpu",
             **options,
         )
         self.training = self.pipe.train(cycle(batches))

@@ -22,12 +22,14 @@ from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
+from vpipe.observe.figures import figures_of
 from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
 
 BRIEF = 12
 """Minibatches of a run that only tells whether a case fits."""
+PARTS = ("forward", "backward", "update", "send", "wait")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -69,6 +71,17 @@ class Case(NamedTuple):
     compile: bool = False
     brief: bool = False
     """Whether it fits is all that is asked."""
+
+
+class Pace(NamedTuple):
+    """Of one rank in a case."""
+
+    rate: float
+    """Samples a second of the whole pipeline; 0 for a brief run."""
+    peak: int
+    """Bytes that the allocator had given out at most."""
+    spent: dict[str, float]
+    """Milliseconds of a minibatch, by the GPU's clock."""
 
 
 class Bench:
@@ -158,6 +171,7 @@ class Bench:
         """Nothing of earlier cases is left, and from now on a rank may have so many bytes."""
         gc.collect()  # what an earlier case has left in cycles
         if self.device.type == "cuda":
+            torch.cuda.ipc_collect()  # everybody has let go of the others' memory since they met after that case
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
             torch.cuda.set_per_process_memory_fraction(cap / self.total if cap else 1.0)
@@ -170,8 +184,7 @@ class Bench:
         """Updates of so many minibatches before the clock starts, and those that are timed."""
         return -(-self.settings.warm // minibatches), max(4, -(-self.settings.measured // minibatches))
 
-    def pace(self, case: Case, world: World) -> tuple[float, int]:
-        """Samples a second (0 for a brief run), and this rank's peak of allocated bytes."""
+    def pace(self, case: Case, world: World) -> Pace:
         self.begin(case.cap)
         per_update = case.minibatches or 1
         options: dict[str, Any] = {"chunks": case.chunks} if case.chunks else {}
@@ -196,14 +209,22 @@ class Bench:
             timeout=300 if case.compile else 60,
             **options,
         ) as pipe:
-            marks = [time.perf_counter() for _ in pipe.train(self.data(case.batch, per_update * updates))]
+            marks, figures = [], []
+            for _ in pipe.train(self.data(case.batch, per_update * updates)):
+                marks.append(time.perf_counter())
+                if len(marks) == warm:
+                    figures.append(figures_of(pipe))
             late = pipe.runtime.losses.late
             peak = self.peak()
+            figures.append(figures_of(pipe))
         if case.brief:
-            return 0.0, peak
+            return Pace(0.0, peak, {})
         # The last losses come all at once, when the pipeline has been drained.
         first, last = warm, len(marks) - 1 - late
-        return (last - first) * per_update * case.batch / (marks[last] - marks[first]), peak
+        rate = (last - first) * per_update * case.batch / (marks[last] - marks[first])
+        spent = figures[1].since(figures[0])
+        count = (updates - warm) * per_update
+        return Pace(rate, peak, {part: round(1e3 * getattr(spent, part) / count, 3) for part in PARTS})
 
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""
@@ -212,18 +233,19 @@ class Bench:
         row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
         row |= {"layers": case.layers or self.layers, "compile": case.compile}
         foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)
-        rate, peak = None, 0
+        pace: Pace | None = None
         try:
             if self.device.type == "cpu" and case.cap and max(foreseen["foreseen_bytes"]) > case.cap:
                 raise OutOfMemoryError("foreseen above the cap, which nothing enforces on the CPU")
-            rate, peak = self.pace(case, ProcessWorld(timeout=60))
+            pace = self.pace(case, ProcessWorld(timeout=60))
         except (torch.OutOfMemoryError, VPipeError) as error:
             row["error"] = str(error).splitlines()[0][:100]
-        row["peak_bytes"] = self.world.all_gather("peak", peak)
-        fits = all(self.world.all_gather("fits", rate is not None))
-        row["fits"] = fits
+        paces = self.world.all_gather("pace", pace)
+        row["peak_bytes"] = [0 if found is None else found[1] for found in paces]
+        row["fits"] = fits = None not in paces
+        rate = None if pace is None else pace.rate
         if fits and rate:
-            row["samples_per_s"] = rate
+            row |= {"samples_per_s": rate, "spent_ms": [found[2] for found in paces]}
             kind = "minibatch" if case.minibatches is None else "step"
             if case.batch == self.batch:
                 row |= shares(rate, limits, kind)
@@ -253,9 +275,11 @@ class Bench:
             case.batch,
         )
         result = simulate(profile, written, None, per_update or 64)
+        period = case.batch / result.samples_per_second
         return {
             "predicted": result.samples_per_second,
             "foreseen_bytes": [rank.memory.total for rank in result.ranks],
+            "foreseen_ms": [round(1e3 * period * rank.compute, 3) for rank in result.ranks],
         }
 
     def in_time(self, deadline: float | None = None) -> bool:

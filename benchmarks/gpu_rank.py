@@ -48,9 +48,9 @@ def find_limits(bench: Bench) -> dict[str, float]:
         case = Case("limit", "1f1b", bench.batch, count)
         alone = 0.0
         if bench.world.rank == 0:
-            alone = bench.pace(case, InProcessHub(1).join(0))[0]
+            alone = bench.pace(case, InProcessHub(1).join(0)).rate
         bench.world.all_gather("alone", None)
-        together = bench.pace(case, InProcessHub(1).join(0))[0]
+        together = bench.pace(case, InProcessHub(1).join(0)).rate
         rates = bench.world.all_gather("together", together)
         found[kind] = RANKS * bench.world.all_gather("alone", alone)[0]
         found[f"{kind}, together"] = sum(rates)

@@ -186,6 +186,7 @@ def work_as_rank(
             policies=made.policies,
             replicas=made.replicas or None,
             chunks=made.chunks if made.schedule == "interleaved" else None,
+            device="cpu",
             **count,
         )
         trainings[name] = pipes[name].train(cycle(batches))

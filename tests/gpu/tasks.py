@@ -7,6 +7,8 @@ import copy
 from functools import cache
 from typing import Any
 
+from torch import nn
+
 from tests import models
 from tests.multiprocess import tasks
 from vpipe import Pipeline
@@ -21,6 +23,15 @@ SCHEDULES = ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"
 def double_bert() -> models.Example:
     model, batch, loss_fn = tasks.bert()
     return copy.deepcopy(model).double(), batch, loss_fn
+
+
+@cache
+def without_dropout() -> nn.Module:
+    model = copy.deepcopy(double_bert()[0])
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model
 
 
 def options_of(schedule: str) -> dict[str, Any]:
@@ -40,12 +51,13 @@ def train(
     precision: str | None = None,
     device: str = GPU,
     optimizer: OptimizerFactory = tasks.adamw,
+    model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[list[tuple[int, float]], tasks.State]:
-    model, batch, _ = double_bert() if precision is None else tasks.bert()
+    usual, batch, _ = double_bert() if precision is None else tasks.bert()
     more: dict[str, Any] = {} if precision is None else {"precision": precision}
     with Pipeline(
-        model,
+        model or usual,
         batch,
         optimizer=optimizer,
         schedule=schedule,

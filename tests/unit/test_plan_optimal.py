@@ -109,15 +109,17 @@ class Brute:
         )
         entered = [profile.blocks[i - 1].boundary_bytes if i else 0 for i in range(start, stop)]
         parameters = sum(b.parameter_bytes for b in blocks)
-        exchanged = 0
+        exchanged = parts = 0
+        lag = {"pipedream": self.ranks, "2bw": 2}.get(self.schedule, 0)
         for tie in profile.tied:
             here = sum(start <= number < stop for number in tie.blocks)
             parameters -= tie.bytes * max(0, here - 1)
-            exchanged += tie.bytes if 0 < here < len(tie.blocks) else 0
-        lag = {"pipedream": self.ranks, "2bw": 2}.get(self.schedule, 0)
+            if 0 < here < len(tie.blocks):
+                exchanged += tie.bytes
+                parts += tie.bytes * (2 + (min(1, lag) if start <= min(tie.blocks) < stop else 2 * lag))
         left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
         fixed = parameters * (versions + 1 + profile.optimizer_ratio) + 2 * (entered[0] + left)
-        fixed += (2 + lag) * exchanged
+        fixed += parts
         messages = (copies - 1) if profile.link.sender_busy else min(1, copies - 1)
         reduce = messages * (profile.link.latency + parameters / profile.link.bandwidth)
         base = sum(b.forward + b.input_gradient + b.weight_gradient for b in blocks)

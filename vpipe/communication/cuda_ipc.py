@@ -45,6 +45,7 @@ class CudaIpcChannel(SharedMemoryChannel):
 
     def __init__(self, peer: int, buffer: int, timeout: float, link: Any, device: torch.device) -> None:
         super().__init__(peer, buffer, timeout, link)
+        torch.cuda.ipc_collect()  # slots of earlier channels whose readers had not let go of them then
         self.device = device
         self._device_slots: list[_Slot] = []  # ours, written here
         self._device_free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
@@ -92,6 +93,7 @@ class CudaIpcChannel(SharedMemoryChannel):
         super().close()
         self._device_slots.clear()
         self._peer_device_slots.clear()
+        torch.cuda.ipc_collect()
 
     def _fetch(self, key: Key, tensor: Tensor, slot: _Slot) -> Tensor:
         """Bring a tensor over from the peer's GPU; its slot is free when the copy is made."""

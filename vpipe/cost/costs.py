@@ -114,6 +114,19 @@ class Profile:
         """Gradients that a stage of these blocks and another one add up for each update."""
         return sum(tie.bytes for tie in self.tied if 0 < tie.inside(start, stop) < len(tie.blocks))
 
+    def exchange_buffers(self, start: int, stop: int, lag: int) -> int:
+        """What they hold for that, where the first of these stages may be so many updates behind the last.
+
+        A part on its way and the sum; the first stage a second part on its way; the others, which apply the sum so
+        much later, the parts of all updates between, on their way and their own.
+        """
+        size = 0
+        for tie in self.tied:
+            if 0 < tie.inside(start, stop) < len(tie.blocks):
+                first = start <= tie.blocks[0] < stop
+                size += tie.bytes * (2 + (min(lag, 1) if first else 2 * lag))
+        return size
+
     def exchange_seconds(self, count: int) -> float:
         """How long a rank that copies its messages itself sends gradients and adds those of another stage."""
         return 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0

@@ -6,7 +6,8 @@ trains, its memory holds, summed over its slices:
     weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio), what blocks share once
     buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
                  and the one under way; the gradient that comes back is as large and takes the same place;
-                 (2 + lag) x the parameters that it shares with slices elsewhere: their gradients are exchanged
+                 2 x the parameters that it shares with slices elsewhere, whose gradients are exchanged; where there
+                 is a lag 1 x more if it holds the first of them, 2 x lag more if not
     activations  for each minibatch in flight, that is from its F to the end of its B (or I)
         keep       kept_bytes x in_flight
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
@@ -145,7 +146,7 @@ def weight_bytes(profile: Profile, piece: Slice) -> int:
 def buffer_bytes(profile: Profile, piece: Slice) -> int:
     received = 0 if piece.before is None else input_bytes(profile.blocks, piece.start)
     sent = 0 if piece.after is None else profile.blocks[piece.stop - 1].boundary_bytes
-    shared = (2 + piece.load.lag) * profile.exchanged_bytes(piece.start, piece.stop)
+    shared = profile.exchange_buffers(piece.start, piece.stop, piece.load.lag)
     return 2 * (received + sent) + shared
 
 

@@ -80,9 +80,9 @@ class GradientExchange:
         for name in self.tied_of(stage):
             parameter = optimizer.model_parameters[optimizer.names.index(name)]
             part, parameter.grad = _gradient_of(parameter), None
-            if part.dtype in (torch.float16, torch.bfloat16):
+            if part.dtype == torch.float16:
                 # Unscaled before it leaves: it may be applied when the scale is another.
-                part = part.float() / self.loss_scale.value
+                part = part.float().div_(self.loss_scale.value)
             self._parts[name, stage, update] = part
             for rank in self._ranks_holding(name) - {self.rank}:
                 self.handler.send(_tied_name(name, stage), part, update, rank)
@@ -148,6 +148,8 @@ class GradientExchange:
     def _sum(self, name: str, holders: list[tuple[int, int]], update: int, sent_as: str | None) -> Tensor:
         """Add the parts of (stage, rank) pairs in their order, own and received."""
         mine = next(iter(self._parts[name, s, update] for s, rank in holders if rank == self.rank))
+        # A tied parameter's goes to its float32 master; that of replicas is a gradient of the model's type again.
+        dtype = torch.float32 if sent_as is None and mine.dtype == torch.bfloat16 else mine.dtype
         owner = (name, update)
         total = None
         for stage, rank in holders:
@@ -156,7 +158,7 @@ class GradientExchange:
             else:
                 wire_name = sent_as or _tied_name(name, stage)
                 part = self.handler.recv(wire_name, update, rank, mine.shape, mine.dtype, owner=owner)
-            total = part.clone() if total is None else total.add_(part)
+            total = part.to(dtype, copy=True) if total is None else total.add_(part)
         self.handler.release(owner)
         assert total is not None
         return total

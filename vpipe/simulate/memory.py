@@ -2,8 +2,8 @@
 
 Always there are the weights, as much again for their gradients, the optimizer's state, and for each cut to
 another rank room for two messages each way: the one in use and the one under way. A stage that shares a parameter
-with another one holds two gradients more of it, the other's and the sum, and in asynchronous schedules one for each
-update that the other is behind.
+with another one holds gradients of it on their way, their sum, and in asynchronous schedules those of the updates that
+the other is behind (`Profile.exchange_buffers`).
 """
 
 from __future__ import annotations

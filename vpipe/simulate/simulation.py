@@ -229,7 +229,7 @@ class _Run:
         return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
 
     def buffers(self, rank: int) -> int:
-        """Two messages for each cut to another rank, each way; of shared gradients two, and those that wait."""
+        """Two messages for each cut to another rank, each way; and the gradients of shared parameters."""
         total = 0
         rules = self.network.rules
         for stage in self.schedule.stages_of(rank):
@@ -237,7 +237,7 @@ class _Run:
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
-            total += (2 + self.schedule.lag) * cost.exchanged
+            total += self.profile.exchange_buffers(*cost.blocks, self.schedule.lag)
         return total
 
     def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

@@ -24,6 +24,8 @@ from vpipe.schedule import Op
 class StageCost:
     """Times of one minibatch (the update's: of one update), bytes of one minibatch in flight."""
 
+    blocks: tuple[int, int]
+    """The first, and the one behind the last."""
     forward: float
     input_gradient: float
     """With the forward again of what is recomputed."""
@@ -75,6 +77,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str])
         held[policy] += held_bytes(blocks, number, policy)
         again += blocks[number].forward if policy == RECOMPUTE else 0.0
     return StageCost(
+        blocks=(start, stop),
         forward=sum(block.forward for block in own),
         input_gradient=sum(block.input_gradient for block in own) + again,
         weight_gradient=sum(block.weight_gradient for block in own),
