@@ -46,13 +46,7 @@ def launch(
     """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
     read_faults(os.environ.get(VARIABLE, ""))
     _check_hosts(config)
-    stages = ["some stage"] * config.ranks
-    if config.partition != AUTO:
-        schedule = build_schedule(config)
-        check_blocks(config, schedule)
-        stages = [
-            " and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)
-        ]
+    stages = _stages_of_ranks(config)
     _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
     if directory is not None and not directory.is_dir():
@@ -77,22 +71,35 @@ def launch(
         patience=config.timeout,
         gpus=gpus_of(config),
     )
-    journal = Journal(folder)
+    _run(ranks, max_restarts)
+    return folder
+
+
+def _run(ranks: Ranks, max_restarts: int) -> None:
+    journal = Journal(ranks.folder)
     for attempt in range(max_restarts + 1):
         try:
             run_ranks_here(ranks, attempt, journal)
-            break
+            return
         except RankFailedError as error:
             if attempt == max_restarts:
                 if max_restarts:
                     raise RankFailedError(f"gave up after {max_restarts} restarts: {error}") from None
                 raise
             print(
-                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {folder}",
+                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {ranks.folder}",
                 file=sys.stderr,
                 flush=True,
             )
-    return folder
+
+
+def _stages_of_ranks(config: RunConfig) -> list[str]:
+    """In words, for messages; once it is known that schedule, partition and model fit together."""
+    if config.partition == AUTO:
+        return ["some stage"] * config.ranks
+    schedule = build_schedule(config)
+    check_blocks(config, schedule)
+    return [" and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)]
 
 
 def gpus_of(config: RunConfig) -> list[int] | None:
