@@ -26,14 +26,38 @@ T = TypeVar("T")
 class Pipeline:
     """Trains `model` over the ranks of a torchrun job; every rank runs the same script.
 
-    The loader that `train` is given yields minibatches like `example_batch`, the same on every rank. A
-    synchronous schedule makes one update from `minibatches` of them, an asynchronous one from
-    `update_interval` (1 for pipedream). `policies` say for each block of the model what becomes of its
-    activations between forward and backward: "keep", "recompute" or "swap" (they wait in host memory);
-    `recompute_ratio` says for each stage how large a share of its blocks, from its end, is recomputed.
-    `on_nonfinite` says what a loss or a gradient that is not finite does: "stop" raises a NonFiniteError before
-    the update, "skip" passes over the update; None: nobody looks. `compile` lets torch.compile compile the
-    blocks: True, or the name of a backend other than inductor.
+    The loader that `train` is given yields minibatches like `example_batch`, the same on every rank: a dict (keys:
+    parameters of `forward`), a sequence or one tensor. Fields that `forward` does not take go to
+    `loss_fn(output, *rest)`; without a `loss_fn` the output has to contain the loss.
+
+    optimizer, lr_scheduler
+        Make the optimizer of a list of parameters, and the scheduler of an optimizer, which is stepped at each update.
+    stages, replicas, chunks
+        Positions of the pipeline (as many as ranks), ranks of each, and stages on each rank ("interleaved").
+    schedule, minibatches, update_interval
+        The order of the work, by name or as a `Schedule`. A synchronous one makes one update from `minibatches` of the
+        loader's (twice the positions), an asynchronous one from `update_interval` (1 for "pipedream").
+    partition
+        Blocks of each stage (`vpipe blocks` lists them); if not given, stages of about equal work.
+    recompute_ratio, policies
+        What becomes of activations between forward and backward: the share of each stage's blocks, from its end, that
+        is recomputed, or for each block of the model "keep", "recompute" or "swap" (they wait in host memory).
+    precision, compile
+        "fp32", "bf16" or "fp16" (weights stay float32 for the optimizer). True, or the name of a backend other than
+        inductor, lets torch.compile compile the blocks.
+    clip_norm, on_nonfinite
+        The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
+        NonFiniteError before the update, "skip" passes over the update; None: nobody looks.
+    loss_weight
+        What a minibatch counts in its update's loss: by default the number of its samples.
+    seed
+        Of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or schedule; and of
+        the weights of a model on `meta`.
+    device, channel, timeout
+        "cpu" or "cuda:0" (by default a GPU for each rank, where there are any), what carries tensors between ranks, and
+        how many seconds a rank waits for another.
+    world
+        Ranks that are not torchrun's processes, such as threads (`vpipe.threads`).
     """
 
     def __init__(
