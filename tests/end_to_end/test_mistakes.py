@@ -4,7 +4,9 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -14,12 +16,12 @@ from tests.end_to_end.tiny import POEM, TINY
 
 
 @pytest.fixture
-def mistaken(tmp_path):
+def mistaken(tmp_path: Path) -> Callable[..., str]:
     """Run `vpipe train` with these keys; check how it ends; return the one line that it says."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
 
-    def run(*arguments, **keys):
+    def run(*arguments: object, **keys: Any) -> str:
         (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"max_updates": 2} | keys))
         ended = vpipe("train", *(arguments or ["run.yml"]), cwd=tmp_path)
         assert ended.code == 2, ended.said
@@ -35,35 +37,35 @@ def mistaken(tmp_path):
 # Found before any rank starts.
 
 
-def test_missing_file(mistaken):
+def test_missing_file(mistaken: Callable[..., str]) -> None:
     assert "nowhere.yml: cannot be read: No such file" in mistaken("nowhere.yml")
 
 
-def test_unknown_key(mistaken):
+def test_unknown_key(mistaken: Callable[..., str]) -> None:
     assert "unknown key 'bach_size' (its value is 3): did you mean 'batch_size'?" in mistaken(bach_size=3)
 
 
-def test_wrong_type(mistaken):
+def test_wrong_type(mistaken: Callable[..., str]) -> None:
     assert "batch_size is 'many': expected a whole number" in mistaken(batch_size="many")
 
 
-def test_setting_without_a_value(mistaken):
+def test_setting_without_a_value(mistaken: Callable[..., str]) -> None:
     assert "--set batch_size: write key=value" in mistaken("run.yml", "--set", "batch_size")
 
 
-def test_machines_and_partition_disagree(mistaken):
+def test_machines_and_partition_disagree(mistaken: Callable[..., str]) -> None:
     line = mistaken(partition=[2, 2, 1])
     assert "partition" in line
     assert "machines" in line
 
 
-def test_remote_machine(mistaken):
+def test_remote_machine(mistaken: Callable[..., str]) -> None:
     assert "machines names 'elsewhere:0', which is not this host" in mistaken(
         machines=["localhost:0", "elsewhere:0"]
     )
 
 
-def test_port_taken(mistaken):
+def test_port_taken(mistaken: Callable[..., str]) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
@@ -71,50 +73,50 @@ def test_port_taken(mistaken):
         assert f"port is {port}: it cannot be used" in mistaken(port=port)
 
 
-def test_no_folder_can_be_made(mistaken):
+def test_no_folder_can_be_made(mistaken: Callable[..., str]) -> None:
     assert "log_directory is 'run.yml/runs': no folder can be made there" in mistaken(
         log_directory="run.yml/runs"
     )
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
-def test_no_write_permission(mistaken, tmp_path):
+def test_no_write_permission(mistaken: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
     assert "log_directory is 'locked/runs'" in mistaken(log_directory="locked/runs")
 
 
-def test_missing_container(mistaken):
+def test_missing_container(mistaken: Callable[..., str]) -> None:
     assert "container is 'image.sif'" in mistaken(container="image.sif")
 
 
-def test_missing_text(mistaken):
+def test_missing_text(mistaken: Callable[..., str]) -> None:
     assert "data_dir is" in mistaken(data_dir="nowhere")
 
 
 # Found by the ranks.
 
 
-def test_empty_text(mistaken, tmp_path):
+def test_empty_text(mistaken: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "empty.txt").write_text(" \n")
     assert "data_dir is" in mistaken(data_dir="empty.txt")
 
 
-def test_binary_text(mistaken, tmp_path):
+def test_binary_text(mistaken: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "binary.txt").write_bytes(os.urandom(1000) + b"\0")
     assert "binary.txt" in mistaken(data_dir="binary.txt")
 
 
-def test_more_stages_than_blocks(mistaken):
+def test_more_stages_than_blocks(mistaken: Callable[..., str]) -> None:
     machines = [f"localhost:{number}" for number in range(6)]
     assert "6 stages, but the model has only 5 blocks" in mistaken(machines=machines)
 
 
-def test_nothing_to_resume_from(mistaken, tmp_path):
+def test_nothing_to_resume_from(mistaken: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()
     assert "there is no good checkpoint" in mistaken("run.yml", "--resume", "other")
 
 
-def test_nothing_to_evaluate(tmp_path):
+def test_nothing_to_evaluate(tmp_path: Path) -> None:
     (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"data_dir": None, "synthetic_data": True}))
     ended = vpipe("eval", "run.yml", cwd=tmp_path)
     assert ended.code == 2, ended.said
@@ -125,14 +127,14 @@ def test_nothing_to_evaluate(tmp_path):
 
 
 @pytest.fixture
-def endless(tmp_path):
+def endless(tmp_path: Path) -> None:
     """A run that would go on for long."""
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
     (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"epochs": 100_000}))
 
 
-def test_a_killed_rank_ends_the_run(endless, tmp_path):
+def test_a_killed_rank_ends_the_run(endless: None, tmp_path: Path) -> None:
     process = start("train", "run.yml", cwd=tmp_path, new=False)
     try:
         victim = _wait_for_rank(1, tmp_path)
@@ -146,7 +148,7 @@ def test_a_killed_rank_ends_the_run(endless, tmp_path):
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number, endless, tmp_path):
+def test_no_rank_outlives_the_launcher(number: int, endless: None, tmp_path: Path) -> None:
     process = start("train", "run.yml", cwd=tmp_path, new=number == signal.SIGKILL)
     try:
         _wait_for_rank(0, tmp_path)

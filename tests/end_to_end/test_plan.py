@@ -1,6 +1,8 @@
 """Planned runs through the real command line: profiled, planned and trained in one go."""
 
 import json
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
@@ -9,7 +11,7 @@ from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fi
 
 
 @pytest.mark.timeout(240)
-def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny):  # noqa: F811
+def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny: Callable[..., Path]) -> None:  # noqa: F811
     folder = tiny(partition="auto", max_updates=3, gpu_memory="1GiB")
     ended = vpipe("train", "run.yml", cwd=folder)
     assert ended.code == 0, ended.said

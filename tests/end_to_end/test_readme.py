@@ -50,7 +50,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line, comments=True) for line in lines if line.startswith("vpipe ")]
 
 
-def test_the_snippet_trains_under_torchrun(tmp_path):
+def test_the_snippet_trains_under_torchrun(tmp_path: Path) -> None:
     (snippet,) = blocks("python")
     # In one piece: both ranks write to the same pipe.
     told = 'print(f"losses {step + 1}\\n", end="", flush=True)'
@@ -62,7 +62,9 @@ def test_the_snippet_trains_under_torchrun(tmp_path):
     assert ended.out.count("losses 6") == 2  # every rank reads them
 
 
-def test_the_drawing_is_the_commands_output(capsys, monkeypatch):
+def test_the_drawing_is_the_commands_output(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     block = next(block for block in blocks("") if block.startswith("$ vpipe schedule"))
     command, *shown = block.splitlines()
     monkeypatch.setattr(sys, "argv", shlex.split(command.removeprefix("$ ")))
@@ -75,7 +77,9 @@ def test_the_drawing_is_the_commands_output(capsys, monkeypatch):
 
 
 @pytest.mark.parametrize("command", commands(), ids=" ".join)
-def test_every_command_exists_with_its_options_and_files(command, capsys, monkeypatch):
+def test_every_command_exists_with_its_options_and_files(
+    command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "argv", ["vpipe", command[1], "--help"])
     monkeypatch.setenv("COLUMNS", "200")
     with pytest.raises(SystemExit) as ended:
@@ -89,7 +93,7 @@ def test_every_command_exists_with_its_options_and_files(command, capsys, monkey
             assert (ROOT / part).is_file()
 
 
-def test_every_target_of_make_is_there():
+def test_every_target_of_make_is_there() -> None:
     rules = (ROOT / "Makefile").read_text()
     for target in re.findall(r"^(?:\$ )?make (\w+)", README, re.MULTILINE):
         assert f"\n{target}:" in rules

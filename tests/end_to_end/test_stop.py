@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,10 @@ def final(run: Path) -> checkpoint.Manifest:
 
 
 @pytest.mark.timeout(300)
-def test_signals_save_and_end_a_run_that_then_goes_on_to_the_bit(tiny, monkeypatch):  # noqa: F811
+def test_signals_save_and_end_a_run_that_then_goes_on_to_the_bit(
+    tiny: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = tiny(**KEYS)
     # Long enough in one update for signals to come in between.
     monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=9,point=step,kind=sleep,seconds=4")

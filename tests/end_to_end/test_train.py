@@ -3,7 +3,9 @@
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -16,14 +18,14 @@ CONFIGS = Path(__file__).parents[2] / "configs"
 
 
 @pytest.fixture
-def tiny(tmp_path):
+def tiny(tmp_path: Path) -> Callable[..., Path]:
     """A folder with a little text and a configuration; `write(**keys)` changes keys of it."""
     (tmp_path / "text").mkdir()
     for number in range(8):
         lines = (f"{number + i} {POEM}" for i in range(40))
         (tmp_path / "text" / f"{number}.txt").write_text("".join(lines))
 
-    def write(**keys):
+    def write(**keys: Any) -> Path:
         (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | keys))
         return tmp_path
 
@@ -40,7 +42,7 @@ def losses(run: Path) -> dict[int, float]:
 
 
 @pytest.mark.timeout(240)
-def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny):
+def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny: Callable[..., Path]) -> None:
     folder = tiny(
         max_updates=16,
         checkpoint_interval=6,
@@ -126,7 +128,7 @@ def check_observed(folder: Path, run: Path, shown: str) -> None:
     assert found["versions"]["figures"]["staleness"] == {"0": 1, "1": 0}
 
 
-def test_torchrun_starts_the_same_command(tiny):
+def test_torchrun_starts_the_same_command(tiny: Callable[..., Path]) -> None:
     folder = tiny(schedule="1f1b", minibatches=2, max_updates=3, optimizer="sgd")
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "vpipe")
     ended = vpipe("train", "run.yml", cwd=folder, launcher=launcher)
@@ -134,7 +136,7 @@ def test_torchrun_starts_the_same_command(tiny):
     assert len(losses(only_run(folder))) == 3
 
 
-def test_the_number_of_ranks_under_torchrun_must_fit(tiny):
+def test_the_number_of_ranks_under_torchrun_must_fit(tiny: Callable[..., Path]) -> None:
     folder = tiny()
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "1", "-m", "vpipe")
     ended = vpipe("train", "run.yml", cwd=folder, launcher=launcher)
@@ -142,7 +144,7 @@ def test_the_number_of_ranks_under_torchrun_must_fit(tiny):
     assert "describes 2 ranks and 1 were started" in ended.said
 
 
-def test_a_chinese_gpt_writes_a_sentence(tiny):
+def test_a_chinese_gpt_writes_a_sentence(tiny: Callable[..., Path]) -> None:
     folder = tiny(model_type="cpm", data_dir="chinese.txt", max_updates=4, prompt="山")
     (folder / "chinese.txt").write_text("山高月小,水落石出。清风徐来,水波不兴。\n\n" * 200)
     ended = vpipe("train", "run.yml", cwd=folder)
@@ -150,7 +152,7 @@ def test_a_chinese_gpt_writes_a_sentence(tiny):
     assert "'山' goes on: " in ended.out
 
 
-def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny):
+def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny: Callable[..., Path]) -> None:
     from transformers import AutoModelForMaskedLM, AutoTokenizer
 
     folder = tiny(max_updates=2)
@@ -169,7 +171,7 @@ def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny):
 
 
 @pytest.mark.parametrize("name", ["bert_tiny", "cpm_tiny", "translation_tiny", "demo"])
-def test_every_small_configuration_trains(name, tmp_path):
+def test_every_small_configuration_trains(name: str, tmp_path: Path) -> None:
     small = {
         "max_updates": 3,
         "max_samples": 64,
@@ -194,7 +196,7 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("name", SYSTEMS)
-def test_the_guides_configurations_say_what_the_guides_say(name):
+def test_the_guides_configurations_say_what_the_guides_say(name: str) -> None:
     config = read_config(CONFIGS / f"{name}.yml")
     partition, recomputed = SYSTEMS[name]
     assert config.partition == partition
@@ -204,7 +206,7 @@ def test_the_guides_configurations_say_what_the_guides_say(name):
 
 
 @pytest.mark.timeout(300)
-def test_the_guides_three_systems_side_by_side(tmp_path):
+def test_the_guides_three_systems_side_by_side(tmp_path: Path) -> None:
     """With four thin layers, so nine blocks, in place of 24, and on two ranks: starting one costs most."""
     small = {
         "num_layers": 4,

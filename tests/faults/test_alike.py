@@ -1,5 +1,7 @@
 """A rank with another version or another configuration is refused at the start, with the difference."""
 
+from typing import Any
+
 import pytest
 
 from vpipe.config import RunConfig
@@ -15,14 +17,14 @@ def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list
     class Versioned:
         """A world in which each rank says another version than it has."""
 
-        def __init__(self, world):
+        def __init__(self, world: Any) -> None:
             self.rank, self.world = world.rank, world
 
-        def all_gather(self, name, mine):
+        def all_gather(self, name: str, mine: Any) -> list[Any]:
             told = mine if versions is None else mine | {"version of torch": versions[self.rank]}
             return self.world.all_gather(name, told)
 
-    def on_rank(world):
+    def on_rank(world: Any) -> None:
         try:
             alike.check_alike(Versioned(world), configs[world.rank])
         except ConfigError as error:
@@ -32,19 +34,19 @@ def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list
     return said
 
 
-def test_another_key():
+def test_another_key() -> None:
     said = refused([RunConfig(), RunConfig(), RunConfig(batch_size=16, optimizer="sgd")])
     assert len(said) == 3
     assert len(set(said)) == 1
     assert said[0].startswith("rank 2 differs from rank 0: batch_size 16 and 8; optimizer 'sgd' and 'adamw'")
 
 
-def test_another_torch():
+def test_another_torch() -> None:
     said = refused([RunConfig()] * 2, versions=["2.13.0", "2.12.1"])
     assert said == [said[0]] * 2
     assert "rank 1 differs from rank 0: version of torch '2.12.1' and '2.13.0'" in said[0]
 
 
 @pytest.mark.parametrize("key", ["data_dir", "log_directory"])
-def test_paths_may_differ_from_host_to_host(key):
+def test_paths_may_differ_from_host_to_host(key: str) -> None:
     assert refused([RunConfig(**{key: "a"}), RunConfig(**{key: "b"})]) == []

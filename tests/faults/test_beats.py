@@ -8,8 +8,10 @@ import os
 import signal
 import socket
 import time
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -76,10 +78,10 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path):
+def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
     jobs: list[Job] = []
 
-    def make(*behaviour):
+    def make(*behaviour: str) -> Job:
         jobs.append(Job(tmp_path, list(behaviour)))
         return jobs[-1]
 
@@ -94,7 +96,7 @@ def job(tmp_path):
     ("number", "how"),
     [(signal.SIGSTOP, "not heard of for "), (signal.SIGKILL, "it ended without a word")],
 )
-def test_all_others_name_the_one_that_fell_silent(number, how, job):
+def test_all_others_name_the_one_that_fell_silent(number: int, how: str, job: Callable[..., Job]) -> None:
     made = job("wait", "wait", "wait")
     made.begin()
     time.sleep(2 * LIMIT)
@@ -109,13 +111,13 @@ def test_all_others_name_the_one_that_fell_silent(number, how, job):
     assert time.monotonic() - started < LIMIT + TO_END + 1
 
 
-def test_last_words_are_passed_on(job):
+def test_last_words_are_passed_on(job: Callable[..., Job]) -> None:
     made = job("wait", "fail")
     made.begin()
     assert "stopped because rank 1 failed: RuntimeError: all is lost" in made.said(0, 10)
 
 
-def test_who_says_goodbye_is_not_missed(job):
+def test_who_says_goodbye_is_not_missed(job: Callable[..., Job]) -> None:
     made = job("leave", "wait", "leave")
     made.begin()
     for rank in (0, 2):
@@ -124,7 +126,7 @@ def test_who_says_goodbye_is_not_missed(job):
     assert made.ranks[1].is_alive()
 
 
-def test_a_stranger_is_turned_away(job):
+def test_a_stranger_is_turned_away(job: Callable[..., Job]) -> None:
     made = job("wait", "wait")
     with suppress(OSError), socket.create_connection(made.addresses[0], timeout=1) as stranger:
         stranger.sendall(b"GET / HTTP/1.1\r\n\r\n" + b"x" * 64)

@@ -1,6 +1,8 @@
 """`VPIPE_FAULT`: a mistake in it is told; it strikes where, when and as often as it says."""
 
 import math
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 
@@ -15,12 +17,12 @@ from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 
-def test_the_guides_example():
+def test_the_guides_example() -> None:
     (fault,) = read_faults("rank=2,step=5,point=fwd_send,minibatch=3,kind=kill")
     assert fault == Fault(2, "fwd_send", "kill", step=5, minibatch=3)
 
 
-def test_several_with_spaces():
+def test_several_with_spaces() -> None:
     first, second = read_faults(
         " rank=0, point=data, kind=sleep, seconds=0.5 ; rank=1,point=eval,kind=exit,attempt=2;"
     )
@@ -41,7 +43,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_are_told(text):
+def test_mistakes_are_told(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_faults(text)
     assert str(caught.value).startswith(f"VPIPE_FAULT is {text!r}: ")
@@ -49,22 +51,26 @@ def test_mistakes_are_told(text):
 
 
 @pytest.fixture(scope="module")
-def example():
+def example() -> models.Example:
     return models.bert(2)
 
 
 @pytest.fixture
-def faulty(monkeypatch, capture_once, example):
+def faulty(
+    monkeypatch: pytest.MonkeyPatch, capture_once: None, example: models.Example
+) -> Callable[..., Any]:
     """Train six minibatches with a fault; losses, where each rank was last, and whether its weights are finite."""
 
-    def train(text, attempt=0, schedule="pipedream"):
+    def train(
+        text: str, attempt: int = 0, schedule: str = "pipedream"
+    ) -> tuple[Any, dict[int, Action | None]]:
         monkeypatch.setenv(VARIABLE, text)
         monkeypatch.setenv(ATTEMPT, str(attempt))
         faults.wanted.cache_clear()
         model, batch, loss_fn = example
         places = {}
 
-        def on_rank(world):
+        def on_rank(world: Any) -> tuple[list[float], bool]:
             optimizer = optimizer_factory("sgd", 0.05, weight_decay=0.0)
             with Pipeline(
                 model, batch, optimizer=optimizer, loss_fn=loss_fn, schedule=schedule, world=world
@@ -101,41 +107,41 @@ POINTS = {  # point ▶ rank, the action that is under way
 
 
 @pytest.mark.parametrize("point", POINTS)
-def test_a_fault_strikes_at_its_point_and_nowhere_else(point, faulty):
+def test_a_fault_strikes_at_its_point_and_nowhere_else(point: str, faulty: Callable[..., Any]) -> None:
     rank, action = POINTS[point]
     said, places = faulty(f"rank={rank},step=3,point={point},minibatch=3,kind=raise")
     assert said == f"VPIPE_FAULT asked for this at {point}"
     assert places[rank] == Action.parse(action)
 
 
-def test_a_fault_strikes_in_its_attempt_only(faulty):
+def test_a_fault_strikes_in_its_attempt_only(faulty: Callable[..., Any]) -> None:
     (losses, _), _ = faulty("rank=0,step=1,point=fwd,kind=raise", attempt=1)[0]
     assert len(losses) == 7
     assert isinstance(faulty("rank=0,step=1,point=fwd,kind=raise,attempt=1", attempt=1)[0], str)
 
 
 @pytest.mark.parametrize("point", ["data,minibatch=4", "eval,step=6", "init", "shutdown"])
-def test_points_outside_the_program(point, faulty):
+def test_points_outside_the_program(point: str, faulty: Callable[..., Any]) -> None:
     name = point.partition(",")[0]
     assert faulty(f"rank=0,point={point},kind=raise")[0] == f"VPIPE_FAULT asked for this at {name}"
 
 
 @pytest.mark.parametrize("point", TENSOR_POINTS)
-def test_nan_poisons_what_is_there(point, faulty):
+def test_nan_poisons_what_is_there(point: str, faulty: Callable[..., Any]) -> None:
     told, _ = faulty(f"rank={POINTS[point][0]},step=3,point={point},kind=nan")
     losses, _ = told[0]
     assert all(map(math.isfinite, losses[:3]))
     assert not all(finite for _, finite in told)
 
 
-def test_without_a_fault_nothing_changes(faulty):
+def test_without_a_fault_nothing_changes(faulty: Callable[..., Any]) -> None:
     told, _ = faulty("rank=7,point=fwd,kind=raise")
     assert all(finite for _, finite in told)
     table = {}
     assert with_faults(type("Runtime", (), {"rank": 0}), table) is table  # type: ignore[arg-type]
 
 
-def test_a_sleep_may_come_again(monkeypatch):
+def test_a_sleep_may_come_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(VARIABLE, "rank=0,point=fwd,kind=sleep,seconds=0,times=2")
     faults.wanted.cache_clear()
     (fault,) = faults.wanted(0)

@@ -1,6 +1,7 @@
 """A rank that never starts: those that did say at the rendezvous limit who is missing."""
 
 import socket
+from pathlib import Path
 
 import pytest
 
@@ -15,7 +16,9 @@ from tests.faults.runs import write_config
         (1, "rank 0 did not open the rendezvous at 127.0.0.1:"),
     ],
 )
-def test_who_is_missing_is_told(rank, missing, tmp_path, monkeypatch):
+def test_who_is_missing_is_told(
+    rank: int, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_config(tmp_path, 3, rendezvous_limit=2)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

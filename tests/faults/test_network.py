@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -22,7 +23,7 @@ def ip(*arguments: str) -> None:
 
 
 @pytest.fixture
-def hosts():
+def hosts() -> Iterator[list[tuple[str, str]]]:
     """Two namespaces; the addresses in them end with 1 and 2."""
     number = os.getpid() % 65536
     names = [f"vpipe-{number}-{side}" for side in "ab"]
@@ -45,7 +46,7 @@ def hosts():
 
 
 @pytest.mark.timeout(150)
-def test_both_sides_name_the_peer_that_they_lost(hosts, tmp_path):
+def test_both_sides_name_the_peer_that_they_lost(hosts: list[tuple[str, str]], tmp_path: Path) -> None:
     write_config(tmp_path, 2, max_updates=None, epochs=100_000, print_frequency=1, heartbeat_limit=LIMIT)
     ranks = []
     for rank, (name, _) in enumerate(hosts):

@@ -27,7 +27,7 @@ TORCHRUN = (
 
 
 @pytest.mark.timeout(150)
-def test_the_others_name_the_rank_that_was_killed(tmp_path, monkeypatch):
+def test_the_others_name_the_rank_that_was_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_config(tmp_path, 3, heartbeat_limit=5.0)
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -55,7 +55,9 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path, monkeypatch):
 
 
 @pytest.mark.timeout(240)
-def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(tmp_path, monkeypatch):
+def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     write_config(tmp_path, 2, heartbeat_limit=5.0, max_updates=24)
     monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=14,point=bwd,kind=kill")
     shared = shared_memory()

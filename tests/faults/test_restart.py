@@ -1,5 +1,7 @@
 """Real ranks that fail: the run goes on from its newest checkpoint and ends as if nothing had happened."""
 
+from pathlib import Path
+
 import pytest
 
 from tests.end_to_end.command import alive
@@ -10,7 +12,7 @@ FAULTS = "rank=1,step=14,point=fwd,kind=kill;rank=0,step=20,point=step,kind=gil,
 
 
 @pytest.mark.timeout(300)
-def test_a_run_survives_faults_and_ends_with_the_same_weights(tmp_path):
+def test_a_run_survives_faults_and_ends_with_the_same_weights(tmp_path: Path) -> None:
     write_config(tmp_path, 2, heartbeat_limit=2.0, max_updates=24)
     clean, reference = train(tmp_path)
     assert clean.code == 0, clean.said

@@ -1,6 +1,7 @@
 """A rank that is ten times as slow: the losses are the same, and a warning names it."""
 
 import re
+from typing import Any
 
 import pytest
 
@@ -14,16 +15,18 @@ from vpipe.weights import optimizer_factory
 
 
 @pytest.mark.parametrize("slow", [0, 2])
-def test_a_slow_rank_is_named_and_changes_nothing(slow, monkeypatch, capture_once):
+def test_a_slow_rank_is_named_and_changes_nothing(
+    slow: int, monkeypatch: pytest.MonkeyPatch, capture_once: None
+) -> None:
     model, batch, loss_fn = models.sequential()
     updates = 2 * WINDOW + 3
 
-    def train(fault):
+    def train(fault: str) -> tuple[list[float], list[str]]:
         monkeypatch.setenv(VARIABLE, fault)
         faults.wanted.cache_clear()
         said = []
 
-        def on_rank(world):
+        def on_rank(world: Any) -> list[float]:
             with Pipeline(
                 model,
                 batch,

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -21,15 +22,18 @@ from vpipe.launch.local import Ranks, run_ranks_here
 pytestmark = pytest.mark.timeout(60)
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 REPOSITORY = Path(__file__).parents[2]
+Supervised = Callable[..., tuple[str, float, list[str]]]
 
 
 @pytest.fixture
-def supervised(tmp_path, monkeypatch):
+def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
     """Run stand-ins that behave like this; what the launcher raises, the seconds from the fault until all are gone,
     and the ranks' logs."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
 
-    def run(*behaviour, error=RankFailedError, limit=2.0):
+    def run(
+        *behaviour: str, error: type[VPipeError] = RankFailedError, limit: float = 2.0
+    ) -> tuple[str, float, list[str]]:
         ranks = Ranks(
             behaviour,
             len(behaviour),
@@ -68,7 +72,7 @@ ENDS = {
 @pytest.mark.parametrize(
     ("kind", "victim"), [("kill", 0), ("kill", 2), ("segv", 1), ("exit", 0), ("raise", 2)]
 )
-def test_every_log_names_the_rank_that_ended(kind, victim, supervised):
+def test_every_log_names_the_rank_that_ended(kind: str, victim: int, supervised: Supervised) -> None:
     behaviour = ["follow:0.2", "wait", "follow:0.2"]  # those who follow say at first that another one was it
     behaviour[victim] = f"{kind}:0.3"
     text, seconds, logs = supervised(*behaviour)
@@ -80,14 +84,14 @@ def test_every_log_names_the_rank_that_ended(kind, victim, supervised):
     assert seconds < 5
 
 
-def test_a_traceback_comes_once_and_first(supervised):
+def test_a_traceback_comes_once_and_first(supervised: Supervised) -> None:
     text, _, logs = supervised("wait", "raise:0.2")
     assert text.count("Traceback") == 1
     assert logs[1].splitlines()[1].startswith("Traceback")  # behind the line of the fault itself
     assert "Traceback" not in logs[0]
 
 
-def test_a_mistake_is_told_as_it_was_said_and_is_no_fault(supervised):
+def test_a_mistake_is_told_as_it_was_said_and_is_no_fault(supervised: Supervised) -> None:
     text, _, logs = supervised("mistake", "follow:0.1", error=VPipeError)
     assert text == "batch_size is 0: expected at least 1, such as\nbatch_size: 8"
     assert "stopped because rank 0 failed: batch_size is 0: expected at least 1, such as\n" in logs[1]
@@ -97,14 +101,14 @@ def test_a_mistake_is_told_as_it_was_said_and_is_no_fault(supervised):
 @pytest.mark.parametrize(
     ("kind", "how"), [("stop", "stopped (SIGSTOP)"), ("gil", "stuck: its interpreter has not run")]
 )
-def test_a_rank_that_stands_still_is_found(kind, how, supervised):
+def test_a_rank_that_stands_still_is_found(kind: str, how: str, supervised: Supervised) -> None:
     text, seconds, logs = supervised("wait", f"{kind}:0.1")
     assert text.startswith(f"rank 1 failed: {how}")
     assert "stopped because rank 1 failed" in logs[0]
     assert seconds < 2 + 5
 
 
-def test_a_rank_that_is_stopped_while_it_imports_is_found(supervised, tmp_path):
+def test_a_rank_that_is_stopped_while_it_imports_is_found(supervised: Supervised, tmp_path: Path) -> None:
     text, _, _ = supervised("deaf", "stop", limit=1.0)
     assert text.startswith("rank 1 failed: stopped")
     assert (
@@ -112,13 +116,13 @@ def test_a_rank_that_is_stopped_while_it_imports_is_found(supervised, tmp_path):
     )  # by the launcher's hand
 
 
-def test_who_works_waits_or_imports_is_not_blamed(supervised):
+def test_who_works_waits_or_imports_is_not_blamed(supervised: Supervised) -> None:
     text, _, logs = supervised("grind:3", "compute:3", "deaf", "kill:4", limit=1.0)
     assert text.startswith("rank 3 failed: killed by SIGKILL")
     assert "VPIPE_FAULT: kill" in logs[3]  # so it came to that
 
 
-def test_what_a_rank_has_started_ends_with_it(supervised):
+def test_what_a_rank_has_started_ends_with_it(supervised: Supervised) -> None:
     supervised("kill:1", "parent")
 
 
@@ -132,7 +136,7 @@ run_ranks_here(Ranks(behaviour, 3, Path(folder), ["stage"] * 3, interpreter=inte
 """
 
 
-def test_nothing_outlives_a_killed_launcher(tmp_path):
+def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     command = [sys.executable, "-c", LAUNCHER, str(tmp_path), *STAND_IN]
     launcher = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(REPOSITORY)})
     try:
@@ -151,7 +155,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path):
     assert not alive(str(tmp_path))
 
 
-def test_impatient_fingers_do_not_cut_a_save_short(monkeypatch):
+def test_impatient_fingers_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "AGAIN", 0.2)
     with local._heeding_signals() as asked:
         for _ in range(3):
