@@ -57,11 +57,6 @@ class GradientExchange:
     def tied_of(self, stage: int) -> list[str]:
         return [name for name, holders in self.tied.items() if stage in holders]
 
-    def needed_by(self) -> set[int]:
-        """Stages whose gradients are not their own business alone."""
-        replicated = {stage for stage, ranks in enumerate(self.placement) if len(ranks) > 1}
-        return replicated | {stage for holders in self.tied.values() for stage in holders}
-
     def lag_of(self, name: str, stage: int) -> int:
         """How many updates later than its first holder a stage applies a tied parameter's updates."""
         return 0 if stage == self.tied[name][0] else self.lag
