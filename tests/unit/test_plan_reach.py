@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Load
-from vpipe.plan.reach import Floor, Floors, all_moves, least_limit, reach
+from vpipe.plan.reach import Floor, Floors, all_moves, furthest, least_limit, reach
 
 
 def one_rank_each(ranks: int) -> Loads:
@@ -63,6 +63,8 @@ def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(
         assert band.covers
         for place, start in enumerate(ends):
             assert band.near[ranks - place] <= start <= band.far[ranks - place]
+        stops = furthest(floors.under(most))
+        assert all(stop <= stops[start] <= blocks for start, stop in pairwise(ends))
 
 
 def test_nothing_reaches_the_end() -> None:

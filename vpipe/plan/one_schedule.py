@@ -84,6 +84,7 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
     asynchronous = task.schedule in ASYNCHRONOUS
     if not asynchronous and limit < inf:
+        limit *= task.profile.device.crowding
         if not reach(all_moves(loads), step_floors(costs, task.update).under(limit), blocks).covers:
             return None
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
@@ -93,7 +94,7 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
         return None
     slices = placed(stages, loads)
     policies = [
-        from_the_end(searched, piece, costs.policies[stage.start, stage.stop, stage.load], task.memory)
+        from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
         for piece, stage in zip(slices, stages, strict=True)
     ]
     return assemble(

@@ -116,6 +116,19 @@ def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -
     return Reach(near, far)
 
 
+def furthest(floors: Sequence[Floor]) -> Numbers:
+    """By first block: the furthest stop of a slice, with any load."""
+    stops: Numbers | None = None
+    for floor in floors:
+        most = floor.most + ROUNDING * (floor.most + floor.before[:, -1:])
+        allowed = floor.before - floor.lead + most - floor.fixed
+        rows = zip(floor.before, allowed, strict=True)
+        found = np.array([np.searchsorted(before, row, side="right") - 1 for before, row in rows])
+        stops = found if stops is None else np.minimum(stops, found)
+    assert stops is not None
+    return np.asarray(stops.max(axis=0))
+
+
 def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int) -> float:
     """Below it there is no plan; endless where there is none at all."""
     if not reach(moves, floors.under(np.inf), blocks).covers:

@@ -17,8 +17,9 @@ import numpy as np
 
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice
-from vpipe.plan.reach import Moves, Reach, all_moves, least_limit, reach
-from vpipe.plan.slices import Costs, Floats
+from vpipe.plan.reach import Moves, all_moves, furthest, least_limit, reach
+from vpipe.plan.slices import Costs
+from vpipe.plan.sums import Floats, Span
 
 ROUNDING = 1 + 1e-9
 LIMITS = (1.002, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0)
@@ -59,17 +60,19 @@ def is_below(costs: Costs, blocks: int, limit: float) -> bool:
     reached = forward(costs, moves, blocks, limit)
     if reached[0, blocks] > limit:
         return False
-    band = reach(moves, costs.floors.under(limit), blocks)
+    floors = costs.floors.under(limit)
+    band, stops = reach(moves, floors, blocks), furthest(floors)
 
     def stages_at(behind: int, start: int) -> Iterator[tuple[int, int]]:
         """Where those of the limit lead to: first to where most is left of what the ranks behind can do."""
         move = moves[behind]
         if move is None:
             return
-        own = stage_costs(costs, costs.bounds(start, move.loads), move, behind, start)
-        stops = np.arange(start + 1, blocks + 1)
-        spare = stops - band.near[move.left][:, None]
-        possible = (own <= limit) & (spare >= 0) & ((move.left > 0)[:, None] ^ (stops == blocks))
+        span = Span(start, int(stops[start]), move.loads)
+        own = stage_costs(costs, costs.bounds(span), move, behind, span)
+        ends = np.arange(start + 1, span.last + 1)
+        spare = ends - band.near[move.left][:, None]
+        possible = (own <= limit) & (spare >= 0) & ((move.left > 0)[:, None] ^ (ends == blocks))
         rows, columns = np.nonzero(possible)
         for place in np.argsort(-spare[rows, columns], kind="stable"):
             row, stop = rows[place], start + 1 + int(columns[place])
@@ -90,35 +93,43 @@ def is_below(costs: Costs, blocks: int, limit: float) -> bool:
     return False
 
 
-def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, start: int) -> Floats:
+def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
     """By move and stop: the stage's own cost, or that of its cuts."""
-    cuts = np.maximum(costs.cuts[behind, start], costs.cuts[move.left, start + 1 :])
-    return np.asarray(np.maximum(bounds[move.loads, start + 1 :], cuts / move.replicas))
+    cuts = np.maximum(costs.cuts[behind, span.start], costs.cuts[move.left, span.ends])
+    return np.asarray(np.maximum(bounds[move.loads], cuts / move.replicas))
 
 
-def _states(
-    costs: Costs, moves: list[Moves | None], reached: Floats, band: Reach, start: int, limit: float
-) -> Iterator[tuple[int, Moves, Floats]]:
-    """The states at `start` that matter under the limit: ranks left, moves, and the bounds of all stages."""
-    come = np.isfinite(reached[:, start]) & (reached[:, start] <= limit)
-    matter = np.flatnonzero(come & (band.near <= start) & (start <= band.far))
-    wanted = [(int(behind), move) for behind in matter if (move := moves[behind])]
-    if wanted:
-        rows = np.unique(np.concatenate([move.loads for _, move in wanted]))
-        bounds = costs.bounds(start, rows)
-        yield from ((behind, move, bounds) for behind, move in wanted)
+class _States:
+    """The states that matter under a limit."""
+
+    def __init__(
+        self, costs: Costs, moves: list[Moves | None], blocks: int, reached: Floats, limit: float
+    ) -> None:
+        self.costs, self.moves, self.reached, self.limit = costs, moves, reached, limit
+        floors = costs.floors.under(limit)
+        self.band, self.stops = reach(moves, floors, blocks), furthest(floors)
+
+    def at(self, start: int) -> Iterator[tuple[int, Moves, Span, Floats]]:
+        """Those at a block: ranks left, moves, the slices that they may have, and bounds of all of these."""
+        come, last = self.reached[:, start], int(self.stops[start])
+        matter = np.isfinite(come) & (come <= self.limit)
+        matter &= (self.band.near <= start) & (start <= self.band.far)
+        wanted = [(int(behind), move) for behind in np.flatnonzero(matter) if (move := self.moves[behind])]
+        if wanted and last > start:
+            span = Span(start, last, np.unique(np.concatenate([move.loads for _, move in wanted])))
+            bounds = self.costs.bounds(span)
+            yield from ((behind, move, span, bounds) for behind, move in wanted)
 
 
 def forward(costs: Costs, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
     """The least bound of the most expensive stage before each (ranks left, first block)."""
     reached = np.full((len(moves), blocks + 1), np.inf)
     reached[-1, 0] = 0.0
-    band = reach(moves, costs.floors.under(limit), blocks)
-    for start in range(blocks) if band.covers else ():
-        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
-            offered = np.maximum(stage_costs(costs, bounds, move, behind, start), reached[behind, start])
-            before = reached[move.left, start + 1 :]
-            reached[move.left, start + 1 :] = np.minimum(before, offered)
+    states = _States(costs, moves, blocks, reached, limit)
+    for start in range(blocks) if states.band.covers else ():
+        for behind, move, span, bounds in states.at(start):
+            offered = np.maximum(stage_costs(costs, bounds, move, behind, span), reached[behind, start])
+            reached[move.left, span.ends] = np.minimum(reached[move.left, span.ends], offered)
     return reached
 
 
@@ -134,17 +145,17 @@ def backward(
     best = np.full((len(moves), blocks + 1), np.inf)
     best[0, blocks] = 0.0
     taken: dict[tuple[int, int], Stage] = {}
-    band = reach(moves, costs.floors.under(limit), blocks)
+    states = _States(costs, moves, blocks, reached, limit)
     for start in range(blocks - 1, -1, -1):
-        for behind, move, bounds in _states(costs, moves, reached, band, start, limit):
-            own = stage_costs(costs, bounds, move, behind, start)
-            rest = best[move.left, start + 1 :]
+        for behind, move, span, bounds in states.at(start):
+            own = stage_costs(costs, bounds, move, behind, span)
+            rest = best[move.left, span.ends]
             totals = _totals(own, rest, limit, even)
             while np.isfinite(least := totals.min()):
                 row, column = np.unravel_index(int(totals.argmin()), totals.shape)
                 load, stop = int(move.loads[row]), start + 1 + int(column)
                 exact = costs.exact(start, stop, load)
-                bounds[load, stop] = exact
+                bounds[load, column] = exact
                 cut = max(costs.cuts[behind, start], costs.cuts[move.left[row], stop])
                 cost = max(exact, cut / float(move.replicas[row, 0]))
                 total = _totals(np.float64(cost), rest[row, column], limit, even)

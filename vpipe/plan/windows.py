@@ -9,6 +9,7 @@
 So a step is at least the work of any rank, and for each rank also its work with the way down to it and back. Where
 backward is split, gradients of weights are not on the way back: as many as may wait at a rank's last I run beside it.
 Messages and swapping only add to that. Where links differ, what a rank copies itself is left out: it is not known here.
+Ranks that share a device are quicker while others wait, at most by its `crowding`.
 
 All is told in seconds a minibatch, which makes it a floor (`reach.py`) of slices, too: the way down to a slice and back
 depends on the blocks before it, not on how they are cut.
@@ -65,7 +66,7 @@ def least_step(profile: Profile, positions: Sequence[Rank], minibatches: int) ->
             work / replicas,
             bare / replicas + (way - beside) / minibatches,
         )
-    return found * ROUNDING
+    return found * ROUNDING / profile.device.crowding
 
 
 def _beside(profile: Profile, piece: Slice) -> float:

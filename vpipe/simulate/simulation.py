@@ -86,20 +86,21 @@ def simulate(
     check_fit(profile, plan)
     profile = for_batch_size(profile, plan.batch_size or profile.batch_size)
     arranged = arrange(plan, schedule, minibatches)
-    profile = as_scheduled(profile, splits_backward(arranged), arranged.update_interval)
+    split = splits_backward(arranged)
+    profile = as_scheduled(profile, split, arranged.update_interval)
     if profile.device.crowding > 1:
-        profile = _as_busy_as_it_gets(profile, plan, arranged)
-    return _Run(profile, arranged, stage_costs(profile, plan), timeline).result()
+        profile = _as_busy_as_it_gets(profile, plan, arranged, split)
+    return _Run(profile, arranged, stage_costs(profile, plan), split, timeline).result()
 
 
-def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule) -> Profile:
+def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule, split: bool) -> Profile:
     """With the times of blocks on a device that ranks share, of which some wait while others compute.
 
     How much they wait depends on these times: they are found by simulating a few times over.
     """
     eased = profile
     for _ in range(EASINGS):
-        ranks = _Run(eased, schedule, stage_costs(eased, plan), False).result().ranks
+        ranks = _Run(eased, schedule, stage_costs(eased, plan), split, False).result().ranks
         eased = with_company(profile, sum(rank.compute for rank in ranks) / len(ranks))
     return eased
 
@@ -107,7 +108,9 @@ def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule) -> Pro
 class _Run:
     """The state of one simulation."""
 
-    def __init__(self, profile: Profile, schedule: Schedule, costs: list[StageCost], timeline: bool) -> None:
+    def __init__(
+        self, profile: Profile, schedule: Schedule, costs: list[StageCost], split: bool, timeline: bool
+    ) -> None:
         self.profile = profile
         self.schedule = schedule
         self.costs = costs
@@ -122,7 +125,6 @@ class _Run:
         self.wants_timeline = timeline
         self.timeline: Timeline | None = None
         self.total = schedule.minibatches or 0
-        split = splits_backward(schedule)
         self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
         self.work = [self.work_of(rank) for rank in range(schedule.num_ranks)]
         loads = [self.steady_work_of(rank) for rank in range(schedule.num_ranks)]
