@@ -1,11 +1,15 @@
-"""Arguments that several commands have."""
+"""Arguments that several commands have, and the run that they describe."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
 
 Config = Annotated[Path, typer.Argument(help="A run's YAML file.")]
 Settings = Annotated[
@@ -13,3 +17,11 @@ Settings = Annotated[
     typer.Option("--set", help="A key of the file with another value, such as batch_size=16."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:
+    """The file's keys, those of `--set` in place of its own."""
+    from vpipe.config_file import read_config
+    from vpipe.settings import read_settings
+
+    return read_config(config, read_settings(settings or ()))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from vpipe.cli.options import AsJson, Config, Settings
+from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import VPipeError
 
 app = typer.Typer()
@@ -23,11 +23,9 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model's blocks, this machine's memory and its links, for `vpipe plan` and `vpipe simulate`."""
-    from vpipe.config_file import read_config
     from vpipe.profile.command import profile_command
-    from vpipe.settings import read_settings
 
-    profile_command(read_config(config, read_settings(settings or ())), output, as_json)
+    profile_command(read_run(config, settings), output, as_json)
 
 
 @app.command()
@@ -66,11 +64,9 @@ def plan(
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
         )
-    from vpipe.config_file import read_config
     from vpipe.planning import plan_run, profile_cache
-    from vpipe.settings import read_settings
 
-    run = read_config(config, read_settings(settings or ()))
+    run = read_run(config, settings)
     result = plan_run(
         run,
         profile_cache(run),

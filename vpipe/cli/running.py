@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from vpipe.cli.options import AsJson, Config, Settings
+from vpipe.cli.options import AsJson, Config, Settings, read_run
 
 app = typer.Typer()
 
@@ -32,12 +32,12 @@ def train(
     print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
-    from vpipe.config_file import read_config, resolved_yaml
+    from vpipe.config_file import resolved_yaml
     from vpipe.launch import run
     from vpipe.observe.scenes import read_scenes
-    from vpipe.settings import rank_arguments, read_settings
+    from vpipe.settings import rank_arguments
 
-    chosen = read_config(config, read_settings(settings or ()))
+    chosen = read_run(config, settings)
     if print_config:
         print(resolved_yaml(chosen), end="")
         return
@@ -66,11 +66,10 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Tell the loss of a trained model over the validation samples."""
-    from vpipe.config_file import read_config
     from vpipe.launch import run
-    from vpipe.settings import rank_arguments, read_settings
+    from vpipe.settings import rank_arguments
 
-    chosen = read_config(config, read_settings(settings or ()))
+    chosen = read_run(config, settings)
 
     def work() -> None:
         from vpipe.commands import evaluate_rank

@@ -9,7 +9,7 @@ from typing import Annotated
 
 import typer
 
-from vpipe.cli.options import AsJson, Config, Settings
+from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import ScheduleError
 
 app = typer.Typer()
@@ -76,11 +76,9 @@ def blocks(
     as_json: AsJson = False,
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
-    from vpipe.config_file import read_config
-    from vpipe.settings import read_settings
     from vpipe.tables import block_table, describe_blocks, show
 
-    described = describe_blocks(read_config(config, read_settings(settings or ())))
+    described = describe_blocks(read_run(config, settings))
     if as_json:
         print(json.dumps(described))
     else:
@@ -107,12 +105,10 @@ def verify(
 
     Exits with 1 if they differ by more than rounding explains.
     """
-    from vpipe.config_file import read_config
-    from vpipe.settings import read_settings
     from vpipe.tables import describe_verification, show, verdict, verification_table
     from vpipe.verify import verify_config
 
-    run = read_config(config, read_settings(settings or ()))
+    run = read_run(config, settings)
     if schedule is not None:
         # A path on the command line is relative to where we stand, one in the file to the file.
         table = schedule.endswith(".csv")
