@@ -11,6 +11,7 @@ good enough, and the gap doubles with each so many more.
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, inf
 from typing import NamedTuple
@@ -70,9 +71,17 @@ class Search:
             self.left_most[index] = (
                 self.left_most[index + 1] + max(group.recompute, group.swap) * group.blocks
             )
+        # Groups that save anything by recomputing come first: what those before each one take and save.
+        self.spent, self.saved = [0.0], [0]
+        for group in groups:
+            if group.recompute == 0:
+                break
+            self.spent.append(self.spent[-1] + group.again * group.blocks)
+            self.saved.append(self.saved[-1] + group.recompute * group.blocks)
+        self.counts: Counts = []
         if self.possible(0, need, 0.0, 0, self.limit):
             self.dive(need)
-            self.visit(0, need, 0.0, 0, [])
+            self.visit(0, need, 0.0, 0)
         return self.found
 
     def possible(self, index: int, need: int, again: float, swapped: int, seconds: float) -> bool:
@@ -84,15 +93,15 @@ class Search:
         if budget < 0 or carried < 0:
             return False
         missing = need - carried * self.left_rate[index]
-        for group in self.groups[index:]:
-            if missing <= 0 or group.recompute == 0:
-                break
-            whole = group.again * group.blocks
-            if whole > budget:
-                missing -= group.recompute * group.blocks * (budget / whole)
-                break
-            missing -= group.recompute * group.blocks
-            budget -= whole
+        spent, saved = self.spent, self.saved
+        if missing <= 0 or index >= len(spent):
+            return missing <= 0
+        until = spent[index] + budget
+        last = bisect_right(spent, until, index) - 1
+        missing -= saved[last] - saved[index]
+        if missing > 0 and last + 1 < len(spent):
+            part = (until - spent[last]) / (spent[last + 1] - spent[last])
+            missing -= (saved[last + 1] - saved[last]) * part
         return missing <= 0
 
     def dive(self, need: int) -> None:
@@ -151,30 +160,34 @@ class Search:
         gap = self.gap * (2 ** min(self.steps // PATIENCE, 8) - 1)
         self.limit = self.seconds * (1 - max(ROUNDING, gap))
 
-    def visit(self, index: int, need: int, again: float, swapped: int, counts: Counts) -> None:
-        """Tries all counts of the groups from `index` on that could lead below the limit."""
+    def visit(self, index: int, need: int, again: float, swapped: int) -> None:
+        """Tries all counts of the groups from `index` on, behind `counts`, that could lead below the limit."""
         if need <= 0:
-            self.record(list(counts))
+            self.record(list(self.counts))
             return
         self.steps += 1
         if self.steps % PATIENCE == 0:
             self.set_limit()
-        group = self.groups[index]
-        most = min(group.blocks, ceil(need / group.recompute)) if group.recompute else 0
+        kept, once, recompute, swap, blocks = self.groups[index]
+        most = min(blocks, -(-need // recompute)) if recompute else 0
         budget = max(0.0, self.limit - self.compute - again)
-        if group.again * most > budget:
-            most = int(budget / group.again)
+        if once * most > budget:
+            most = int(budget / once)
+        enough = self.left_most[index + 1]
         for recomputed in range(most, -1, -1):
-            longer = again + recomputed * group.again
-            missing = need - recomputed * group.recompute
-            useful = ceil(missing / group.swap) if group.swap and missing > 0 else 0
-            useful = min(useful, group.blocks - recomputed)
-            if useful and group.kept * useful > self.limit * self.host - swapped:
-                useful = int((self.limit * self.host - swapped) / group.kept)
+            longer = again + recomputed * once
+            missing = need - recomputed * recompute
+            useful = 0
+            if swap and missing > 0:
+                useful = min(-(-missing // swap), blocks - recomputed)
+                if kept * useful > self.limit * self.host - swapped:
+                    useful = int((self.limit * self.host - swapped) / kept)
             for count in range(useful, -1, -1):
-                moved = swapped + count * group.kept
-                lacking = missing - count * group.swap
-                if lacking > self.left_most[index + 1]:
+                moved = swapped + count * kept
+                lacking = missing - count * swap
+                if lacking > enough:
                     break  # with fewer swapped it only gets worse
                 if self.possible(index + 1, lacking, longer, moved, self.limit):
-                    self.visit(index + 1, lacking, longer, moved, [*counts, (recomputed, count)])
+                    self.counts.append((recomputed, count))
+                    self.visit(index + 1, lacking, longer, moved)
+                    self.counts.pop()
