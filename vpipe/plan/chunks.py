@@ -78,6 +78,7 @@ class _Climb:
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
         self.known: dict[tuple[int, ...], Seat] = {}
+        self.paid: set[tuple[int, ...]] = set()
         self.effort = EFFORT
 
     def seats(self) -> list[Seat]:
@@ -88,13 +89,27 @@ class _Climb:
         while improved and self.effort > 0:
             improved = False
             for moved, changed in self.moves(cuts, seats):
-                found = list(seats)
-                for position in changed:
-                    found[position] = self.seat(position, moved)
-                if (reached := self.score(found)) < score:
+                found = self.after(seats, moved, changed, score)
+                if found is not None and (reached := self.score(found)) < score:
                     cuts, seats, score, improved = moved, found, reached, True
                     break
         return seats
+
+    def after(
+        self, seats: Sequence[Seat], cuts: Sequence[int], changed: set[int], score: Score
+    ) -> list[Seat] | None:
+        """The seats with other cuts; None as soon as they cannot be better than `score`, the worst come first."""
+        found = list(seats)
+        missing = sum(seat.missing for position, seat in enumerate(seats) if position not in changed)
+        for position in changed:
+            self.pay(position, cuts)
+        for position in sorted(changed, key=lambda one: (-seats[one].missing, -seats[one].seconds)):
+            found[position] = seat = self.seat(position, cuts)
+            missing += seat.missing
+            worse = missing >= score.missing if score.missing else missing or seat.seconds > score.seconds
+            if worse:
+                return None
+        return found
 
     def even(self) -> list[int]:
         """The cuts, with the model's two ends, at equal parts of the compute; no stage without a block."""
@@ -138,13 +153,19 @@ class _Climb:
         )
 
     def seat(self, position: int, cuts: Sequence[int]) -> Seat:
-        ends = tuple(cut for stage in self.stages[position] for cut in cuts[stage : stage + 2])
-        key = (position, *ends)
+        key = self.pay(position, cuts)
         if key not in self.known:
             slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
-            self.effort -= self.price(slices)
             self.known[key] = self.solve(slices, self.moments[position])
         return self.known[key]
+
+    def pay(self, position: int, cuts: Sequence[int]) -> tuple[int, ...]:
+        """The price of a seat that is looked at for the first time, also if it is not solved in the end; its key."""
+        key = (position, *(cut for stage in self.stages[position] for cut in cuts[stage : stage + 2]))
+        if key not in self.paid:
+            self.paid.add(key)
+            self.effort -= self.price([self.slice(stage, cuts) for stage in self.stages[position]])
+        return key
 
     def price(self, slices: Sequence[Slice]) -> int:
         """Of a seat: its blocks, and the more of them differ the longer their policies are searched."""
