@@ -3,8 +3,9 @@
     python benchmarks/speed.py [simulate] [plan] [--schedules 1f1b,zb-v]
 
 *simulate*: 1,024 stages with 4,096 minibatches, and 64 with 256. *plan*: 400 blocks on 64 ranks, of two kinds as a
-transformer's or all different, under a memory that keeps everything and under one in which blocks have to be
-recomputed or swapped. Every figure is that of one `vpipe` command, the imports (told first) included.
+transformer's or all different, under a memory that keeps everything, under one in which blocks have to be
+recomputed or swapped, and under one in which no schedule fits. Every figure is that of one `vpipe` command, the
+imports (told first) included.
 """
 
 from __future__ import annotations
@@ -23,7 +24,9 @@ from vpipe.schedule import NAMES
 
 SIZES = ((1024, 4096), (64, 256))
 BLOCKS, RANKS = 400, 64
-ROOMY, TIGHT = "64GiB", "8GiB"
+ROOMY, TIGHT, TOO_LITTLE = "64GiB", "8GiB", "1GiB"
+REFUSED = 2
+"""The exit code of a command that was refused."""
 
 
 def main() -> None:
@@ -42,12 +45,17 @@ def main() -> None:
             plans(Path(folder), [*schedules, *auto])
 
 
-def spent(folder: Path, *words: str) -> tuple[float, float]:
-    """Processor seconds and mebibytes of a command."""
-    command = subprocess.Popen([sys.executable, "-m", "vpipe", *words], cwd=folder, stdout=subprocess.DEVNULL)
+def spent(folder: Path, *words: str, code: int = 0) -> tuple[float, float]:
+    """Processor seconds and mebibytes of a command that ends with this exit code."""
+    command = subprocess.Popen(
+        [sys.executable, "-m", "vpipe", *words],
+        cwd=folder,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL if code else None,
+    )
     _, status, usage = os.wait4(command.pid, 0)
     command.returncode = os.waitstatus_to_exitcode(status)
-    if command.returncode:
+    if command.returncode != code:
         raise SystemExit(f"vpipe {' '.join(words)} ended with {command.returncode}")
     return usage.ru_utime + usage.ru_stime, usage.ru_maxrss / 1024
 
@@ -75,7 +83,9 @@ def simulations(folder: Path, schedules: Iterable[str]) -> None:
 
 
 def plans(folder: Path, schedules: Iterable[str]) -> None:
-    cases = [(kinds, memory) for kinds in ("two kinds", "all different") for memory in (ROOMY, TIGHT)]
+    cases = [
+        (kinds, memory) for kinds in ("two kinds", "all different") for memory in (ROOMY, TIGHT, TOO_LITTLE)
+    ]
     print(f"| `vpipe plan` of {BLOCKS} blocks on {RANKS} ranks, schedule | ", end="")
     print(" | ".join(f"{kinds}, {memory}: s" for kinds, memory in cases) + " |")
     print("|---" * (1 + len(cases)) + "|")
@@ -84,7 +94,8 @@ def plans(folder: Path, schedules: Iterable[str]) -> None:
         for kinds, memory in cases:
             write_profile(profile(different=kinds == "all different"), folder / "profile.json")
             words = ["--stages", str(RANKS), "--memory", memory, "--schedule", schedule, "--json"]
-            cells.append(f"{spent(folder, 'plan', '--profile', 'profile.json', *words)[0]:.1f}")
+            code = REFUSED if memory == TOO_LITTLE else 0
+            cells.append(f"{spent(folder, 'plan', '--profile', 'profile.json', *words, code=code)[0]:.1f}")
         print(f"| {schedule} | {' | '.join(cells)} |", flush=True)
 
 

@@ -6,6 +6,7 @@ from time import thread_time
 import pytest
 
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.errors import VPipeError
 from vpipe.plan import plan
 
 GIB = 2**30
@@ -14,9 +15,9 @@ NOISE = 2.5
 """What neighbours on the same core may cost."""
 
 
-@pytest.mark.parametrize("schedule", ["vpipe", "zb-v"])
-def test_400_blocks_on_64_ranks(schedule: str) -> None:
-    """All blocks differ, and memory is short."""
+@pytest.fixture(scope="module")
+def profile() -> Profile:
+    """All blocks differ."""
     random = Random(1)
     blocks = tuple(
         BlockCost(
@@ -25,9 +26,21 @@ def test_400_blocks_on_64_ranks(schedule: str) -> None:
         )
         for size in (random.uniform(0.8, 1.2) for _ in range(400))
     )  # fmt: skip
-    profile = Profile(blocks, DeviceCost(8 * GIB, 1.2e10, 1.2e10, 2e-5), LinkCost(1e10, 1e-5), 8)
+    return Profile(blocks, DeviceCost(8 * GIB, 1.2e10, 1.2e10, 2e-5), LinkCost(1e10, 1e-5), 8)
+
+
+@pytest.mark.parametrize("schedule", ["vpipe", "auto"])
+def test_400_blocks_on_64_ranks(profile: Profile, schedule: str) -> None:
+    """Memory is short; `auto` looks at `zb-v` and `interleaved`, which take longest, as well."""
     begin = thread_time()
     result = plan(profile, 64, schedule=schedule)
     assert thread_time() - begin < BOUND * NOISE
     assert set(result.policies) != {"keep"}
     assert all(position.memory.total <= 8 * GIB for position in result.positions)
+
+
+def test_a_refusal_of_400_blocks_on_64_ranks(profile: Profile) -> None:
+    begin = thread_time()
+    with pytest.raises(VPipeError, match=r"nothing fits .* what would fit: a memory of .*, or \d+ ranks"):
+        plan(profile, 64, GIB, "auto")
+    assert thread_time() - begin < BOUND * NOISE
