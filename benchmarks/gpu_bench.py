@@ -184,7 +184,8 @@ class Bench:
         """Updates of so many minibatches before the clock starts, and those that are timed."""
         return -(-self.settings.warm // minibatches), max(4, -(-self.settings.measured // minibatches))
 
-    def pace(self, case: Case, world: World) -> Pace:
+    def pace(self, case: Case, world: World, *, meet: bool = False) -> Pace:
+        """What this rank measures in a case; with `meet` all ranks wait for each other before the clock starts."""
         self.begin(case.cap)
         per_update = case.minibatches or 1
         options: dict[str, Any] = {"chunks": case.chunks} if case.chunks else {}
@@ -213,6 +214,8 @@ class Bench:
             for _ in pipe.train(self.data(case.batch, per_update * updates)):
                 marks.append(time.perf_counter())
                 if len(marks) == warm:
+                    if meet:
+                        self.world.all_gather("warm", None)
                     figures.append(figures_of(pipe))
             late = pipe.runtime.losses.late
             peak = self.peak()
@@ -223,8 +226,12 @@ class Bench:
         first, last = warm, len(marks) - 1 - late
         rate = (last - first) * per_update * case.batch / (marks[last] - marks[first])
         spent = figures[1].since(figures[0])
-        count = (updates - warm) * per_update
-        return Pace(rate, peak, {part: round(1e3 * getattr(spent, part) / count, 3) for part in PARTS})
+        # The GPU is some minibatches behind its host: its shares are known, not how many they are of.
+        total = sum(getattr(spent, part) for part in PARTS)
+        shares = {part: getattr(spent, part) / total for part in PARTS}
+        return Pace(
+            rate, peak, {part: round(1e3 * share * case.batch / rate, 3) for part, share in shares.items()}
+        )
 
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""

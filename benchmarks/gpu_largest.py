@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache, partial
 
 from gpu_bench import Bench, Case, with_layers
-from gpu_settings import RANKS, ROOM, even_stages, find_cap, hand_made
+from gpu_settings import RANKS, ROOMS, even_stages, find_cap, hand_made
 
 from vpipe.cost import Profile
 from vpipe.cost.plan_file import recomputed_from_end
@@ -115,7 +115,7 @@ def ours(bench: Bench, profile: Profile, batch: int, layers: int, cap: int, swap
         device = replace(deep.device, to_host=LEAST_BANDWIDTH, from_host=LEAST_BANDWIDTH)
         deep = replace(deep, device=device)
     try:
-        made = plan(deep, RANKS, int(ROOM * cap), "vpipe", batch_size=batch)
+        made = plan(deep, RANKS, int(ROOMS[-1] * cap), "vpipe", batch_size=batch)
     except VPipeError:
         return None
     if not swap and "swap" in made.policies:

@@ -10,7 +10,7 @@ import torch
 from gpu_bench import Bench, Case, Settings
 from gpu_largest import largest
 from gpu_peers import peers
-from gpu_settings import RANKS, ROOM, even_stages, find_cap, hand_made
+from gpu_settings import RANKS, ROOMS, even_stages, find_cap, hand_made
 
 from vpipe.communication import InProcessHub, ProcessWorld
 from vpipe.cost import Profile
@@ -50,7 +50,7 @@ def find_limits(bench: Bench) -> dict[str, float]:
         if bench.world.rank == 0:
             alone = bench.pace(case, InProcessHub(1).join(0)).rate
         bench.world.all_gather("alone", None)
-        together = bench.pace(case, InProcessHub(1).join(0)).rate
+        together = bench.pace(case, InProcessHub(1).join(0), meet=True).rate
         rates = bench.world.all_gather("together", together)
         found[kind] = RANKS * bench.world.all_gather("alone", alone)[0]
         found[f"{kind}, together"] = sum(rates)
@@ -118,6 +118,27 @@ def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> 
     return Case(name, "vpipe", batch, None, made.partition, made.policies, cap, replicas=made.replicas)
 
 
+def run_plans(
+    bench: Bench, profile: Profile, limits: dict[str, float], batch: int, cap: int, known: float | None
+) -> float | None:
+    """Our plan for ever less of the cap, until it has room for the gaps that the allocator leaves."""
+    for room in ROOMS:
+        try:
+            made = plan(profile, RANKS, int(room * cap), "vpipe")
+        except VPipeError as error:
+            bench.tell(case=f"our plan, batch {batch}", error=str(error).splitlines()[0][:100])
+            return None
+        case = planned(made, f"our plan for {room:.0%} of the cap", batch, cap)
+        if known and bench.foreseen(case, profile)["predicted"] < known:
+            return None
+        if not bench.in_time():
+            return None
+        rate = bench.run(case, profile, limits)
+        if rate is not None:
+            return rate
+    return None
+
+
 def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     """The guides' table under one cap, and plans of our own for it."""
     size, even, hand = bench.batch, even_stages(bench.layers), hand_made(bench.layers)
@@ -128,15 +149,7 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
         if not bench.in_time():
             break
         wider = profile if scale == 1 else bench.profile(size * scale)
-        try:
-            made = plan(wider, RANKS, int(ROOM * cap), "vpipe")
-        except VPipeError as error:
-            bench.tell(case=f"our plan, batch {size * scale}", error=str(error).splitlines()[0][:100])
-            continue
-        case = planned(made, "our plan", size * scale, cap)
-        if best and bench.foreseen(case, wider)["predicted"] < best:
-            continue
-        rate = bench.run(case, wider, limits)
+        rate = run_plans(bench, wider, limits, size * scale, cap, best)
         best = max(filter(None, (best, rate)), default=None)
     settings = {
         "pipedream": Case(

@@ -7,8 +7,8 @@ from gpu_bench import Bench, Case
 from vpipe.cost import Profile
 
 RANKS = 4
-ROOM = 0.95
-"""Of the cap, for a plan: the rest is for gaps between what the allocator has given out."""
+ROOMS = (0.95, 0.88, 0.8)
+"""Shares of the cap for a plan: the rest is for gaps between what the allocator has given out."""
 
 
 def even_stages(layers: int) -> tuple[int, ...]:

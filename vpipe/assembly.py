@@ -1,6 +1,7 @@
 """The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
 
 from dataclasses import dataclass
+from itertools import islice
 
 import torch
 from torch import nn
@@ -12,7 +13,12 @@ from vpipe.graph.compiled import check_compiler
 from vpipe.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
 from vpipe.runtime.routes import Routes
+from vpipe.schedule import Schedule
+from vpipe.schedule.facts import holding
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
+
+ROUNDS = 64
+"""Actions of a program for each rank, after which a pipeline is as full as it gets."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ def assemble(
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
-        index: _make_stage(layout, index, model, options, handler.device, split=split)
+        index: _make_stage(layout, index, model, options, handler.device, rank=handler.rank, split=split)
         for index in schedule.stages_of(handler.rank)
     }
     loss_scale = LossScale.for_precision(layout.precision)
@@ -83,6 +89,7 @@ def _make_stage(
     options: TrainingOptions,
     device: torch.device,
     *,
+    rank: int,
     split: bool,
 ) -> Stage:
     graph = layout.stage_graphs[index]
@@ -108,6 +115,13 @@ def _make_stage(
         master_values=originals,
         lr_scheduler=options.lr_scheduler,
         update_interval=layout.schedule.update_interval,
+        versions=_versions(layout.schedule, rank, index),
     )
     evaluation = graph.build(module, training=False)
     return Stage(graph, module, evaluation, weights, options.seed)
+
+
+def _versions(schedule: Schedule, rank: int, stage: int) -> int:
+    """The most of the weights that a rank will hold of a stage: the first rounds of its program tell."""
+    begin = islice(schedule.program(rank), ROUNDS * schedule.num_ranks)
+    return holding(action for action in begin if action.stage == stage).versions

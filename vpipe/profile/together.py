@@ -18,7 +18,7 @@ from vpipe.communication import World
 from vpipe.cost import Profile, read_profile, write_profile
 from vpipe.profile.model import ModelBench
 
-MARGIN = 0.5
+MARGIN = 1.0
 """Seconds that the others work before rank 0 measures, and after it."""
 
 
@@ -29,6 +29,7 @@ def profile_together(world: World, bench: ModelBench, file: Path, seconds: float
     alone = bench.measure(seconds / 2) if world.rank == 0 else None
     world.all_gather("measured alone", None)
     if world.size > 1:
+        bench.begin_at(world.rank / world.size)
         _work_for(MARGIN, bench)
         bench.forget()
         _work_for(seconds, bench)

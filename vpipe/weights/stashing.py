@@ -44,13 +44,16 @@ class OptimizerWithWeightStashing:
         master_values: Mapping[str, Tensor] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
         update_interval: int = 1,
+        versions: int = 1,
     ) -> None:
+        """`versions`: the most that will be needed at a time; more are made when they are."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
         self.model_parameters = [parameters[name] for name in self.names]
         self.update_interval = update_interval
         self.batch_counter = 0
         self._store = VersionStore(self.model_parameters)
         first = self._store.first([p.data for p in self.model_parameters])
+        self._store.reserve(versions - 1)
         self.queue: deque[Version] = deque([first])
         self._read: dict[int, Version] = {}
         self._pointed_at: Version | None = None

@@ -30,6 +30,10 @@ class VersionStore:
         self._shapes = [(p.shape, p.dtype, p.device) for p in parameters]
         self._spare: list[Version] = []
 
+    def reserve(self, count: int) -> None:
+        """Storage for so many versions more, before activations divide the memory into pieces."""
+        self._spare += [self._new(0) for _ in range(count - len(self._spare))]
+
     def first(self, values: Sequence[Tensor]) -> Version:
         version = self._new(0)
         for target, value in zip(version.tensors, values, strict=True):
