@@ -5,7 +5,7 @@ GPU memory and records the slot's event; the receiver, told over the socket, let
 and reads the slot where it lies. When backward is done with it the receiver records the event again, and the
 sender's next copy waits for it:
 
-    sender's stream     copy ▶ slot 3, record e3 ....................... wait e3, copy ▶ slot 3
+    sender's stream     copy ▶ slot 3, record e3 ....................... wait e3, copy ▶ slot 3   (or a free one)
     socket                              DATA 3 ▶             ◀ FREE 3
     receiver's stream                   wait e3, read ... record e3
 
@@ -19,7 +19,7 @@ import base64
 import json
 import struct
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -31,6 +31,8 @@ from vpipe.communication.shared_memory import DEVICE_DATA, DTYPE_CODES, DTYPES, 
 FIRST = 1 << 40
 """Slots of device memory are numbered from here, those of host memory from 0."""
 GRAIN = 512
+SPARE = 64 * 2**20
+"""Bytes of slots that may be on their way back while a further one is made."""
 
 
 class _Slot(NamedTuple):
@@ -113,10 +115,12 @@ class CudaIpcChannel(SharedMemoryChannel):
     def _device_slot_of(self, size: int) -> tuple[int, bytes]:
         """A free slot of this size, or a new one with the handles by which the peer opens it."""
         size = -(-max(size, 1) // GRAIN) * GRAIN
-        if not self._device_free[size]:
-            self._pump()
-        if self._device_free[size]:
-            return self._device_free[size].pop(), b""
+        free = self._device_free[size]
+        self._pump()
+        number = choose_slot(free, size, lambda slot: self._device_slots[slot].event.query())
+        if number is not None:
+            free.remove(number)
+            return number, b""
         slot = _Slot(
             torch.empty(size, dtype=torch.uint8, device=self.device), torch.cuda.Event(interprocess=True)
         )
@@ -148,6 +152,18 @@ class CudaIpcChannel(SharedMemoryChannel):
 
     def _freed_size(self, slot: int) -> int:
         return 0 if slot >= FIRST else super()._freed_size(slot)
+
+
+def choose_slot(free: Sequence[int], size: int, is_done: Callable[[int], bool]) -> int | None:
+    """Of the slots that the receiver's host has given back one that its GPU is done with; None: a new one is better.
+
+    Its host may be several actions ahead of its GPU. To wait for that slot would hold up our own GPU, unless so
+    many are on their way back that one more would cost too much memory.
+    """
+    done = next((slot for slot in free if is_done(slot)), None)
+    if done is None and len(free) * size >= SPARE:
+        return free[0]  # given back first
+    return done
 
 
 def _as_text(value: Any) -> dict[str, str]:
