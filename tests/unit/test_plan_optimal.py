@@ -13,7 +13,7 @@ from itertools import accumulate, combinations, pairwise, product
 from math import ceil, inf
 from random import Random
 from re import search
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -21,11 +21,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie, for_batch_size
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
 from vpipe.plan.model import Load, Slice, stage_memory
 from vpipe.plan.policies import choose, least_memory
+from vpipe.simulate import simulate
 
 SCHEDULES = ("pipedream", "2bw", "1f1b", "gpipe")
 MINIBATCHES = 5
@@ -79,15 +80,17 @@ class Brute:
         self.profile, self.ranks, self.cap, self.schedule = profile, ranks, cap, schedule
         self.stage = lru_cache(maxsize=None)(self._stage)
 
-    def best(self) -> float:
-        return min(max(seconds for seconds, _ in stages) for stages in self.plans())
+    def best(self, straight: bool = False) -> float:
+        """`straight`: without replicas."""
+        plans = (max(seconds for seconds, _ in stages) for stages in self.plans(straight))
+        return min(plans, default=inf)
 
     def least(self) -> float:
         return min(max(memory for _, memory in stages) for stages in self.plans())
 
-    def plans(self) -> Iterator[list[tuple[float, float]]]:
+    def plans(self, straight: bool = False) -> Iterator[list[tuple[float, float]]]:
         blocks = len(self.profile.blocks)
-        for stages in range(1, min(blocks, self.ranks) + 1):
+        for stages in range(self.ranks if straight else 1, min(blocks, self.ranks) + 1):
             for counts in compositions(blocks, stages):
                 for replicas in compositions(self.ranks, stages):
                     if self.schedule not in ("1f1b", "gpipe") or max(replicas) <= MINIBATCHES:
@@ -183,6 +186,20 @@ def slowest(result: PlanResult) -> float:
     return max(position.seconds for position in result.positions)
 
 
+def assert_best(result: PlanResult | None, brute: Brute) -> None:
+    """By sums; of asynchronous ones, where replicas wait for each other, it may be the best without any."""
+    found = inf if result is None else slowest(result)
+    asynchronous = brute.schedule in ("pipedream", "2bw")
+    if asynchronous and result is not None and max(result.replicas) == 1 and len(result.replicas) > 1:
+        assert found in (approx(brute.best()), approx(brute.best(straight=True)))
+    else:
+        assert found == approx(brute.best())
+
+
+def approx(seconds: float) -> Any:
+    return pytest.approx(seconds, rel=1e-6, abs=1e-12)
+
+
 quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 
 
@@ -190,12 +207,9 @@ quick = settings(max_examples=150, deadline=None, suppress_health_check=[HealthC
 @given(problems(), st.sampled_from(SCHEDULES))
 def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
-    expected = Brute(profile, ranks, cap, schedule).best()
     result = planned(profile, ranks, cap, schedule)
-    if result is None:
-        assert expected == inf
-    else:
-        assert slowest(result) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert_best(result, Brute(profile, ranks, cap, schedule))
+    if result is not None:
         assert all(position.memory.total <= cap for position in result.positions)
         assert sum(result.partition) == len(profile.blocks) == len(result.policies)
         assert sum(result.replicas) == ranks
@@ -205,9 +219,7 @@ def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) ->
 @given(problems(least=7, most=10), st.sampled_from(SCHEDULES))
 def test_equals_brute_force_for_more_blocks(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
-    expected = Brute(profile, ranks, cap, schedule).best()
-    result = planned(profile, ranks, cap, schedule)
-    assert (inf if result is None else slowest(result)) == pytest.approx(expected, rel=1e-6, abs=1e-12)
+    assert_best(planned(profile, ranks, cap, schedule), Brute(profile, ranks, cap, schedule))
 
 
 def test_ten_different_blocks_on_four_ranks() -> None:
@@ -229,7 +241,7 @@ def test_ten_different_blocks_on_four_ranks() -> None:
         cap = round(brute.least() * random.choice([1.0, 1.1, 1.3, 1.6]))
         brute = Brute(profile, 4, cap, schedule)
         result = plan(profile, 4, cap, schedule, minibatches=MINIBATCHES)
-        assert slowest(result) == pytest.approx(brute.best(), rel=1e-6)
+        assert_best(result, brute)
         used.update({*result.policies, "replicas" if max(result.replicas) > 1 else "none"})
     assert min(used[what] for what in ("keep", "recompute", "swap", "replicas", "none")) >= 4, used
 
@@ -241,7 +253,10 @@ def test_more_memory_is_never_slower(problem: tuple[Profile, int, int], more: in
     result, richer = (planned(profile, ranks, size, schedule) for size in (cap, cap + more))
     if result is not None:
         assert richer is not None
-        assert schedule == "zb-h1" or slowest(richer) <= slowest(result) * (1 + 1e-6)
+        if schedule in ("1f1b", "gpipe"):
+            assert slowest(richer) <= slowest(result) * (1 + 1e-6)
+        elif schedule != "zb-h1" and max(result.replicas) == 1:
+            assert richer.seconds <= result.seconds * (1 + 1e-6)
         assert planned(profile, ranks, cap, schedule) == result
 
 
@@ -382,3 +397,24 @@ def test_many_blocks_of_few_kinds_equal_brute_force(
     assert chosen is not None
     assert chosen[0] == pytest.approx(expected, rel=1e-6, abs=1e-12)
     assert stage_memory(profile, [piece], chosen[1]).total <= cap
+
+
+@pytest.mark.parametrize("blocks", [4, 9, 14])
+@pytest.mark.parametrize("schedule", ["vpipe", "2bw"])
+def test_an_asynchronous_plan_takes_what_the_simulator_says(schedule: str, blocks: int) -> None:
+    """By sums, cuts of few blocks are more even with replicas; but these wait for each other."""
+    profile = Profile(
+        (BlockCost("b", 1.0, 1.0, 1.0, 0.1, 1, 1, 1),) * blocks,
+        DeviceCost(10**6, 1e9, 1e9),
+        LinkCost(1e9, 0.0),
+        1,
+    )
+    result = plan(profile, 4, schedule=schedule)
+    simulated = simulate(profile, result.to_plan(), None, 96).samples_per_second
+    assert result.samples_per_second == pytest.approx(simulated, rel=0.02)
+    straight = simulate(profile, Plan(even(blocks, 4), ("keep",) * blocks, schedule), None, 96)
+    assert simulated >= straight.samples_per_second * (1 - 1e-6)
+
+
+def even(blocks: int, parts: int) -> tuple[int, ...]:
+    return tuple(blocks // parts + (part < blocks % parts) for part in range(parts))

@@ -44,6 +44,13 @@ def staircase_loads(name: str, ranks: int, minibatches: int | None) -> Loads:
     )
 
 
+def straight_loads(name: str, ranks: int) -> Loads:
+    """The same without replicas."""
+    return _numbered(
+        ranks, {(behind, 1): staircase_load(name, ranks, behind, 1, None) for behind in range(1, ranks + 1)}
+    )
+
+
 def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatches: int | None) -> Load:
     ahead = -(-behind // replicas)
     if name in ("pipedream", "vpipe"):

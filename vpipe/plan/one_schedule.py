@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import Profile
-from vpipe.plan.loads import CHUNKED, Loads
+from vpipe.plan.loads import CHUNKED, Loads, straight_loads
 from vpipe.plan.model import stage_time
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
@@ -63,6 +63,9 @@ def _layouts(task: Task) -> Iterator[Find]:
     """One for each number of positions that the schedule may have."""
     if task.schedule not in CHUNKED:
         yield from (partial(_of_stages, task, loads) for loads in loads_of(task))
+        if task.schedule in ASYNCHRONOUS:
+            # Replicas may wait more for each other than they gain: the best without any is compared.
+            yield partial(_of_stages, task, straight_loads(task.schedule, task.ranks))
         return
     for positions in divisors(task):
         if weights_alone(task, positions) <= task.memory:

@@ -146,9 +146,16 @@ def assemble(
 
 
 def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:
-    """With the seconds of a simulated step, if it is synchronous; None if it takes longer than `limit` for certain."""
+    """With simulated seconds where ranks wait for each other: in a synchronous update, and where replicas take turns.
+
+    None: it takes longer than `limit` for certain.
+    """
     if not result.synchronous:
-        return result
+        if max(result.replicas) == 1:
+            return result
+        few = LONG * max(16, result.ranks)
+        period = result.batch_size / simulate(profile, result.to_plan(), None, few).samples_per_second
+        return replace(result, seconds=max(result.seconds, period))
     minibatches = result.minibatches
     assert minibatches is not None
     if least_step(profile, result.positions, minibatches) > limit:
