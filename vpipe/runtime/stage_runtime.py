@@ -52,6 +52,7 @@ class StageRuntime:
         self.num_stages = routes.schedule.num_stages
         self.forward_minibatch_id = 0
         self.backward_minibatch_id = 0
+        self.offset = 0  # the minibatch that the program under way counts from
         self.steps = 0  # STEP actions of all stages
         self.forward_only = False
         self.recording = Recording(self.rank, edges(routes.stage_graphs), handler.device)
@@ -84,7 +85,7 @@ class StageRuntime:
 
     def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Action]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
-        self._feed = feed
+        self._feed, self.offset = feed, feed.offset
         self.recording.begin()
         current = None
         try:
@@ -96,11 +97,6 @@ class StageRuntime:
             if explained is None:
                 raise
             raise explained from error
-
-    @property
-    def offset(self) -> int:
-        """The minibatch that the program under way counts from."""
-        return 0 if self._feed is None else self._feed.offset
 
     def wrap(self, op: Op, wrapper: Callable[[Method], Method]) -> None:
         """Put something around an operation: for those who look on, so that nothing is asked where nobody does."""
