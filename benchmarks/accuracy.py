@@ -2,10 +2,11 @@
 
     python benchmarks/accuracy.py [--quick] [--ranks 2,3,4] [--layers 4] [--width 128] [--write docs/accuracy.md]
 
-A small transformer (`work.py`) is trained by one process of one thread for each rank, in all cases in turn. Before each
-turn all ranks profile for a moment: the pace of a machine moves by more than the limit within minutes, and so profile
-and runs see the same of it. Then each case is simulated with the profile of the first rank. *Bytes* are those that
-autograd holds, counted by the runtime on each rank; *busy* is the computing time of the rank that computes longest.
+A small transformer (`work.py`) is trained by one process of one thread for each rank, in all cases in turn. Before and
+behind each turn all ranks profile for a moment: the pace of a machine moves by more than the limit within a minute. So
+each turn is simulated with the profile around it, the mean of all ranks', and what counts is the median of the turns'
+ratios. *Bytes* are those that autograd holds, counted by the runtime on each rank; *busy* is the computing time of the
+rank that computes longest.
 With more ranks than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone
 is compared. The page is written anew after each number of ranks.
 """
@@ -13,15 +14,15 @@ is compared. The page is written anew after each number of ranks.
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import socket
 import statistics
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.multiprocessing
@@ -30,6 +31,7 @@ from peers import ENVIRONMENT
 
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
+from vpipe.cost.scaling import TIMES
 from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.profile.bench import run_rounds
 from vpipe.profile.device import measure_device
@@ -46,7 +48,7 @@ WARM, TIMED, COUNTED = 1, 2, 3
 """Steps of each turn before the timed ones, timed ones, and at the end those where bytes are counted."""
 PROFILED = 2
 """Rounds of the profile before each turn."""
-PARTS = ("forward", "backward", "update", "send", "wait")
+COUNT = TIMED * MINIBATCHES
 
 
 class Case(NamedTuple):
@@ -62,57 +64,65 @@ class Case(NamedTuple):
         return Plan(partition, (self.policy,) * blocks, self.schedule, update_interval=interval)
 
 
-class Measured(NamedTuple):
-    samples_per_second: float
-    peaks: tuple[int, ...]
-    """Bytes, by rank."""
-    parts: tuple[dict[str, float], ...]
-    """Seconds of each part of a minibatch, by rank."""
+class Turn(NamedTuple):
+    """What was foreseen by the profile around it, and what each rank measured."""
 
-    @staticmethod
-    def of(ranks: Sequence[tuple[Sequence[RankFigures], int]]) -> Measured:
-        """Of what each rank measured: medians over the rounds, the slowest rank's speed."""
-        count = TIMED * MINIBATCHES
-        seconds = max(statistics.median(one.seconds for one in figures) for figures, _ in ranks)
-        return Measured(
-            count * work.MINIBATCH / seconds,
-            tuple(peak for _, peak in ranks),
-            tuple(
-                {part: statistics.median(getattr(one, part) for one in figures) / count for part in PARTS}
-                for figures, _ in ranks
-            ),
-        )
+    predicted: Simulation
+    ranks: tuple[RankFigures, ...]
 
     @property
-    def busy(self) -> list[float]:
-        """Seconds of computing for a minibatch, by rank."""
-        return [parts["forward"] + parts["backward"] + parts["update"] for parts in self.parts]
-
-
-class Row(NamedTuple):
-    case: Case
-    predicted: Simulation
-    measured: Measured
+    def samples_per_second(self) -> float:
+        """The slowest rank's."""
+        return COUNT * work.MINIBATCH / max(rank.seconds for rank in self.ranks)
 
     @property
     def speed(self) -> float:
-        return self.predicted.samples_per_second / self.measured.samples_per_second
+        """Predicted over measured, as all ratios."""
+        return self.predicted.samples_per_second / self.samples_per_second
 
     @property
     def busy(self) -> float:
-        """Predicted over measured, of the rank that computes longest."""
+        """Of the rank that computes longest."""
+        longest = max(range(len(self.ranks)), key=lambda rank: self.ranks[rank].compute)
         period = self.predicted.batch_size / self.predicted.samples_per_second
-        pairs = zip((rank.compute * period for rank in self.predicted.ranks), self.measured.busy, strict=True)
-        predicted, measured = max(pairs, key=lambda pair: pair[1])
-        return predicted / measured
+        return COUNT * self.predicted.ranks[longest].compute * period / self.ranks[longest].compute
+
+
+class Row(NamedTuple):
+    """One case; figures are medians over its turns."""
+
+    case: Case
+    turns: Sequence[Turn]
+    peaks: tuple[int, ...]
+    """Bytes, by rank."""
+
+    @property
+    def speeds(self) -> tuple[float, float]:
+        """Samples a second, predicted and measured."""
+        return (
+            statistics.median(turn.predicted.samples_per_second for turn in self.turns),
+            statistics.median(turn.samples_per_second for turn in self.turns),
+        )
+
+    @property
+    def speed(self) -> float:
+        return statistics.median(turn.speed for turn in self.turns)
+
+    @property
+    def quartiles(self) -> tuple[float, float]:
+        ratios = [turn.speed for turn in self.turns]
+        first, _, third = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        return first, third
+
+    @property
+    def busy(self) -> float:
+        return statistics.median(turn.busy for turn in self.turns)
 
     @property
     def bytes(self) -> tuple[int, int]:
         """Predicted and measured, of the rank where they lie furthest apart."""
-        pairs = zip(
-            (rank.memory.activations for rank in self.predicted.ranks), self.measured.peaks, strict=True
-        )
-        return max(pairs, key=lambda pair: abs(pair[0] / pair[1] - 1))
+        predicted = (rank.memory.activations for rank in self.turns[0].predicted.ranks)
+        return max(zip(predicted, self.peaks, strict=True), key=lambda pair: abs(pair[0] / pair[1] - 1))
 
     @property
     def memory(self) -> float:
@@ -128,7 +138,6 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=128, help=f"a multiple of {HEAD}")
     parser.add_argument("--rounds", type=int, default=8, help="turns of each case")
     parser.add_argument("--write", type=Path, help="the table's file")
-    parser.add_argument("--detail", type=Path, help="a JSON file for what each rank did with its time")
     given = parser.parse_args()
     os.environ.update(ENVIRONMENT)  # for the ranks
     torch.set_num_threads(1)
@@ -137,36 +146,16 @@ def main() -> None:
     rounds = 2 if given.quick else given.rounds
     load = os.getloadavg()[0]
     resize(given.layers, given.width)
-    kept = [word for word in sys.argv[1:] if word not in ("--detail", str(given.detail))]
-    command = " ".join(["python benchmarks/accuracy.py", *kept])
+    command = " ".join(["python benchmarks/accuracy.py", *sys.argv[1:]])
     rows: list[Row] = []
     for ranks in sizes:
         cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
         turns = rounds if ranks <= processors() else 1
-        profile, measured = run(cases, turns, given.layers, given.width)
-        new = [Row(case, predict(case, profile), found) for case, found in zip(cases, measured, strict=True)]
+        new = run(cases, turns, given.layers, given.width)
         rows += new
         print(report(new), flush=True)
         if given.write:
             given.write.write_text(page(report(rows), rows, command, load), encoding="utf-8")
-        if given.detail:
-            given.detail.write_text(json.dumps([detail(row) for row in rows], indent=1), encoding="utf-8")
-
-
-def detail(row: Row) -> dict[str, Any]:
-    """Predicted and measured, of each rank."""
-    period = row.predicted.batch_size / row.predicted.samples_per_second
-    return {
-        **row.case._asdict(),
-        "predicted": row.predicted.samples_per_second,
-        "measured": row.measured.samples_per_second,
-        "busy": [
-            {"predicted": rank.compute * period, "measured": busy, "sending": rank.sending * period, **parts}
-            for rank, busy, parts in zip(
-                row.predicted.ranks, row.measured.busy, row.measured.parts, strict=True
-            )
-        ],
-    }
 
 
 def resize(layers: int, width: int) -> None:
@@ -179,8 +168,8 @@ def predict(case: Case, profile: Profile) -> Simulation:
     return simulate(profile, case.plan(len(profile.blocks)), minibatches=minibatches)
 
 
-def run(cases: Sequence[Case], rounds: int, layers: int, width: int) -> tuple[Profile, list[Measured]]:
-    """All cases of one number of ranks, in the same processes, round after round; the profile of meanwhile."""
+def run(cases: Sequence[Case], rounds: int, layers: int, width: int) -> list[Row]:
+    """All cases of one number of ranks, in the same processes, round after round."""
     ranks = cases[0].ranks
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -189,10 +178,25 @@ def run(cases: Sequence[Case], rounds: int, layers: int, width: int) -> tuple[Pr
     queue = context.SimpleQueue()
     arguments = (tuple(cases), rounds, layers, width, port, queue)
     torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
-    found = {rank: (profile, measured) for rank, profile, measured in (queue.get() for _ in range(ranks))}
-    return found[0][0], [
-        Measured.of([found[rank][1][number] for rank in range(ranks)]) for number in range(len(cases))
-    ]
+    found = dict(queue.get() for _ in range(ranks))
+    rows = []
+    for number, case in enumerate(cases):
+        own = [found[rank][number] for rank in range(ranks)]
+        turns = []
+        for at in range(rounds):
+            profile = mean_profile([profiles[at] for profiles, _, _ in own])
+            turns.append(Turn(predict(case, profile), tuple(figures[at] for _, figures, _ in own)))
+        rows.append(Row(case, turns, tuple(peak for _, _, peak in own)))
+    return rows
+
+
+def mean_profile(profiles: Sequence[Profile]) -> Profile:
+    """Of several ranks, whose blocks' times are averaged."""
+    blocks = tuple(
+        replace(same[0], **{name: statistics.fmean(getattr(block, name) for block in same) for name in TIMES})
+        for same in zip(*(profile.blocks for profile in profiles), strict=True)
+    )
+    return replace(profiles[0], blocks=blocks)
 
 
 def work_as_rank(
@@ -214,10 +218,17 @@ def work_as_rank(
     run_rounds(bench.everything, 1, 1, 0.0)
     for _ in range(rounds):
         for runner in runners:
-            for _ in range(PROFILED):
-                bench.round()
+            bench.forget()
+            profile_for_a_moment(bench)
             runner.turn()
-    queue.put((rank, bench.profile(device, link), [runner.end() for runner in runners]))
+            profile_for_a_moment(bench)
+            runner.profiles.append(bench.profile(device, link))
+    queue.put((rank, [runner.end() for runner in runners]))
+
+
+def profile_for_a_moment(bench: ModelBench) -> None:
+    for _ in range(PROFILED):
+        bench.round()
 
 
 class Runner:
@@ -241,6 +252,7 @@ class Runner:
         )
         self.training = self.pipe.train(cycle(batches))
         self.figures: list[RankFigures] = []
+        self.profiles: list[Profile] = []
 
     def turn(self) -> None:
         """Some steps to get into its stride again, then the timed ones."""
@@ -252,28 +264,29 @@ class Runner:
     def steps(self, count: int) -> None:
         list(islice(self.training, count * self.updates))
 
-    def end(self) -> tuple[list[RankFigures], int]:
-        """What was measured, and the most bytes that autograd holds."""
+    def end(self) -> tuple[list[Profile], list[RankFigures], int]:
+        """The profile around each turn, what was measured in it, and the most bytes that autograd holds."""
         held = self.pipe.runtime.count_held()
         self.steps(COUNTED)
         self.training.close()
         self.pipe.close()
-        return self.figures, held.peak
+        return self.profiles, self.figures, held.peak
 
 
 def report(rows: Sequence[Row]) -> str:
     cores = processors()
     lines = [
-        "| ranks | schedule | blocks | samples/s predicted | measured | ratio | busy ratio | bytes predicted "
-        "| measured | ratio |",
-        "|---|---|---|---|---|---|---|---|---|---|",
+        "| ranks | schedule | blocks | samples/s predicted | measured | ratio | quartiles | busy ratio "
+        "| bytes predicted | measured | ratio |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         case = row.case
-        speed = ["memory only", "", "", ""]
+        speed = ["memory only", "", "", "", ""]
         if case.ranks <= cores:
-            figures = (row.predicted.samples_per_second, row.measured.samples_per_second)
-            speed = [f"{figures[0]:.1f}", f"{figures[1]:.1f}", f"{row.speed:.3f}", f"{row.busy:.3f}"]
+            first, third = row.quartiles
+            speed = [*(f"{figure:.1f}" for figure in row.speeds), f"{row.speed:.3f}"]
+            speed += [f"{first:.2f} to {third:.2f}", f"{row.busy:.3f}"]
         predicted, measured = row.bytes
         cells = [str(case.ranks), case.schedule, case.policy, *speed]
         lines.append(
@@ -289,9 +302,8 @@ def page(shown: str, rows: Sequence[Row], command: str, load: float) -> str:
     shared = ""
     if load > 0.5:
         shared = (
-            f"\n**The machine was shared**: its load was {load:.1f} before the run began, and it changed between "
-            "profile and runs.\nSo the throughput columns neither show nor refute the simulator: measure them on a "
-            "quiet machine.\n"
+            f"\n**The machine was shared**: its load was {load:.1f} before the run began. The throughput columns tell "
+            "little then: measure them\non a quiet machine.\n"
         )
     misses = "".join(f"\n- {row.case.ranks} ranks, {row.case.schedule}, {row.case.policy}" for row in missed)
     return f"""# How accurate the simulator is
@@ -300,9 +312,10 @@ def page(shown: str, rows: Sequence[Row], command: str, load: float) -> str:
 on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH} wide, {MINIBATCHES} minibatches of
 {work.MINIBATCH} a step, one process of one thread for each rank, every block kept or every block recomputed.
 *Bytes* are what autograd holds at its peak, on the rank where prediction and count lie furthest apart. A ratio is
-the prediction over the measurement. With more ranks than processors the ranks take turns, and throughput says
-nothing about the simulator: memory only. `pipedream` and `vpipe` run the same program: by what they differ, others may
-too.
+the prediction over the measurement; that of the throughput is the median, with its quartiles, over turns of a second,
+each predicted from a profile of the moments before and behind it. With more ranks than processors the ranks take turns,
+and throughput says nothing about the simulator: memory only. `pipedream` and `vpipe` run the same program: by what they
+differ, others may too.
 {shared}
 Within {LIMIT:.0%}: memory in {len(rows) - len(missed)} of {len(rows)} cases, throughput in {fast} of {len(timed)}.
 {"Memory is further off in:" + misses if missed else ""}
