@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import pickle
 import socket
 import statistics
 import sys
@@ -22,6 +23,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import cycle, islice
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import NamedTuple
 
 import torch
@@ -174,11 +176,12 @@ def run(cases: Sequence[Case], rounds: int, layers: int, width: int) -> list[Row
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    context = torch.multiprocessing.get_context("spawn")
-    queue = context.SimpleQueue()
-    arguments = (tuple(cases), rounds, layers, width, port, queue)
-    torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
-    found = dict(queue.get() for _ in range(ranks))
+    with TemporaryDirectory() as folder:
+        # Files, since a rank that puts this much into a queue waits for a reader, who waits for the ranks to end.
+        files = [Path(folder, str(rank)) for rank in range(ranks)]
+        arguments = (tuple(cases), rounds, layers, width, port, files)
+        torch.multiprocessing.spawn(work_as_rank, arguments, nprocs=ranks)
+        found = [pickle.loads(file.read_bytes()) for file in files]
     rows = []
     for number, case in enumerate(cases):
         own = [found[rank][number] for rank in range(ranks)]
@@ -206,7 +209,7 @@ def work_as_rank(
     layers: int,
     width: int,
     port: int,
-    queue: torch.multiprocessing.SimpleQueue,
+    files: Sequence[Path],
 ) -> None:
     torch.set_num_threads(1)
     resize(layers, width)
@@ -223,7 +226,7 @@ def work_as_rank(
             runner.turn()
             profile_for_a_moment(bench)
             runner.profiles.append(bench.profile(device, link))
-    queue.put((rank, [runner.end() for runner in runners]))
+    files[rank].write_bytes(pickle.dumps([runner.end() for runner in runners]))
 
 
 def profile_for_a_moment(bench: ModelBench) -> None:

@@ -19,7 +19,7 @@ from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
 from vpipe.plan.policies import choose, least_memory
 
 NEARBY = 8
-EFFORT = 8_000
+EFFORT = 5_000
 """What may be spent on looking at ranks (`_Climb.price`), after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 

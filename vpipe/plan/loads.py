@@ -44,10 +44,14 @@ def staircase_loads(name: str, ranks: int, minibatches: int | None) -> Loads:
     )
 
 
-def straight_loads(name: str, ranks: int) -> Loads:
-    """The same without replicas."""
+def equal_loads(name: str, ranks: int, replicas: int, minibatches: int | None) -> Loads:
+    """The same with so many replicas on every stage."""
     return _numbered(
-        ranks, {(behind, 1): staircase_load(name, ranks, behind, 1, None) for behind in range(1, ranks + 1)}
+        ranks,
+        {
+            (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
+            for behind in range(replicas, ranks + 1, replicas)
+        },
     )
 
 

@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import Profile
-from vpipe.plan.loads import CHUNKED, Loads, straight_loads
+from vpipe.plan.loads import CHUNKED, Loads
 from vpipe.plan.model import stage_time
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
@@ -15,7 +15,7 @@ from vpipe.plan.result import PlanResult, Position, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, loads_of, seats_of, weights_alone
+from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
 from vpipe.plan.windows import step_floors
 from vpipe.schedule import ASYNCHRONOUS
 
@@ -62,10 +62,8 @@ def waits_for_others(profile: Profile, result: PlanResult) -> bool:
 def _layouts(task: Task) -> Iterator[Find]:
     """One for each number of positions that the schedule may have."""
     if task.schedule not in CHUNKED:
-        yield from (partial(_of_stages, task, loads) for loads in loads_of(task))
-        if task.schedule in ASYNCHRONOUS:
-            # Replicas may wait more for each other than they gain: the best without any is compared.
-            yield partial(_of_stages, task, straight_loads(task.schedule, task.ranks))
+        offered = (*loads_of(task), *equal_loads_of(task))
+        yield from (partial(_of_stages, task, loads) for loads in offered)
         return
     for positions in divisors(task):
         if weights_alone(task, positions) <= task.memory:

@@ -11,6 +11,7 @@ from vpipe.plan.loads import (
     CHUNKED,
     EVEN,
     Loads,
+    equal_loads,
     even_loads,
     schedule_loads,
     staircase_loads,
@@ -71,6 +72,22 @@ def loads_of(task: Task) -> Iterable[Loads]:
     return [
         even_loads(task.schedule, positions, task.ranks // positions, task.update)
         for positions in divisors(task)
+    ]
+
+
+def equal_loads_of(task: Task) -> Iterable[Loads]:
+    """Of schedules whose stages may differ in their replicas: a stage for each rank, and one stage on all ranks.
+
+    By sums uneven replicas make stages of equal length. But they wait for each other, which only a simulation tells,
+    and then one of these may be quicker. Asynchronous replicas wait in any case.
+    """
+    if task.schedule in EVEN:
+        return []
+    ends = {task.ranks} if task.schedule in ASYNCHRONOUS else {task.ranks, 1}
+    return [
+        equal_loads(task.schedule, task.ranks, task.ranks // positions, task.update)
+        for positions in divisors(task)
+        if positions in ends
     ]
 
 
