@@ -22,14 +22,13 @@ from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
-from vpipe.observe.figures import figures_of
+from vpipe.observe.figures import TIMES, figures_of
 from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
 
 BRIEF = 12
 """Minibatches of a run that only tells whether a case fits."""
-PARTS = ("forward", "backward", "update", "send", "wait")
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -227,11 +226,8 @@ class Bench:
         rate = (last - first) * per_update * case.batch / (marks[last] - marks[first])
         spent = figures[1].since(figures[0])
         # The GPU is some minibatches behind its host: its shares are known, not how many they are of.
-        total = sum(getattr(spent, part) for part in PARTS)
-        shares = {part: getattr(spent, part) / total for part in PARTS}
-        return Pace(
-            rate, peak, {part: round(1e3 * share * case.batch / rate, 3) for part, share in shares.items()}
-        )
+        scale = 1e3 * case.batch / rate / sum(getattr(spent, part) for part in TIMES)
+        return Pace(rate, peak, {part: round(scale * getattr(spent, part), 3) for part in TIMES})
 
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""

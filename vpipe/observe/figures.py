@@ -13,6 +13,9 @@ import torch
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
+TIMES = ("forward", "backward", "update", "send", "wait")
+"""Those figures of a rank that make up its seconds."""
+
 
 @dataclass(frozen=True)
 class RankFigures:

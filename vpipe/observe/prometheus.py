@@ -11,11 +11,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from vpipe.errors import ConfigError
+from vpipe.observe.figures import TIMES
 from vpipe.observe.status import Status, read_statuses
 
 ADDRESS = "127.0.0.1"
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
-TIMES = ("forward", "backward", "update", "send", "wait")
 
 Value = Callable[[Status], float | None]
 METRICS: tuple[tuple[str, str, str, Value], ...] = (

@@ -9,7 +9,7 @@ from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from vpipe.observe.events import StageBytes
-from vpipe.observe.figures import Meter, RankFigures, shares, stage_figures
+from vpipe.observe.figures import TIMES, Meter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.log import RankLog
 from vpipe.observe.metrics import MetricsWriter
@@ -184,7 +184,6 @@ class Recorder:
             self._metrics.write(kind, update, **figures)
 
 
-TIMES = ("forward", "backward", "update", "send", "wait")
 TOTALS = (*TIMES, "seconds", "updates", "bytes_sent", "bytes_received")
 
 

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.communication.handler import ROOM
-from vpipe.observe.figures import RankFigures, figures_of
+from vpipe.observe.figures import TIMES, RankFigures, figures_of
 from vpipe.observe.hang import explain
 from vpipe.observe.log import RankLog
 from vpipe.observe.resident import gauge_for
@@ -42,7 +42,6 @@ SAMPLES = 36_000
 ANSWERS = 2.5
 """Seconds that the others have to tell what they are in."""
 REQUEST, EXPLAINED = "hang.request", "hang.txt"
-TIMES = ("forward", "backward", "update", "send", "wait")
 
 
 class Watch(threading.Thread):
