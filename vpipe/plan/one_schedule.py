@@ -60,7 +60,7 @@ def waits_for_others(profile: Profile, result: PlanResult) -> bool:
 
 
 def _layouts(task: Task) -> Iterator[Find]:
-    """One for each number of positions that the schedule may have."""
+    """The ways to lay stages out on ranks that the schedule allows: each is searched by itself."""
     if task.schedule not in CHUNKED:
         offered = (*loads_of(task), *equal_loads_of(task))
         yield from (partial(_of_stages, task, loads) for loads in offered)

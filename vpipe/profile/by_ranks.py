@@ -29,7 +29,18 @@ def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) 
         described, output = folder / "config.yml", folder / "profile.json"
         write_text(described, resolved_yaml(config))
         arguments = ["profile", str(described), "--output", str(output)]
-        run_ranks_here(Ranks(arguments, count, folder, ["the bench"] * count, quiet=True, gpus=gpus))
+        run_ranks_here(
+            Ranks(
+                arguments,
+                count,
+                folder,
+                ["the bench"] * count,
+                quiet=True,
+                heartbeat_limit=config.heartbeat_limit,
+                patience=config.timeout,
+                gpus=gpus,
+            )
+        )
         return read_profile(output)
 
 
