@@ -173,12 +173,10 @@ class Updates:
 
     def _step_unseen(self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]) -> None:
         """The same without waiting for any norm: the device clips, and passes over what is not finite."""
-        gradients = self._own_gradients(stage)
         norms = {name: _norm([gradient]) for name, gradient in tied.items()}
-        own = _norm(gradients) if gradients else torch.zeros((), device=self.handler.device)
+        own = self._norm_on_device(stage)
         if self.clip_norm is not None:
-            if gradients:
-                torch._foreach_mul_(gradients, self._clip_factor_on_device(own))
+            self._scale_own(stage, self._clip_factor_on_device(own))
             tied = {n: g * self._clip_factor_on_device(norms[n]) for n, g in tied.items()}
         flags = {name: late.flag(norm) for name, norm in norms.items()}
         flag = late.flag(own)
@@ -211,11 +209,20 @@ class Updates:
 
     def _apply(self, stage: int, factor: float, tied: Mapping[str, Tensor]) -> None:
         factor /= self.loss_scale.value
-        if factor != 1.0 and (gradients := self._own_gradients(stage)):
-            torch._foreach_mul_(gradients, factor)
+        if factor != 1.0:
+            self._scale_own(stage, factor)
         self.stages[stage].optimizer.step(tied)
 
+    def _scale_own(self, stage: int, factor: float | Tensor) -> None:
+        if gradients := self._own_gradients(stage):
+            torch._foreach_mul_(gradients, factor)
+
+    def _norm_on_device(self, stage: int) -> Tensor:
+        gradients = self._own_gradients(stage)
+        return _norm(gradients) if gradients else torch.zeros((), device=self.handler.device)
+
     def _own_gradients(self, stage: int) -> list[Tensor]:
+        """To be let go of before the step, which casts them piece by piece and keeps none."""
         return [p.grad for p in self.exchange.own_parameters(stage) if p.grad is not None]
 
     def _clip_factor(self, norm: float) -> float:
@@ -233,8 +240,13 @@ class Updates:
 
 
 def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    # In the gradients' own dtype, float32 at least: float16 squares overflow.
-    norms = [torch.linalg.vector_norm(g, dtype=_accumulating(g.dtype)) for g in gradients]
+    by_dtype: dict[torch.dtype, list[Tensor]] = {}
+    for gradient in gradients:
+        by_dtype.setdefault(gradient.dtype, []).append(gradient)
+    norms: list[Tensor] = []
+    for dtype, group in by_dtype.items():
+        # In the gradients' own dtype, float32 at least: float16 squares overflow.
+        norms += torch._foreach_norm(group, dtype=_accumulating(dtype))
     return torch.linalg.vector_norm(torch.stack(norms))
 
 

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.errors import VPipeError
+from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Record, read_state, write_state
 from vpipe.weights.versions import Version, VersionStore
 
@@ -154,12 +155,11 @@ class OptimizerWithWeightStashing:
         A flag, on the device, is 1 where the version is to hold the same weights as the one before.
         """
         self._make_room()
-        for name, parameter, master in zip(
-            self.names, self.model_parameters, self.master_parameters, strict=True
-        ):
-            if name not in self.tied_optimizers and parameter.grad is not None:
-                master.grad = parameter.grad.to(master.dtype)
-            parameter.grad = None
+        parameters = zip(self.names, self.model_parameters, strict=True)
+        hand_over_gradients(
+            (p, self._master[name]) for name, p in parameters if name not in self.tied_optimizers
+        )
+        self._forget_gradients()
         if self.base_optimizer is not None:
             self._apply(self.base_optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
@@ -172,6 +172,9 @@ class OptimizerWithWeightStashing:
 
     def skip(self) -> None:
         """Forget the gradients: this update is not made."""
+        self._forget_gradients()
+
+    def _forget_gradients(self) -> None:
         for parameter in self.model_parameters:
             parameter.grad = None
 

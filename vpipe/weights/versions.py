@@ -58,14 +58,21 @@ class VersionStore:
         self._spare.append(version)
 
     def _new(self, number: int) -> Version:
-        sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-        starts = []
-        for shape, dtype, device in self._shapes:
-            grain = ALIGNMENT // dtype.itemsize
-            starts.append(sizes.get((dtype, device), 0))
-            sizes[dtype, device] = starts[-1] + -(-shape.numel() // grain) * grain
-        flats = {k: torch.empty(n, dtype=k[0], device=k[1]) for k, n in sizes.items()}
-        tensors = []
-        for (shape, dtype, device), start in zip(self._shapes, starts, strict=True):
-            tensors.append(flats[dtype, device][start : start + shape.numel()].view(shape))
-        return Version(number, list(flats.values()), tensors)
+        return Version(number, *flat_tensors(self._shapes))
+
+
+def flat_tensors(
+    shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """A flat tensor for each dtype, with anything in it, and a view for each of the shapes."""
+    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
+    starts = []
+    for shape, dtype, device in shapes:
+        grain = ALIGNMENT // dtype.itemsize
+        starts.append(sizes.get((dtype, device), 0))
+        sizes[dtype, device] = starts[-1] + -(-shape.numel() // grain) * grain
+    flats = {k: torch.empty(n, dtype=k[0], device=k[1]) for k, n in sizes.items()}
+    tensors = []
+    for (shape, dtype, device), start in zip(shapes, starts, strict=True):
+        tensors.append(flats[dtype, device][start : start + shape.numel()].view(shape))
+    return list(flats.values()), tensors
