@@ -12,7 +12,7 @@ Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of
 
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
 four at work each on a whole model of its own, which share the card's memory bandwidth and its power (*at once*). *The
-cap* is nine tenths of what PipeDream's setting needs, so that this does not fit. Figures are written to FILE as they
+cap* is 97 % of what PipeDream's setting needs, so that this does not fit. Figures are written to FILE as they
 come; predictions are the simulator's, from a profile that was measured while all four ranks computed.
 
 Whether the script works can be tried without a GPU: `--device cpu --tiny`. Its figures then say nothing, and a cap is

@@ -3,6 +3,7 @@
 import json
 import os
 import time
+from collections import Counter
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,13 +20,13 @@ from vpipe.errors import VPipeError
 from vpipe.graph import capture
 from vpipe.models import synthetic_batch
 from vpipe.profile import profile_model
-from vpipe.profile.bench import Bench, Times, run_rounds
+from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, Calls, Times, run_rounds
 from vpipe.profile.command import profile_command, profile_table
 from vpipe.profile.company import company
 from vpipe.profile.device import measure_device, total_memory
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
-from vpipe.profile.model import _set_up
+from vpipe.profile.model import ModelBench, _set_up
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
 
@@ -127,7 +128,7 @@ def test_block_times_add_up_to_those_of_their_stage() -> None:
     graph = capture(model, batch)
     fields = graph.batch_fields(batch)
     found = shapes(graph)
-    benches, _ = _set_up(graph, found, model, adamw, None, fields)
+    benches, _, _ = _set_up(graph, found, model, adamw, None, fields)
     cut = len(found) - 1
     stage = graph.stages((cut, 1))[0]
     whole = Bench(stage, model, adamw, None, {}, {name: fields[name] for name in stage.fields})
@@ -139,6 +140,57 @@ def test_block_times_add_up_to_those_of_their_stage() -> None:
     measured = together.forward + together.input_gradient + together.weight_gradient
     print(f"sum of the blocks / the stage = {apart / measured:.3f}")
     assert apart == pytest.approx(measured, rel=0.2)
+
+
+@pytest.mark.parametrize("in_one_go", [0, 3])
+@pytest.mark.parametrize("share", [0.0, 0.5])
+def test_kinds_come_as_often_as_in_the_model(in_one_go: int, share: float) -> None:
+    model, batch, _ = models.bert(layers=5)
+    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=in_one_go)
+    rounds = bench.rounds_as_often(share)
+    for _ in range(2):
+        bench.forget()
+        while not next(rounds):
+            pass
+        come: Counter[str] = Counter()
+        for each in bench.everything:
+            for number in each.stage.blocks:
+                come[bench.shapes[number].kind] += len(each.laps[BACKWARD])
+        wanted = Counter(shape.kind for shape in bench.shapes)
+        # So often, or up to so much more that a round's members and run are whole.
+        assert all(wanted[kind] <= come[kind] < wanted[kind] + 2 + in_one_go for kind in wanted)
+    assert (bench.run is None) == (not in_one_go)
+    if bench.run is not None:
+        assert len(bench.run.stage.blocks) == in_one_go
+
+
+def test_what_a_call_takes_beyond_its_blocks_is_not_theirs() -> None:
+    """Blocks of 3 and 5 ms that run one by one, each call 1 ms more, and in one go: 3 + 5 + 3 + 1."""
+    model, batch, _ = models.bert(layers=5)
+    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=3)
+    assert bench.run is not None
+    first, second = list(bench.kinds.values())[:2]
+    for phase in (FORWARD, BACKWARD, UPDATE):
+        for each in (*first, *second):
+            each.laps[phase] = [(0.0, 0.004 if each in first else 0.006)]
+        bench.run.laps[phase] = [(0.0, 0.012)]
+    calls = Calls.beyond([first, second, first], bench.run)
+    assert calls == pytest.approx((0.001, 0.001, 0.001))
+    # One go that takes longer than one by one says nothing of calls.
+    bench.run.laps[FORWARD] = [(0.0, 0.1)]
+    assert Calls.beyond([first, second, first], bench.run).forward == 0.0
+
+
+def test_profile_with_blocks_in_one_go_adds_up() -> None:
+    model, batch, _ = models.bert(layers=5)
+    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=3)
+    bench.work_for(0.0)
+    profile = bench.profile(DEVICE, LINK)
+    kinds = [bench.kinds[bench.shapes[number].kind] for number in bench.run.stage.blocks]
+    calls = Calls.beyond(kinds, bench.run)
+    assert profile.device.overhead == pytest.approx((calls.forward + calls.backward) / 2)
+    for own, block in zip(kinds, (profile.blocks[number] for number in bench.run.stage.blocks), strict=True):
+        assert block.forward == pytest.approx(max(0.0, Times(own).forward - calls.forward))
 
 
 def test_compiled_blocks_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:

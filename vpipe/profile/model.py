@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import cycle
+from time import perf_counter
 from typing import Any, NamedTuple
 
 import torch
@@ -12,9 +15,9 @@ from torch import Tensor, nn
 from vpipe.communication import HOST
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie
 from vpipe.errors import VPipeError
-from vpipe.graph import ModelGraph, capture
+from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.graph.held import address
-from vpipe.profile.bench import Bench, Times, run_round, run_rounds
+from vpipe.profile.bench import Bench, Calls, Times, run_round, run_rounds
 from vpipe.profile.company import company as kept_company
 from vpipe.profile.device import measure_device
 from vpipe.profile.kinds import Shape, shapes
@@ -25,6 +28,8 @@ from vpipe.weights import OptimizerFactory
 
 MEMBERS = 2
 """Blocks of a kind that are measured: with one alone, its weights would never leave the caches."""
+RUN = 4
+"""Blocks that are measured in one go as well, on a GPU: what a call takes beyond them is not theirs."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 
 
@@ -71,7 +76,12 @@ def profile_model(
 
 
 class ModelBench:
-    """One or two blocks of each of a model's kinds, to be measured round by round."""
+    """One or two blocks of each of a model's kinds, to be measured round by round.
+
+    On a GPU kinds come as often as in the model, for they share its power and, with other ranks, its memory; and some
+    blocks run in one go as well. There a block alone may take the host longer to issue than the GPU to compute: what
+    that takes for each call is the action's (`DeviceCost.overhead`), not each block's.
+    """
 
     def __init__(
         self,
@@ -83,8 +93,12 @@ class ModelBench:
         precision: str = "fp32",
         compile: str | None = None,
         place: torch.device = HOST,
+        in_one_go: int | None = None,
     ) -> None:
+        """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
         self.place = place
+        if in_one_go is None:
+            in_one_go = RUN if place.type == "cuda" else 0
         dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
         fields = self.graph.batch_fields(example_batch)
@@ -94,10 +108,18 @@ class ModelBench:
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):
-            self.kinds, self._kept = _set_up(
+            self.kinds, self._kept, values = _set_up(
                 self.graph, self.shapes, model, optimizer, dtype, fields, place, compile
             )
-        self.everything = [bench for own in self.kinds.values() for bench in own]
+            run = None
+            if min(in_one_go, len(self.shapes)) > 1:
+                stage = _commonest(self.graph, self.shapes, in_one_go)
+                own = {name: fields[name] for name in stage.fields}
+                run = Bench(stage, model, optimizer, dtype, values, own, place, compile)
+        self.run = run
+        singles = [bench for own in self.kinds.values() for bench in own]
+        self.everything = singles if run is None else [*singles, run]
+        self._rounds = self.rounds_as_often()
 
     def measure(
         self,
@@ -108,18 +130,52 @@ class ModelBench:
     ) -> Profile:
         """Rounds for so many seconds, in `company`, and the device and the link, unless they are given."""
         self.round()  # what is compiled is so before the company comes
-        with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
-            run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+        if self.place.type == "cuda":
+            self.work_for(seconds / 4)
+            self.forget()
+            self.work_for(seconds)
+        else:
+            with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
+                run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
+
+    def work_for(self, seconds: float) -> None:
+        """Rounds in which kinds come as often as in the model: so long, and until all have had their turn."""
+        end = perf_counter() + seconds
+        for whole in self._rounds:
+            if whole and perf_counter() > end:
+                return
 
     def round(self) -> None:
         with torch.random.fork_rng(devices=[]):
             run_round(self.everything)
 
     def begin_at(self, share: float) -> None:
-        """Let a round begin behind this share of the blocks, for company that is not to keep step."""
-        first = round(share * len(self.everything))
-        self.everything = self.everything[first:] + self.everything[:first]
+        """Let these rounds begin behind this share of them, for company that is not to keep step."""
+        self._rounds = self.rounds_as_often(share)
+
+    def rounds_as_often(self, share: float = 0.0) -> Iterator[bool]:
+        """Rounds without end; True where each kind has come as often as the model has it."""
+        own = {kind: len(benches) for kind, benches in self.kinds.items()}
+        together = Counter(self._kinds_of(self.run) if self.run else ())
+        count = Counter(shape.kind for shape in self.shapes)
+        often = {kind: -(-count[kind] // (own[kind] + together[kind])) for kind in own}
+        rounds = [
+            [
+                bench
+                for bench in self.everything
+                if max(often[kind] for kind in self._kinds_of(bench)) > number
+            ]
+            for number in range(max(often.values()))
+        ]
+        first = round(share * len(rounds))
+        for number in cycle([*range(first, len(rounds)), *range(first)]):
+            with torch.random.fork_rng(devices=[]):
+                run_round(rounds[number])
+            yield number == (first or len(rounds)) - 1
+
+    def _kinds_of(self, bench: Bench) -> Sequence[str]:
+        return [self.shapes[number].kind for number in bench.stage.blocks]
 
     def forget(self) -> None:
         """The rounds so far."""
@@ -128,10 +184,13 @@ class ModelBench:
 
     def profile(self, device: DeviceCost, link: LinkCost) -> Profile:
         """Of all rounds."""
-        times = {kind: Times(own) for kind, own in self.kinds.items()}
+        calls = Calls()
+        if self.run is not None:
+            calls = Calls.beyond([self.kinds[kind] for kind in self._kinds_of(self.run)], self.run)
+        times = {kind: Times(own, calls) for kind, own in self.kinds.items()}
         return Profile(
             blocks=_costs(self.graph, self.shapes, times, self._kept),
-            device=device,
+            device=replace(device, overhead=device.overhead + (calls.forward + calls.backward) / 2),
             link=link,
             batch_size=self.batch_size,
             optimizer_ratio=_optimizer_ratio(self.everything),
@@ -149,8 +208,8 @@ def _set_up(
     fields: Mapping[str, Tensor],
     place: torch.device = HOST,
     compile: str | None = None,
-) -> tuple[dict[str, list[Bench]], dict[str, Kept]]:
-    """Benches for each kind, with the inputs that the blocks before made for them."""
+) -> tuple[dict[str, list[Bench]], dict[str, Kept], dict[str, Tensor]]:
+    """Benches for each kind, with the inputs that the blocks before made for them; and all these values."""
     benches: dict[str, list[Bench]] = defaultdict(list)
     kept: dict[str, Kept] = {}
     values: dict[str, Tensor] = {}
@@ -170,7 +229,17 @@ def _set_up(
         else:
             # What a block of the same kind made will do: only its type matters to those that read it.
             values.update(zip(shape.outputs, (values[n] for n in _outputs_of(same[-1], found)), strict=True))
-    return benches, kept
+    return benches, kept, values
+
+
+def _commonest(graph: ModelGraph, found: Sequence[Shape], length: int) -> StageGraph:
+    """The so many consecutive blocks whose kinds the model has most of."""
+    count = Counter(shape.kind for shape in found)
+    length = min(length, len(found))
+    starts = range(len(found) - length + 1)
+    start = max(starts, key=lambda start: sum(count[shape.kind] for shape in found[start : start + length]))
+    parts = [part for part in (start, length, len(found) - start - length) if part]
+    return graph.stages(parts)[1 if start else 0]
 
 
 def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:

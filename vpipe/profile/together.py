@@ -5,17 +5,19 @@
               rank 1 ············  the others begin before and end after
 
 Ranks of one GPU have multiprocessors of their own, but its memory and its power they share: a block takes longer while
-the others compute. The profile has the times of that, and how much longer they are (`DeviceCost.crowding`).
+the others compute. The profile has the times of that, and how much longer they are (`DeviceCost.crowding`). Blocks come
+as often as in the model: what they take of memory and of power differs, and with it what they leave to others.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 
 from vpipe.communication import World
 from vpipe.cost import Profile, read_profile, write_profile
+from vpipe.profile.device import measure_device
+from vpipe.profile.links import measure_link
 from vpipe.profile.model import ModelBench
 
 MARGIN = 1.0
@@ -26,25 +28,25 @@ def profile_together(world: World, bench: ModelBench, file: Path, seconds: float
     """What rank 0 measures while all ranks of the world work on this device; it writes it to `file`."""
     bench.round()  # what is compiled is so before anybody waits for it
     world.all_gather("on the bench", None)
-    alone = bench.measure(seconds / 2) if world.rank == 0 else None
+    alone: Profile | None = None
+    if world.rank == 0:
+        device, link = measure_device(bench.place), measure_link(bench.place)
+        bench.work_for(seconds / 4)
+        bench.forget()
+        bench.work_for(seconds / 2)
+        alone = bench.profile(device, link)
     world.all_gather("measured alone", None)
     if world.size > 1:
         bench.begin_at(world.rank / world.size)
-        _work_for(MARGIN, bench)
+        bench.work_for(MARGIN)
         bench.forget()
-        _work_for(seconds, bench)
+        bench.work_for(seconds)
     if alone is not None:
-        write_profile(_shared(alone, bench.profile(alone.device, alone.link), world.size), file)
+        write_profile(_shared(alone, bench.profile(device, link), world.size), file)
     else:
-        _work_for(MARGIN, bench)
+        bench.work_for(MARGIN)
     world.all_gather("measured together", None)
     return read_profile(file)
-
-
-def _work_for(seconds: float, bench: ModelBench) -> None:
-    end = perf_counter() + seconds
-    while perf_counter() < end:
-        bench.round()
 
 
 def _shared(alone: Profile, together: Profile, ranks: int) -> Profile:
