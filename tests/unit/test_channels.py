@@ -9,7 +9,6 @@ import pytest
 import torch
 
 from vpipe.communication import Channel, InProcessHub, Key
-from vpipe.communication.cuda_ipc import SPARE, choose_slot
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.errors import PeerError
 
@@ -179,11 +178,3 @@ def test_two_processes_exchange_through_shared_memory() -> None:
     finally:
         process.kill()
         process.join()
-
-
-def test_a_slot_whose_gpu_is_behind_is_waited_for_only_if_many_are() -> None:
-    large = SPARE // 2
-    assert choose_slot([], large, lambda slot: True) is None
-    assert choose_slot([4, 7], large, lambda slot: slot == 7) == 7
-    assert choose_slot([4], large, lambda slot: False) is None
-    assert choose_slot([4, 7], large, lambda slot: False) == 4

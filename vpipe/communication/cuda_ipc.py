@@ -1,16 +1,17 @@
 """The channel between processes of one host whose tensors lie on GPUs: memory and events of CUDA IPC.
 
-It is the shared-memory channel with another kind of slot. The sender copies a tensor into a slot of its own
-GPU memory and records the slot's event; the receiver, told over the socket, lets its stream wait for that event
-and reads the slot where it lies. When backward is done with it the receiver records the event again, and the
-sender's next copy waits for it:
+It is the shared-memory channel with another kind of slot, which is not read where it lies: what a stage holds until
+its backward belongs into its own memory, where it is foreseen, and not into that of the rank before it. The sender
+copies a tensor into a slot of its own GPU memory and records the slot's event. The receiver, told over the socket,
+lets its stream wait for that event, copies the tensor out and records the event again, for which the sender's next
+copy into the slot waits:
 
-    sender's stream     copy ▶ slot 3, record e3 ....................... wait e3, copy ▶ slot 3   (or a free one)
-    socket                              DATA 3 ▶             ◀ FREE 3
-    receiver's stream                   wait e3, read ... record e3
+    sender's stream     copy ▶ slot 3, record e3 ................... wait e3, copy ▶ slot 3   (or a free one)
+    socket                              DATA 3 ▶       ◀ FREE 3
+    receiver's stream                   wait e3, copy out, record e3
 
-The hosts only exchange notices: neither waits for a GPU. A slot on another GPU is fetched by the receiver, on a
-stream of its own, and is free again as soon as the copy is made.
+The hosts only exchange notices: neither waits for a GPU. Out of a slot on another GPU the receiver copies on a stream
+of its own.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class CudaIpcChannel(SharedMemoryChannel):
         self.device = device
         self._device_slots: list[_Slot] = []  # ours, written here
         self._device_free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
-        self._peer_device_slots: dict[int, _Slot] = {}  # theirs, read here
-        self._fetching: torch.cuda.Stream | None = None
+        self._peer_device_slots: dict[int, _Slot] = {}  # theirs, copied from here
+        self._fetching: torch.cuda.Stream | None = None  # from another GPU
 
     def send(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_cuda:
@@ -77,19 +78,7 @@ class CudaIpcChannel(SharedMemoryChannel):
     ) -> Tensor:
         tensor = super().receive(key, shape, dtype, device)
         number = self._held.get(key, 0)
-        if number < FIRST:
-            return tensor
-        slot = self._peer_device_slots[number]
-        if tensor.device == self.device:
-            torch.cuda.current_stream(self.device).wait_event(slot.event)
-            return tensor
-        return self._fetch(key, tensor, slot)
-
-    def release(self, key: Key) -> None:
-        number = self._held.get(key, 0)
-        if number >= FIRST:
-            self._peer_device_slots[number].event.record(torch.cuda.current_stream(self.device))
-        super().release(key)
+        return tensor if number < FIRST else self._copy_out(key, tensor, self._peer_device_slots[number])
 
     def close(self) -> None:
         super().close()
@@ -97,19 +86,20 @@ class CudaIpcChannel(SharedMemoryChannel):
         self._peer_device_slots.clear()
         torch.cuda.ipc_collect()
 
-    def _fetch(self, key: Key, tensor: Tensor, slot: _Slot) -> Tensor:
-        """Bring a tensor over from the peer's GPU; its slot is free when the copy is made."""
-        if self._fetching is None:
-            self._fetching = torch.cuda.Stream(self.device)
+    def _copy_out(self, key: Key, tensor: Tensor, slot: _Slot) -> Tensor:
+        """The tensor in memory of our own; the peer's slot is free when the copy is made."""
         here = torch.empty_like(tensor, device=self.device)
-        current = torch.cuda.current_stream(self.device)
-        self._fetching.wait_stream(current)  # the memory may still be read by what was there before
-        self._fetching.wait_event(slot.event)
-        with torch.cuda.stream(self._fetching):
+        current = stream = torch.cuda.current_stream(self.device)
+        if tensor.device != self.device:
+            stream = self._fetching = self._fetching or torch.cuda.Stream(self.device)
+            stream.wait_stream(current)  # the memory may still be read by what was there before
+        stream.wait_event(slot.event)
+        with torch.cuda.stream(stream):
             here.copy_(tensor, non_blocking=True)
-        slot.event.record(self._fetching)
-        current.wait_stream(self._fetching)
-        super().release(key)
+        slot.event.record(stream)
+        if stream is not current:
+            current.wait_stream(stream)
+        self.release(key)
         return here
 
     def _device_slot_of(self, size: int) -> tuple[int, bytes]:
