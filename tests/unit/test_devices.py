@@ -7,7 +7,7 @@ import torch
 
 from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, Place, choose_kind
 from vpipe.device import choose_device, limit_memory
-from vpipe.environment import DEVICE, GPU_SHARE
+from vpipe.environment import ALLOCATOR, DEVICE, GPU_SHARE
 from vpipe.errors import PeerError, VPipeError
 from vpipe.launch import mps
 
@@ -80,9 +80,23 @@ def test_gpus_are_counted_by_their_files(tmp_path: Path) -> None:
     assert mps.count_gpus(tmp_path) == 2
 
 
-def test_ranks_with_a_gpu_each_need_no_daemon() -> None:
+def test_ranks_with_a_gpu_each_need_no_daemon(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
     with mps.sharing([0, 1]) as environments:
-        assert environments == [{DEVICE: f"cuda:{gpu}", GPU_SHARE: "1"} for gpu in (0, 1)]
+        assert environments == [{DEVICE: f"cuda:{gpu}", GPU_SHARE: "1", **memory} for gpu in (0, 1)]
+
+
+@pytest.mark.parametrize("name", ["PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF"])
+def test_settings_of_the_allocator_that_a_user_has_made_hold(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for other in ALLOCATOR:
+        monkeypatch.delenv(other, raising=False)
+    monkeypatch.setenv(name, "max_split_size_mb:64")
+    with mps.sharing([0]) as environments:
+        assert environments == [{DEVICE: "cuda:0", GPU_SHARE: "1"}]
 
 
 def test_without_the_daemon_ranks_take_turns_and_are_told(
@@ -103,7 +117,10 @@ def test_the_daemon_lives_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest
     )
     program.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
     with mps.sharing([0, 0, 0, 0]) as environments:
+        assert all(environment[ALLOCATOR[0]] == "expandable_segments:True" for environment in environments)
         folder = Path(environments[0]["CUDA_MPS_PIPE_DIRECTORY"])
         assert folder.is_dir()
         assert {environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for environment in environments} == {"25"}

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Key
+from vpipe.communication.ordinary_memory import ordinary_memory
 from vpipe.communication.shared_memory import DEVICE_DATA, DTYPE_CODES, DTYPES, HEADER, SharedMemoryChannel
 
 FIRST = 1 << 40
@@ -111,9 +112,9 @@ class CudaIpcChannel(SharedMemoryChannel):
         if number is not None:
             free.remove(number)
             return number, b""
-        slot = _Slot(
-            torch.empty(size, dtype=torch.uint8, device=self.device), torch.cuda.Event(interprocess=True)
-        )
+        with ordinary_memory():
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+        slot = _Slot(buffer, torch.cuda.Event(interprocess=True))
         slot.event.record(torch.cuda.current_stream(self.device))
         self._device_slots.append(slot)
         handles = {"memory": slot.buffer.untyped_storage()._share_cuda_(), "event": slot.event.ipc_handle()}

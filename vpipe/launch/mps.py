@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
-from vpipe.environment import DEVICE, GPU_SHARE
+from vpipe.environment import ALLOCATOR, DEVICE, GPU_SHARE
 from vpipe.errors import VPipeError
 
 CONTROL = "nvidia-cuda-mps-control"
@@ -34,7 +34,8 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
     """What each rank's environment needs so that it computes on its GPU, with its share of it."""
     counts = Counter(gpus)
-    environments = [{DEVICE: f"cuda:{gpu}", GPU_SHARE: str(counts[gpu])} for gpu in gpus]
+    memory = _memory_settings(os.environ)
+    environments = [{DEVICE: f"cuda:{gpu}", GPU_SHARE: str(counts[gpu]), **memory} for gpu in gpus]
     crowded = {gpu: count for gpu, count in counts.items() if count > 1}
     if not crowded:
         yield list(environments)
@@ -53,6 +54,13 @@ def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
             {**own, **common, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // counts[gpu])}
             for own, gpu in zip(environments, gpus, strict=True)
         ]
+
+
+def _memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
+    """Segments that grow, so that the allocator keeps fewer pieces that nothing fits into; unless a user has chosen."""
+    return (
+        {} if any(name in environment for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
+    )
 
 
 @contextmanager
