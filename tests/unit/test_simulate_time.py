@@ -65,6 +65,14 @@ def test_a_split_or_adding_backward_takes_longer(name: str, more: float) -> None
     assert for_batch_size(costs, 4).blocks[0].splitting == 0.5
 
 
+@pytest.mark.parametrize(("recomputing", "again"), [(None, 1.0), (1.5, 1.5), (0.0, 0.0)])
+def test_recomputing_takes_its_own_time_or_a_forward(recomputing: float | None, again: float) -> None:
+    costs = profile(block(recomputing=recomputing), host=1e9)
+    result = simulate(costs, Plan((1,), ("recompute",)), "1f1b", 4)
+    assert result.samples_per_second == pytest.approx(2 / (3 + again))
+    assert for_batch_size(costs, 4).blocks[0].again == pytest.approx(2 * again)
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_the_schedules_own_at_unit_costs(name: str) -> None:
     """A rank may begin the next update before others end this one, so the bubble is never larger."""

@@ -34,6 +34,8 @@ class BlockCost:
     """What a minibatch takes more where backward is split into its two parts."""
     accumulating: float = 0.0
     """What a backward takes more where it adds to the gradients of an earlier minibatch."""
+    recomputing: float | None = None
+    """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
     working_bytes: int = 0
     """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
     allocator tells."""
@@ -41,6 +43,11 @@ class BlockCost:
     @property
     def deferred(self) -> int:
         return self.kept_bytes if self.deferred_bytes is None else self.deferred_bytes
+
+    @property
+    def again(self) -> float:
+        """What recomputing it takes."""
+        return self.forward if self.recomputing is None else self.recomputing
 
     @property
     def backward(self) -> float:

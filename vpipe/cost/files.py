@@ -102,6 +102,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         version=fields.number("version", "seconds", default=0.0),
         splitting=fields.number("splitting", "seconds", default=0.0),
         accumulating=fields.number("accumulating", "seconds", default=0.0),
+        recomputing=fields.optional_number("recomputing", "seconds"),
         working_bytes=fields.count("working_bytes", "bytes", default=0),
     )
 

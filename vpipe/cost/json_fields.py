@@ -85,6 +85,9 @@ class Fields:
             raise self.fault(key, expected)
         return int(value)
 
+    def optional_number(self, key: str, unit: str) -> float | None:
+        return None if self.values.get(key) is None else self.number(key, unit)
+
     def optional_count(self, key: str, unit: str, *, least: int = 1) -> int | None:
         return None if self.values.get(key) is None else self.count(key, unit, least=least)
 

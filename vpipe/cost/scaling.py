@@ -3,10 +3,21 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from vpipe.cost.costs import Profile
+from vpipe.cost.costs import BlockCost, Profile
 
-TIMES = ("forward", "input_gradient", "weight_gradient", "update", "version", "splitting", "accumulating")
+TIMES = (
+    "forward",
+    "input_gradient",
+    "weight_gradient",
+    "update",
+    "version",
+    "splitting",
+    "accumulating",
+    "recomputing",
+)
+"""Of a block, in seconds; one that is None follows from the others."""
 
 
 def for_batch_size(profile: Profile, batch_size: int) -> Profile:
@@ -20,6 +31,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
             forward=block.forward * factor,
             input_gradient=block.input_gradient * factor,
             weight_gradient=block.weight_gradient * factor,
+            recomputing=_scaled(block.recomputing, factor),
             splitting=block.splitting * factor,  # accumulating does not depend on the samples
             kept_bytes=round(block.kept_bytes * factor),
             boundary_bytes=round(block.boundary_bytes * factor),
@@ -58,7 +70,13 @@ def with_company(profile: Profile, busy: float) -> Profile:
     """
     crowding = profile.device.crowding
     factor = (1 + (crowding - 1) * busy) / crowding
-    blocks = tuple(
-        replace(block, **{name: getattr(block, name) * factor for name in TIMES}) for block in profile.blocks
-    )
-    return replace(profile, blocks=blocks)
+
+    def eased(block: BlockCost) -> BlockCost:
+        times: dict[str, Any] = {name: _scaled(getattr(block, name), factor) for name in TIMES}
+        return replace(block, **times)
+
+    return replace(profile, blocks=tuple(map(eased, profile.blocks)))
+
+
+def _scaled(seconds: float | None, factor: float) -> float | None:
+    return None if seconds is None else seconds * factor

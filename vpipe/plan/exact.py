@@ -146,5 +146,5 @@ def _choices(profile: Profile, piece: Slice, number: int) -> tuple[Choice, ...]:
         choices.append(Choice(SWAP, kept * load.swapped_in, kept - deferred, working, 0.0, kept))
     if entered < kept:
         held, running = entered * load.in_flight, kept - entered + working
-        choices.append(Choice(RECOMPUTE, held, entered - deferred, running, block.forward, 0))
+        choices.append(Choice(RECOMPUTE, held, entered - deferred, running, block.again, 0))
     return tuple(choices)

@@ -28,7 +28,7 @@ def group_blocks(profile: Profile, slices: Sequence[Slice]) -> list[Members]:
             kept = block.kept_bytes
             recompute = load.in_flight * (kept - input_bytes(profile.blocks, number))
             swap = (load.in_flight - load.swapped_in) * kept
-            key = (kept, block.forward, max(0, recompute), swap)
+            key = (kept, block.again, max(0, recompute), swap)
             found.setdefault(key, []).append((index, number))
     return [
         Members(Group(int(kept), again, int(recompute), int(swap), len(places)), places)

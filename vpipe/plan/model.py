@@ -24,7 +24,7 @@ a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes to
 
 A rank works on a minibatch for
 
-    compute      forward + backward of all blocks, once more the forward of the recomputed ones; the runtime's
+    compute      forward + backward of all blocks, what recomputing takes of the recomputed ones; the runtime's
                  overhead for each forward, backward and part of a backward; the update and,
                  where there are replicas, the sending of the gradients to each of the others, shared by the rank's
                  minibatches of one update; and what it sends, if senders copy their messages themselves
@@ -131,7 +131,7 @@ def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Seq
         for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
             block = profile.blocks[number]
             compute += block.forward + block.backward
-            compute += block.forward if policy == RECOMPUTE else 0.0
+            compute += block.again if policy == RECOMPUTE else 0.0
             swapped += block.kept_bytes if policy == SWAP else 0
         compute += fixed_seconds(profile, piece)
         link += link_seconds(profile, piece)

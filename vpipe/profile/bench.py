@@ -21,6 +21,7 @@ from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
 ADDING = "B behind another"
+AGAIN_FORWARD, AGAIN_BACKWARD = "F of a module that recomputes", "B of a module that recomputes"
 SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F of a split module", "I", "W"
 
 
@@ -48,6 +49,7 @@ class Bench:
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
         self.split = stage.build(self.whole, split=True, compile=compile)
+        self.recomputing = stage.build(self.whole, recompute=stage.blocks, compile=compile)
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals
         )
@@ -158,7 +160,7 @@ class Bench:
 
 
 def run_round(benches: Sequence[Bench]) -> None:
-    """A training step of two minibatches over all benches, and one with backward split.
+    """A training step of two minibatches over all benches, one with backward split, one that recomputes everything.
 
     In the order of a pipeline: so each finds the caches as it would there, filled with the others' data.
     """
@@ -179,6 +181,11 @@ def run_round(benches: Sequence[Bench]) -> None:
         bench.laps[WEIGHT_GRADIENT].append(bench.weight_gradients())
     for bench in benches:
         bench.laps[VERSION].append(bench.new_version())
+    for bench in benches:
+        bench.laps[AGAIN_FORWARD].append(bench.forward(bench.recomputing))
+    for bench in reversed(benches):
+        bench.laps[AGAIN_BACKWARD].append(bench.backward())
+        bench.weights.skip()
 
 
 def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
@@ -234,6 +241,8 @@ class Times:
         split = median(pooled(SPLIT_FORWARD)) + first + second
         self.splitting = max(0.0, split - median(pooled(FORWARD)) - whole)
         self.accumulating = max(0.0, median(pooled(ADDING)) - whole)
+        repeated = median(pooled(AGAIN_FORWARD)) + median(pooled(AGAIN_BACKWARD))
+        self.recomputing = max(0.0, repeated - median(pooled(FORWARD)) - whole)
         update = median(pooled(UPDATE))
         self.update = max(0.0, update - calls.update)
         self.version = max(0.0, median(pooled(VERSION)) - update)

@@ -285,6 +285,7 @@ def _costs(
                 version=time.version,
                 splitting=time.splitting,
                 accumulating=time.accumulating,
+                recomputing=time.recomputing,
                 working_bytes=memory.working,
             )
         )

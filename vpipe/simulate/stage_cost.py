@@ -28,7 +28,7 @@ class StageCost:
     """The first, and the one behind the last."""
     forward: float
     input_gradient: float
-    """With the forward again of what is recomputed."""
+    """With what recomputing takes."""
     weight_gradient: float
     update: float
     version: float
@@ -75,7 +75,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str])
     again = 0.0
     for number, policy in enumerate(policies, start):
         held[policy] += held_bytes(blocks, number, policy)
-        again += blocks[number].forward if policy == RECOMPUTE else 0.0
+        again += blocks[number].again if policy == RECOMPUTE else 0.0
     return StageCost(
         blocks=(start, stop),
         forward=sum(block.forward for block in own),
