@@ -117,6 +117,7 @@ def test_what_may_be_left_out(file: Path) -> None:
         ({"blocks": [block(kept_bytes=True)]}, "block 0: kept_bytes is true"),
         ({"blocks": [block(deferred_bytes=-1)]}, "block 0: deferred_bytes is -1: it must be bytes"),
         ({"blocks": [block(working_bytes=-1)]}, "block 0: working_bytes is -1: it must be bytes"),
+        ({"blocks": [block(update_bytes=-1)]}, "block 0: update_bytes is -1: it must be bytes"),
         ({"blocks": [block(splitting=-1)]}, "block 0: splitting is -1: it must be seconds, 0 or more"),
         ({"blocks": [block(forward="1")]}, 'block 0: forward is "1"'),
         ({"blocks": [block(foward=1)]}, "block 0: unknown key \"foward\": did you mean 'forward'?"),

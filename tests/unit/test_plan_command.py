@@ -54,7 +54,7 @@ def test_the_plan_is_written_and_read_back(
 ) -> None:
     path = tmp_path / "plan.json"
     write_profile(replace(PROFILE, device=DeviceCost(GIB, 1.0, 1.0)), profile)
-    plan_command(profile, 4, "1.2GiB", as_json=True, output=path)
+    plan_command(profile, 4, "1.1GiB", as_json=True, output=path)
     printed, written = json.loads(capsys.readouterr().out), read_plan(path)
     assert printed["partition"] == list(written.partition)
     assert printed["policies"] == list(written.policies)

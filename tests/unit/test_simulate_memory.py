@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from tests.unit.test_simulate_time import block, profile
 from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
-from vpipe.schedule import NAMES, build, holdings
+from vpipe.schedule import NAMES, Action, build, holdings
 from vpipe.simulate import Memory, RankFigures, Simulation, simulate
 
 
@@ -31,12 +31,65 @@ def test_1f1b_holds_what_is_in_flight(p: int, m: int) -> None:
 def test_what_makes_up_the_peak() -> None:
     result = simulate(chain(3), plan("keep", "keep", "keep"), "pipedream", 12)
     assert [rank.memory for rank in result.ranks] == [
-        Memory(weights=100, versions=200, gradients=100, optimizer=200, activations=30, buffers=8),
-        Memory(weights=100, versions=100, gradients=100, optimizer=200, activations=20, buffers=16),
-        Memory(weights=100, versions=0, gradients=100, optimizer=200, activations=10, buffers=8),
+        Memory(weights=100, versions=200, gradients=0, optimizer=200, activations=20 + 100, buffers=8),
+        Memory(weights=100, versions=100, gradients=0, optimizer=200, activations=10 + 100, buffers=16),
+        Memory(weights=100, versions=0, gradients=0, optimizer=200, activations=0 + 100, buffers=8),
     ]
-    assert result.ranks[0].memory.total == 638
+    assert result.ranks[0].memory.total == 628
     assert (result.in_flight, result.versions) == ((3, 2, 1), (3, 2, 1))
+    # Gradients to which several minibatches add are always there.
+    adding = simulate(chain(3), plan("keep", "keep", "keep"), "2bw", 12)
+    assert adding.ranks[0].memory == Memory(100, 100, 100, 200, 30, 8)
+
+
+def test_gradients_come_with_a_backward_and_go_with_its_update() -> None:
+    """Two blocks on the second of two ranks; a backward begins with the last one:
+
+    held        block 1    block 2     gradients                      30 + 20 bytes are kept, 6 and 25 are
+    F           30         20                    50                   parameters; a backward works with 7
+    B           30         20 + 7                57    the most
+                30 + 7                 25        62    the most, where the second has less to give back
+                .          .           6 + 25    31
+    STEP        .          .           6 + 25    31 + update_bytes
+    """
+    first, second = block(kept_bytes=30, parameter_bytes=6), block(kept_bytes=20, parameter_bytes=25)
+    first, second = (replace(one, working_bytes=7) for one in (first, second))
+
+    def peak(*blocks: BlockCost, schedule: str = "pipedream") -> Memory:
+        used = Plan((1, 2), ("keep",) * 3)
+        return simulate(profile(block(), *blocks), used, schedule, 12).ranks[1].memory
+
+    assert peak(first, second) == Memory(31, 0, 0, 62, 62, 8)
+    assert peak(first, replace(second, parameter_bytes=15)) == Memory(21, 0, 0, 42, 57, 8)
+    updating = [replace(one, update_bytes=20) for one in (first, second)]
+    assert peak(*updating) == Memory(31, 0, 0, 62, 31 + 40, 8)
+    # Nothing else is in flight there when an update is made, nor anywhere in a synchronous schedule.
+    assert peak(*updating, schedule="gpipe") == Memory(31, 0, 31, 62, 12 * 50 + 7, 8)
+    large = [replace(one, update_bytes=400) for one in (first, second)]
+    assert peak(*large, schedule="gpipe") == Memory(31, 0, 31, 62, 800, 8)
+
+
+def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None:
+    """The first of three ranks: three minibatches of 10 bytes and three versions of 100 when a backward begins; then
+    gradients of 100 in place of one minibatch, and what the update makes of them."""
+    costs = chain(3, update_bytes=50, update=1.0)
+    result = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12, timeline=True)
+    assert result.ranks[0].memory == Memory(100, 200, 0, 200, 20 + 100 + 50, 8)
+    assert result.timeline is not None
+    first = dict(event[1:3] for event in result.timeline.events if event.rank == 0)
+    start = first[Action.parse("0STEP6")]
+    samples = [held for time, held in result.timeline.memory[0] if start - 3 <= time <= start + 1]
+    # While the backward runs, after it, while the update runs, after it, and with the next minibatch:
+    assert samples[-5:] == [20 + 200 + 100, 20 + 100 + 100, 20 + 200 + 100 + 50, 20 + 200, 30 + 200]
+
+
+def test_an_update_without_a_backward_leaves_no_debt() -> None:
+    """Of 5 minibatches one replica runs 3, the other 2; both make 3 updates."""
+    costs, used = profile(*[block()] * 2), Plan((1, 1), ("keep",) * 2, "pipedream", (2, 2))
+    result = simulate(costs, used, None, 5, timeline=True)
+    assert result.timeline is not None
+    assert [samples[-1][1] for samples in result.timeline.memory] == [0] * 4
+    assert [rank.memory.activations for rank in result.ranks] == [110, 110, 100, 100]
 
 
 def _with_times(
@@ -125,7 +178,7 @@ def test_gradients_that_wait_may_need_more_than_was_kept() -> None:
 
 
 def test_swapping_leaves_one_in_use_and_one_on_its_way() -> None:
-    costs = profile(*[block()] * 4, host=20 / 3)
+    costs = profile(*[block(parameter_bytes=0)] * 4, host=20 / 3)
     kept = simulate(costs, plan(*["keep"] * 4), "pipedream", 30)
     swapped = simulate(costs, plan("swap", "swap", "keep", "keep"), "pipedream", 30)
     assert [rank.memory.activations for rank in kept.ranks] == [40, 30, 20, 10]
@@ -142,7 +195,14 @@ def test_memory_over_time() -> None:
 
 
 blocks = st.lists(
-    st.builds(block, kept_bytes=st.integers(0, 50), boundary_bytes=st.integers(0, 9)), min_size=4, max_size=4
+    st.builds(
+        block,
+        kept_bytes=st.integers(0, 50),
+        boundary_bytes=st.integers(0, 9),
+        update_bytes=st.integers(0, 200),
+    ),
+    min_size=4,
+    max_size=4,
 )
 policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, max_size=4).map(tuple)
 

@@ -39,6 +39,9 @@ class BlockCost:
     working_bytes: int = 0
     """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
     allocator tells."""
+    update_bytes: int = 0
+    """What its update makes, at most, and gives back, beyond the gradients that are there: under mixed precision these
+    in float32. 0 where no allocator tells."""
 
     @property
     def deferred(self) -> int:
@@ -116,6 +119,14 @@ class Profile:
         """Of the blocks from `start` up to `stop`, what they share counted once."""
         counted = sum(block.parameter_bytes for block in self.blocks[start:stop])
         return counted - sum(tie.bytes * max(0, tie.inside(start, stop) - 1) for tie in self.tied)
+
+    def gradient_bytes(self, start: int, stop: int) -> list[int]:
+        """What a backward of these blocks leaves for each: its parameters, but those of a later one not again."""
+        sizes = [block.parameter_bytes for block in self.blocks[start:stop]]
+        for tie in self.tied:
+            for block in [block for block in tie.blocks if start <= block < stop][:-1]:
+                sizes[block - start] -= tie.bytes
+        return sizes
 
     def exchanged_bytes(self, start: int, stop: int) -> int:
         """Gradients that a stage of these blocks and another one add up for each update."""

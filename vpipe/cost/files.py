@@ -104,6 +104,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         accumulating=fields.number("accumulating", "seconds", default=0.0),
         recomputing=fields.optional_number("recomputing", "seconds"),
         working_bytes=fields.count("working_bytes", "bytes", default=0),
+        update_bytes=fields.count("update_bytes", "bytes", default=0),
     )
 
 

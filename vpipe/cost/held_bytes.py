@@ -9,13 +9,20 @@ A backward goes through a stage's blocks from the last to the first. Here the se
 Before it runs again it holds its input, which is among what it keeps. So that moment needs, beyond what the stage
 holds between forward and backward, its kept bytes less its input, what its backward makes for itself (working), less
 what the blocks behind it gave back. Its forward came no further: these were still to come then.
+
+Gradients are there all the time where several backwards add to them between two updates. Where an update follows
+every backward they are `fresh`: none is there when it begins, each block that it is through with has left its own, and
+the update takes them all.
+
+In an asynchronous schedule an update comes right behind a backward, while the other minibatches are in flight: it needs
+what it makes for itself (`update_bytes`) less what that backward gave back.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from vpipe.cost.costs import BlockCost
+from vpipe.cost.costs import BlockCost, Profile
 from vpipe.cost.plan_file import RECOMPUTE
 
 
@@ -29,14 +36,32 @@ def held_bytes(blocks: Sequence[BlockCost], number: int, policy: str) -> int:
     return input_bytes(blocks, number) if policy == RECOMPUTE else blocks[number].kept_bytes
 
 
-def backward_bytes(blocks: Sequence[BlockCost], start: int, policies: Sequence[str], split: bool) -> int:
-    """The most that the backward of a stage from block `start` on needs beyond what its minibatch held before."""
+def backward_bytes(
+    profile: Profile,
+    start: int,
+    policies: Sequence[str],
+    *,
+    split: bool = False,
+    fresh: bool = False,
+    updated: bool = False,
+) -> int:
+    """The most that the backward of a stage from block `start` on needs beyond what its minibatch held before.
+
+    `updated`: with the update that follows it.
+    """
+    blocks, stop = profile.blocks, start + len(policies)
+    gradients = profile.gradient_bytes(start, stop) if fresh else [0] * len(policies)
     most = gone = 0
-    for number in range(start + len(policies) - 1, start - 1, -1):
+    for number in range(stop - 1, start - 1, -1):
         policy = policies[number - start]
         held = held_bytes(blocks, number, policy)
         again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
         most = max(most, blocks[number].working_bytes + again - gone)
-        gone += held - (blocks[number].deferred if split else 0)
-        most = max(most, -gone)  # gradients that wait may need more than was held
-    return most
+        gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
+        most = max(most, -gone)  # gradients, or what waits for them, may need more than was held
+    return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most
+
+
+def update_bytes(blocks: Sequence[BlockCost]) -> int:
+    """What the update of a stage of these blocks needs beyond its gradients."""
+    return sum(block.update_bytes for block in blocks)

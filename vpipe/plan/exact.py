@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from math import inf
 from typing import NamedTuple
 
-from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, held_bytes
+from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, held_bytes, update_bytes
 from vpipe.plan.model import Slice
 
 ROUNDING = 1e-9
@@ -27,7 +27,7 @@ class Choice(NamedTuple):
     held: int
     """Of all minibatches on the device."""
     given_back: int
-    """By a backward when it is through with the block."""
+    """By a backward when it is through with the block, less what that leaves."""
     running: int
     """Of the block while its backward runs, beyond what it held of that minibatch."""
     seconds: float
@@ -39,6 +39,8 @@ class Turn(NamedTuple):
 
     choices: tuple[Choice, ...]
     last_of_slice: bool
+    updating: int
+    """What is needed when the backward is through with the block: for the update, where that follows it."""
     least_after: int
     keeping_after: int
     saved_a_second: float
@@ -57,9 +59,15 @@ class BlockSearch:
         least = keeping = rate = 0
         again = 0.0
         for piece in slices:
+            updating = (
+                update_bytes(profile.blocks[piece.start : piece.stop]) if piece.load.asynchronous else 0
+            )
+            left = profile.gradient_bytes(piece.start, piece.stop) if piece.load.fresh else None
             for number in range(piece.start, piece.stop):
-                choices = _choices(profile, piece, number)
-                self.turns.append(Turn(choices, number == piece.stop - 1, least, keeping, again, rate))
+                choices = _choices(profile, piece, number, left[number - piece.start] if left else 0)
+                last = number == piece.stop - 1
+                self.turns.append(Turn(choices, last, updating, least, keeping, again, rate))
+                updating = 0
                 least += min(choice.held for choice in choices)
                 keeping += choices[0].held
                 for choice in choices[1:]:
@@ -111,7 +119,7 @@ class BlockSearch:
         for choice in turn.choices:
             now = held + choice.held
             after = gone + choice.given_back
-            most = max(backward, choice.running - gone, -after)
+            most = max(backward, choice.running - gone, turn.updating - after)
             longer, moved = again + choice.seconds, swapped + choice.swapped
             if now + most + turn.least_after > self.memory:
                 continue
@@ -134,17 +142,17 @@ class BlockSearch:
         return seconds + missing / rate if rate else inf
 
 
-def _choices(profile: Profile, piece: Slice, number: int) -> tuple[Choice, ...]:
-    """Those that can be of use: the quickest first."""
+def _choices(profile: Profile, piece: Slice, number: int, gradients: int) -> tuple[Choice, ...]:
+    """Those that can be of use: the quickest first. `gradients`: that a backward leaves."""
     blocks, load = profile.blocks, piece.load
     block = blocks[number]
     kept, entered = block.kept_bytes, held_bytes(blocks, number, RECOMPUTE)
-    deferred = block.deferred if load.split else 0
+    left = gradients + (block.deferred if load.split else 0)
     working = block.working_bytes
-    choices = [Choice(KEEP, kept * load.in_flight, kept - deferred, working, 0.0, 0)]
+    choices = [Choice(KEEP, kept * load.in_flight, kept - left, working, 0.0, 0)]
     if load.swapped_in < load.in_flight and kept:
-        choices.append(Choice(SWAP, kept * load.swapped_in, kept - deferred, working, 0.0, kept))
+        choices.append(Choice(SWAP, kept * load.swapped_in, kept - left, working, 0.0, kept))
     if entered < kept:
         held, running = entered * load.in_flight, kept - entered + working
-        choices.append(Choice(RECOMPUTE, held, entered - deferred, running, block.again, 0))
+        choices.append(Choice(RECOMPUTE, held, entered - left, running, block.again, 0))
     return tuple(choices)

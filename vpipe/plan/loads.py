@@ -6,7 +6,8 @@ pass a rank before the first comes back,
     in flight = ceil(ranks from here on / replicas)
 
 whatever the stages behind it look like. PipeDream has as many versions of the weights, 2BW two; the
-synchronous schedules have one. GPipe has all of a rank's minibatches in flight.
+synchronous schedules have one. GPipe has all of a rank's minibatches in flight. Whether gradients are fresh does depend
+on the other stages: among any replicas they are taken not to be.
 """
 
 from __future__ import annotations
@@ -18,6 +19,8 @@ from functools import lru_cache
 from vpipe.plan.model import Load
 from vpipe.schedule import Op, Schedule, build
 
+AT_ONCE = ("pipedream", "vpipe")
+"""They update after every minibatch of a rank, if all stages have as many replicas."""
 CHUNKED = ("interleaved", "zb-v")
 EVEN = (*CHUNKED, "zb-h1")  # their holdings are known only for the whole, and with equal replicas
 
@@ -45,23 +48,27 @@ def staircase_loads(name: str, ranks: int, minibatches: int | None) -> Loads:
 
 
 def equal_loads(name: str, ranks: int, replicas: int, minibatches: int | None) -> Loads:
-    """The same with so many replicas on every stage."""
+    """The same with so many replicas on every stage, which makes gradients fresh in those that update at once."""
+    found = {
+        (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
+        for behind in range(replicas, ranks + 1, replicas)
+    }
+    fresh = name in AT_ONCE
     return _numbered(
-        ranks,
-        {
-            (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
-            for behind in range(replicas, ranks + 1, replicas)
-        },
+        ranks, {place: load._replace(fresh=load.fresh or fresh) for place, load in found.items()}
     )
 
 
 def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatches: int | None) -> Load:
     ahead = -(-behind // replicas)
-    if name in ("pipedream", "vpipe"):
+    if name in AT_ONCE:
         # An update follows every minibatch of the stage with the most replicas; others have no more.
         return Load(replicas, ahead, ahead, 0, False, 1.0, ranks)
     if name == "2bw":
-        return Load(replicas, ahead, min(ahead, 2), 0, False, two_versions_interval(ranks) / replicas, 2)
+        interval = two_versions_interval(ranks)
+        return Load(
+            replicas, ahead, min(ahead, 2), 0, False, interval / replicas, 2, fresh=interval == replicas
+        )
     own = -(-(minibatches or 1) // replicas)
     return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 0, False, own)
 

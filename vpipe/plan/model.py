@@ -3,7 +3,8 @@
 One rank holds one slice of consecutive blocks, or several where the schedule puts chunks on a rank. While it
 trains, its memory holds, summed over its slices:
 
-    weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio), what blocks share once
+    weights      parameter_bytes x (versions + 1 for the gradient + optimizer_ratio), what blocks share once; without
+                 the gradient where it is fresh, that is, where an update follows every backward
     buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
                  and the one under way; the gradient that comes back is as large and takes the same place;
                  2 x the parameters that it shares with slices elsewhere, whose gradients are exchanged; where there
@@ -17,7 +18,10 @@ trains, its memory holds, summed over its slices:
         and        deferred_bytes x waiting, whatever the policy: those between the end of I and the end of W
     backward     what a backward needs beyond that while it runs, one at a time: the most over the slices of
                  `cost.backward_bytes`, that is, over their blocks, of working_bytes (and, if it is recomputed,
-                 kept_bytes less the input) less what the blocks behind it have given back by then
+                 kept_bytes less the input) less what the blocks behind it have given back by then; fresh gradients
+                 have taken some of that. In asynchronous schedules an update follows while the other minibatches are
+                 in flight: its update_bytes less what the backward gave back. In synchronous ones none is in
+                 flight: no less than weights, buffers and the update_bytes of a slice
 
 The most in flight and the most waiting are taken to come together. That is so for whole backwards and for zb-h1; where
 a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes together.
@@ -50,6 +54,7 @@ from vpipe.cost import (
     broadcast_seconds,
     held_bytes,
     input_bytes,
+    update_bytes,
 )
 
 
@@ -67,12 +72,18 @@ class Load(NamedTuple):
     per_update: float
     """A rank's own minibatches between two updates."""
     lag: int = 0
-    """Updates that the first stage may be behind the last."""
+    """Updates that the first stage may be behind the last; none in synchronous schedules."""
+    fresh: bool = False
+    """Whether an update follows every backward, so that gradients are not there before."""
 
     @property
     def swapped_in(self) -> int:
         """Minibatches of a swapped block that lie on the device."""
         return min(self.in_flight, 2)
+
+    @property
+    def asynchronous(self) -> bool:
+        return self.lag > 0
 
 
 class Slice(NamedTuple):
@@ -120,8 +131,25 @@ def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[S
             minibatches = load.swapped_in if policy == SWAP else load.in_flight
             activations += held_bytes(profile.blocks, number, policy) * minibatches
             activations += profile.blocks[number].deferred * load.waiting
-        backward = max(backward, backward_bytes(profile.blocks, piece.start, chosen, load.split))
+        backward = max(backward, running_bytes(profile, piece, chosen))
+    backward = max(backward, drained_update_bytes(profile, slices) - activations)
     return Memory(weights, activations, backward, buffers)
+
+
+def running_bytes(profile: Profile, piece: Slice, policies: Sequence[str]) -> int:
+    """What a backward, and an update that follows it while others are in flight, need beyond what was held."""
+    load = piece.load
+    return backward_bytes(
+        profile, piece.start, policies, split=load.split, fresh=load.fresh, updated=load.asynchronous
+    )
+
+
+def drained_update_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What the update of a slice needs at most while nothing is in flight: in synchronous schedules."""
+    return max(
+        0 if piece.load.asynchronous else update_bytes(profile.blocks[piece.start : piece.stop])
+        for piece in slices
+    )
 
 
 def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Time:
@@ -140,7 +168,12 @@ def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Seq
 
 def weight_bytes(profile: Profile, piece: Slice) -> int:
     parameters = profile.parameter_bytes(piece.start, piece.stop)
-    return ceil(parameters * (piece.load.versions + 1 + profile.optimizer_ratio))
+    return ceil(parameters * copies(profile, piece.load))
+
+
+def copies(profile: Profile, load: Load) -> float:
+    """What is there for each byte of parameters: versions, gradients, optimizer state."""
+    return load.versions + (not load.fresh) + profile.optimizer_ratio
 
 
 def buffer_bytes(profile: Profile, piece: Slice) -> int:

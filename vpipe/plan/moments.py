@@ -17,8 +17,15 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.cost import SWAP, Profile, backward_bytes, held_bytes
-from vpipe.plan.model import Memory, Slice, buffer_bytes, weight_bytes
+from vpipe.cost import SWAP, Profile, held_bytes
+from vpipe.plan.model import (
+    Memory,
+    Slice,
+    buffer_bytes,
+    drained_update_bytes,
+    running_bytes,
+    weight_bytes,
+)
 from vpipe.schedule import Op, Schedule, build
 
 Counts = npt.NDArray[np.int64]
@@ -119,7 +126,7 @@ def peak_memory(
         held.append(sum(sizes) - moved)
         swapped.append(moved)
         deferred.append(sum(profile.blocks[number].deferred for number in numbers))
-        backward.append(backward_bytes(profile.blocks, piece.start, chosen, piece.load.split))
+        backward.append(running_bytes(profile, piece, chosen))
     backward.append(0)  # where none runs
     most = max(piece.load.in_flight + piece.load.waiting for piece in slices)
     large = most * sum(map(sum, (held, swapped, deferred, backward))) >= LARGEST
@@ -132,4 +139,6 @@ def peak_memory(
     worst = int(np.argmax(activations + needs))
     weights = sum(weight_bytes(profile, piece) for piece in slices)
     buffers = sum(buffer_bytes(profile, piece) for piece in slices)
-    return Memory(weights, int(activations[worst]), int(needs[worst]), buffers), offered[worst]
+    held_then = int(activations[worst])
+    needed_then = max(int(needs[worst]), drained_update_bytes(profile, slices) - held_then)
+    return Memory(weights, held_then, needed_then, buffers), offered[worst]

@@ -7,8 +7,8 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import Profile
-from vpipe.plan.loads import CHUNKED, Loads
-from vpipe.plan.model import stage_time
+from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
+from vpipe.plan.model import Slice, stage_time
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
 from vpipe.plan.result import PlanResult, Position, assemble, timed
@@ -93,7 +93,7 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     stages = search(costs, blocks, limit=limit)
     if stages is None:
         return None
-    slices = placed(stages, loads)
+    slices = with_fresh_gradients(task.schedule, placed(stages, loads))
     policies = [
         from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
         for piece, stage in zip(slices, stages, strict=True)
@@ -107,3 +107,10 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
         task.update_interval if task.schedule == "2bw" else None,
         [Position([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
     )
+
+
+def with_fresh_gradients(schedule: str, slices: list[Slice]) -> list[Slice]:
+    """The slices as they are if their replicas turn out to be equal, which a search among any cannot count on."""
+    if schedule not in AT_ONCE or len({piece.load.replicas for piece in slices}) > 1:
+        return slices
+    return [piece._replace(load=piece.load._replace(fresh=True)) for piece in slices]

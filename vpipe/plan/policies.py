@@ -12,13 +12,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile
+from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, input_bytes, update_bytes
 from vpipe.plan.branch import GAP, Search, efficiency
 from vpipe.plan.exact import BlockSearch
 from vpipe.plan.groups import Members, Policies, ceilings, group_blocks, placed, saving_most
 from vpipe.plan.model import (
     Slice,
     buffer_bytes,
+    drained_update_bytes,
     fixed_seconds,
     host_bandwidth,
     stage_memory,
@@ -43,6 +44,8 @@ def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | N
     keeping: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
     if stage_memory(profile, slices, keeping).total <= memory:
         return compute, keeping
+    if drained_bytes(profile, slices) > memory:
+        return None
     members = group_blocks(profile, slices)
     bound = _by_counts(profile, slices, members, memory, _least_backward(profile, slices), inf)
     if bound is None or stage_memory(profile, slices, bound[1]).total <= memory:
@@ -123,7 +126,8 @@ def least_memory(profile: Profile, slices: Sequence[Slice]) -> int:
     if not _few(slices):
         return least
     fixed = fixed_bytes(profile, slices)
-    return fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
+    found = fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
+    return max(found, drained_bytes(profile, slices))
 
 
 def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Members]) -> Policies:
@@ -133,8 +137,21 @@ def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Membe
 
 
 def _least_backward(profile: Profile, slices: Sequence[Slice]) -> int:
-    """What a running backward needs under any policies: that of a last block finds nothing given back yet."""
-    return max(profile.blocks[piece.stop - 1].working_bytes for piece in slices)
+    """What a running backward needs under any policies: that of a last block finds nothing given back yet.
+
+    When it ends, no more than all was given back; fresh gradients are there then, and an update may follow.
+    """
+    blocks, most = profile.blocks, 0
+    for piece in slices:
+        most = max(most, blocks[piece.stop - 1].working_bytes)
+        if piece.load.asynchronous:
+            gone = sum(
+                max(blocks[number].kept_bytes, input_bytes(blocks, number))
+                for number in range(piece.start, piece.stop)
+            )
+            left = profile.parameter_bytes(piece.start, piece.stop) if piece.load.fresh else 0
+            most = max(most, update_bytes(blocks[piece.start : piece.stop]) + left - gone)
+    return most
 
 
 def _count(slices: Sequence[Slice]) -> int:
@@ -158,6 +175,12 @@ def fixed_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
         + piece.load.waiting * sum(block.deferred for block in profile.blocks[piece.start : piece.stop])
         for piece in slices
     )
+
+
+def drained_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What an update needs while nothing is in flight."""
+    fixed = sum(weight_bytes(profile, piece) + buffer_bytes(profile, piece) for piece in slices)
+    return fixed + drained_update_bytes(profile, slices)
 
 
 def bytes_of_keeping(profile: Profile, slices: Sequence[Slice]) -> int:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from vpipe.cost import Profile
 from vpipe.plan.loads import Loads
+from vpipe.plan.model import copies
 from vpipe.plan.reach import Floor
 
 Floats = npt.NDArray[np.float64]
@@ -55,6 +56,9 @@ class Sums:
             self.efficiency = np.where(saved > 0, saved / np.where(saved > 0, again, 1.0), 0.0)
         self.savable = _before(np.maximum(saved, self.swap_rate * kept))
         self.split = column(load.split for load in loads.loads)
+        self.fresh = column(load.fresh for load in loads.loads)
+        self.asynchronous = column(load.asynchronous for load in loads.loads)
+        self.updating = _before([block.update_bytes for block in blocks])
         swapped = (in_flight - self.swap_rate - 1) * kept
         self.others = _before(np.minimum((in_flight - 1) * np.minimum(kept, entered), swapped))
         # A backward begins with the slice's last block: that lies there whole then, and what it makes for itself.
@@ -63,8 +67,7 @@ class Sums:
         begun = np.minimum(in_flight * kept, (in_flight - self.swap_rate) * kept)
         begun = np.minimum(begun, (in_flight - 1) * np.minimum(kept, entered) + kept)
         self.last = begun - bare + self.working
-        copies = column(load.versions for load in loads.loads) + 1 + profile.optimizer_ratio
-        self.copies = copies
+        self.copies = column(copies(profile, load) for load in loads.loads)
         self.profile = profile
         own = np.array([block.parameter_bytes for block in blocks], dtype=float)
         for tie in profile.tied:
@@ -92,17 +95,28 @@ class Sums:
     def least(self, span: Span, keeping: Floats) -> Floats:
         """Fewer bytes than any policies could do with, by those of `keeping`.
 
-        When the first part of a split backward ends, the minibatch waits whole, beside what the others hold.
+        When the first part of a split backward ends, the minibatch waits whole, beside what the others hold. When an
+        update runs the minibatch is gone; in synchronous schedules all are.
         """
         start, ends, rows = span.start, span.ends, span.rows
         savable = self.savable[rows, ends] - self.savable[rows, start, None]
         least = keeping - savable + self.last[rows, start : span.last]
-        if not self.split.any():
-            return np.asarray(least - 1)
         others = self.others[rows, ends] - self.others[rows, start, None]
         kept, deferred = self.kept[ends] - self.kept[start], self.deferred[ends] - self.deferred[start]
-        waiting = keeping - self.in_flight[rows] * kept + deferred + others
-        return np.where(self.split[rows] > 0, np.maximum(least, waiting), least) - 1
+        bare = keeping - self.in_flight[rows] * kept
+        if self.split.any():
+            least = np.where(self.split[rows] > 0, np.maximum(least, bare + deferred + others), least)
+        if self.updates:
+            needed = bare - self.waiting[rows] * deferred + self.updating[ends] - self.updating[start]
+            needed = needed + self.asynchronous[rows] * others
+            parameters = self.parameters[ends] - self.parameters[start] - self.shared(span)
+            least = np.maximum(least, needed + self.fresh[rows] * parameters)
+        return np.asarray(least - 1)
+
+    @property
+    def updates(self) -> bool:
+        """Whether an update may need more than a backward."""
+        return bool(self.fresh.any() or self.updating[-1])
 
     def floors(self) -> list[Floor]:
         """Of the bytes: `least` without messages and shared parameters."""
@@ -111,6 +125,9 @@ class Sums:
         found = [Floor(bare + self.in_flight * self.kept - self.savable, byte)]
         if self.split.any():
             found.append(Floor(np.where(self.split > 0, bare + self.deferred + self.others, 0.0), byte))
+        if self.updates:
+            needed = (self.copies + self.fresh) * self.own_parameters + self.updating
+            found.append(Floor(needed + self.asynchronous * self.others, byte))
         return found
 
 

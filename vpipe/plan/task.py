@@ -8,6 +8,7 @@ from typing import NamedTuple
 from vpipe.cost import Profile
 from vpipe.plan.chunks import Seat, search_chunks
 from vpipe.plan.loads import (
+    AT_ONCE,
     CHUNKED,
     EVEN,
     Loads,
@@ -68,7 +69,13 @@ def divisors(task: Task) -> list[int]:
 
 def loads_of(task: Task) -> Iterable[Loads]:
     if task.schedule not in EVEN:
-        return [staircase_loads(task.schedule, task.ranks, task.update)]
+        equal = (
+            divisors(task)[::-1] if task.schedule in AT_ONCE else []
+        )  # less memory than among any replicas
+        return [
+            *(equal_loads(task.schedule, task.ranks, task.ranks // one, task.update) for one in equal),
+            staircase_loads(task.schedule, task.ranks, task.update),
+        ]
     return [
         even_loads(task.schedule, positions, task.ranks // positions, task.update)
         for positions in divisors(task)
@@ -81,7 +88,7 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     By sums uneven replicas make stages of equal length. But they wait for each other, which only a simulation tells,
     and then one of these may be quicker. Asynchronous replicas wait in any case.
     """
-    if task.schedule in EVEN:
+    if task.schedule in EVEN or task.schedule in AT_ONCE:
         return []
     ends = {task.ranks} if task.schedule in ASYNCHRONOUS else {task.ranks, 1}
     return [

@@ -147,6 +147,26 @@ class Bench:
         self.weights.skip()
         return max(forward, backward)
 
+    def update_bytes(self) -> int:
+        """What an update makes and gives back, at most, beyond the gradients that are there.
+
+        It is looked at while the optimizer steps: gradients in float32 all lie there then, in place of their own. While
+        these are cast a bucket of them (`weights/casting.py`) lies beside it, once for a stage: that is not counted.
+        """
+        optimizer = self.weights.base_optimizer
+        if self.device.type != "cuda" or optimizer is None:
+            return 0
+        hook = optimizer.register_step_pre_hook(lambda *_: torch.cuda.reset_peak_memory_stats(self.device))
+        most = 0
+        for _ in range(3):  # the first ones make the optimizer's state
+            self.forward(self.whole)
+            self.backward()
+            before = torch.cuda.memory_allocated(self.device)
+            self.update()
+            most = torch.cuda.max_memory_allocated(self.device) - before
+        hook.remove()
+        return max(0, most)
+
     def discard(self) -> None:
         """Let go of a forward that has no backward."""
         self._outputs = {}

@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
 
     `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `working` those that
-    only lie there while it runs.
+    only lie there while it runs, `updating` those of its update.
     """
 
     own: int
@@ -46,6 +46,7 @@ class Kept(NamedTuple):
     outputs: frozenset[int]
     deferred: int
     working: int
+    updating: int
 
 
 def profile_model(
@@ -222,7 +223,7 @@ def _set_up(
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}
             if shape.kind not in kept:
-                left = bench.deferred_bytes(), bench.working_bytes()
+                left = bench.deferred_bytes(), bench.working_bytes(), bench.update_bytes()
                 kept[shape.kind] = _kept(shape, saved, known, *left)
             bench.discard()
             same.append(bench)
@@ -247,7 +248,12 @@ def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
 
 
 def _kept(
-    shape: Shape, saved: Mapping[int, int], known: Mapping[str, Any], deferred: int, working: int
+    shape: Shape,
+    saved: Mapping[int, int],
+    known: Mapping[str, Any],
+    deferred: int,
+    working: int,
+    updating: int,
 ) -> Kept:
     left = dict(saved)
     inputs = {}
@@ -256,7 +262,7 @@ def _kept(
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred, working)
+    return Kept(sum(left.values()), inputs, outputs, deferred, working, updating)
 
 
 def _costs(
@@ -287,6 +293,7 @@ def _costs(
                 accumulating=time.accumulating,
                 recomputing=time.recomputing,
                 working_bytes=memory.working,
+                update_bytes=memory.updating,
             )
         )
     return tuple(costs)

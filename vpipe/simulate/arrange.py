@@ -73,6 +73,12 @@ def makes_versions(schedule: Schedule, stage: int) -> bool:
     return False
 
 
+def fresh_gradients(schedule: Schedule) -> bool:
+    """Whether an update follows every backward of every rank, so that each finds no gradients of an earlier one."""
+    counts = {len(ranks) for ranks in schedule.placement}
+    return not schedule.synchronous and not splits_backward(schedule) and counts == {schedule.update_interval}
+
+
 def splits_backward(schedule: Schedule) -> bool:
     """Whether backward runs in two parts, as the last stage, which is the first to run one, tells."""
     last = schedule.num_stages - 1

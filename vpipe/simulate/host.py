@@ -80,14 +80,14 @@ class HostLink:
         key, ready = self.made.popleft()
         swapped = self.ledger.stashes[key[0]].cost.swapped
         self.free = self.last_out = self.out[key] = max(ready, self.free) + swapped / self.to_host
-        self.ledger.change(self.free, -swapped, 0)
+        self.ledger.copied(self.free, -swapped)
 
     def copy_in(self, key: Key, swapped: int, asked: float) -> float:
         """When the copy that a backward reads is there. It goes before the copies out that were made later."""
         while key not in self.out:
             self.copy_out()
         begin = max(asked, self.free, self.out.pop(key))
-        self.ledger.change(begin, swapped, 0)
+        self.ledger.copied(begin, swapped)
         self.free = begin + swapped / self.from_host
         return self.free
 

@@ -1,15 +1,26 @@
 """The memory of a rank, followed through its events: what every minibatch in flight holds, and old weights.
 
-Always there are the weights, as much again for their gradients, the optimizer's state, and for each cut to
-another rank room for two messages each way: the one in use and the one under way. A stage that shares a parameter
-with another one holds gradients of it on their way, their sum, and in asynchronous schedules those of the updates that
-the other is behind (`Profile.exchange_buffers`).
+Always there are the weights, the optimizer's state, and for each cut to another rank room for two messages each way:
+the one in use and the one under way. A stage that shares a parameter with another one holds gradients of it on
+their way, their sum, and in asynchronous schedules those of the updates that the other is behind
+(`Profile.exchange_buffers`).
+
+Gradients are as large as the weights. Where an update follows every backward they come with it, block by block, and go
+with the update's end; these are counted with what minibatches hold:
+
+    rank    F3      B1          STEP1                F4
+    bytes   + held  + backward  + update_bytes
+            ------- - held      + weights that F3 read
+                    + gradients - update_bytes, gradients
+
+Everywhere else they are taken to be always there: between updates a little less is, before the first backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from heapq import heappop, heappush
+from math import inf
 from typing import NamedTuple
 
 from vpipe.schedule import Event, Op
@@ -27,6 +38,7 @@ class Memory(NamedTuple):
     gradients: int
     optimizer: int
     activations: int
+    """Of minibatches; with what a backward or an update needs, and gradients that come and go with them."""
     buffers: int
 
     @property
@@ -49,12 +61,13 @@ class Totals(NamedTuple):
 
 def changes(cost: StageCost) -> dict[Op, tuple[int, int]]:
     """The bytes that come, or go, with the start and with the end of each operation; old weights are not counted."""
-    made = cost.held + cost.swapped
+    made, left = cost.held + cost.swapped, cost.parameters if cost.fresh else 0
     return dict.fromkeys(Op, (0, 0)) | {
         F: (made, 0),
-        B: (cost.whole_backward, -made - cost.whole_backward),
+        B: (cost.whole_backward, left - made - cost.whole_backward),
         I: (cost.input_backward, cost.deferred - made - cost.input_backward),
         W: (0, -cost.deferred),
+        STEP: (cost.updating, -left - cost.updating),
     }
 
 
@@ -64,6 +77,7 @@ class Stash:
     __slots__ = (
         "changes",
         "cost",
+        "idle",
         "most_in_flight",
         "most_versions",
         "newest",
@@ -75,6 +89,7 @@ class Stash:
     def __init__(self, cost: StageCost) -> None:
         self.cost = cost
         self.changes = changes(cost)
+        self.idle = True  # no backward since the last update
         self.newest = 0
         self.readers = 0  # of the newest version
         self.read: dict[int, int] = {}
@@ -91,6 +106,7 @@ class Stash:
 
     def backward(self, minibatch: int) -> int:
         """The bytes of old weights that nobody needs any more."""
+        self.idle = False
         version = self.read.pop(minibatch)
         if version == self.newest:
             self.readers -= 1
@@ -132,7 +148,7 @@ class Ledger:
         self.end = end
         stash = self.stashes[stage]
         at_start, at_end = stash.changes[op]
-        old = 0
+        new = old = 0
         if op is F:
             if self.begin is None:
                 self.begin = start
@@ -140,9 +156,11 @@ class Ledger:
         elif op is B or op is W:
             old = -stash.backward(minibatch)
         elif op is STEP:
-            old = stash.step()
-        if at_start or op is F:
-            self.change(start, at_start, 0)
+            if stash.idle and stash.cost.fresh:  # a last update to which this rank has nothing to add
+                at_end += stash.cost.parameters
+            new, stash.idle = stash.step(), True
+        if at_start or new or op is F:
+            self.change(start, at_start, new)
         if at_end or old:
             self.change(end, at_end, old)
 
@@ -163,23 +181,33 @@ class Ledger:
 
 
 class TimedLedger(Ledger):
-    """The ledger of a rank that swaps: copies change its memory at times of their own, so changes are sorted."""
+    """The ledger of a rank that swaps: copies change its memory at times of their own, so changes are sorted.
+
+    At equal times what is copied out goes first and what is copied in comes last; the rank's own go by its program.
+    """
 
     def __init__(self, costs: Mapping[int, StageCost], sampled: bool) -> None:
         super().__init__(costs, sampled)
-        self.coming: list[tuple[float, int, int]] = []
+        self.coming: list[tuple[float, float, int, int]] = []
+        self.noted = 0
 
     def change(self, time: float, activations: int, versions: int) -> None:
-        # At equal times what is given back comes first.
-        heappush(self.coming, (time, activations, versions))
+        self.noted += 1
+        heappush(self.coming, (time, self.noted, activations, versions))
+
+    def copied(self, time: float, size: int) -> None:
+        """Bytes that came with a copy, or went."""
+        heappush(self.coming, (time, inf if size > 0 else 0, size, 0))
 
     def settle(self, time: float) -> None:
         """No change before `time` is still to come."""
         while self.coming and self.coming[0][0] < time:
-            super().change(*heappop(self.coming))
+            moment, _, activations, versions = heappop(self.coming)
+            super().change(moment, activations, versions)
 
 
 def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers: int) -> Memory:
     """What a rank holds from beginning to end."""
     weights = sum(cost.parameters for cost in costs.values())
-    return Memory(weights, 0, weights, round(weights * optimizer_ratio), 0, buffers)
+    gradients = sum(cost.parameters for cost in costs.values() if not cost.fresh)
+    return Memory(weights, 0, gradients, round(weights * optimizer_ratio), 0, buffers)

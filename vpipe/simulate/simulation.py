@@ -8,7 +8,7 @@ from math import inf
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size, with_company
 from vpipe.schedule import Op, Schedule
-from vpipe.simulate.arrange import arrange, check_fit, makes_versions, splits_backward
+from vpipe.simulate.arrange import arrange, check_fit, fresh_gradients, makes_versions, splits_backward
 from vpipe.simulate.memory import Memory, Totals, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.one_by_one import OneByOne, Timeline
@@ -90,7 +90,8 @@ def simulate(
     profile = as_scheduled(profile, split, arranged.update_interval)
     if profile.device.crowding > 1:
         profile = _as_busy_as_it_gets(profile, plan, arranged, split)
-    return _Run(profile, arranged, stage_costs(profile, plan), split, timeline).result()
+    costs = stage_costs(profile, plan, fresh_gradients(arranged))
+    return _Run(profile, arranged, costs, split, timeline).result()
 
 
 def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule, split: bool) -> Profile:
@@ -98,9 +99,9 @@ def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule, split:
 
     How much they wait depends on these times: they are found by simulating a few times over.
     """
-    eased = profile
+    eased, fresh = profile, fresh_gradients(schedule)
     for _ in range(EASINGS):
-        ranks = _Run(eased, schedule, stage_costs(eased, plan), split, False).result().ranks
+        ranks = _Run(eased, schedule, stage_costs(eased, plan, fresh), split, False).result().ranks
         eased = with_company(profile, sum(rank.compute for rank in ranks) / len(ranks))
     return eased
 

@@ -16,6 +16,7 @@ from vpipe.cost import (
     backward_bytes,
     held_bytes,
     input_bytes,
+    update_bytes,
 )
 from vpipe.schedule import Op
 
@@ -43,6 +44,10 @@ class StageCost:
     swapped: int
     """On the host between F and backward."""
     parameters: int
+    fresh: bool
+    """Whether gradients come with each backward and go with the update behind it; else they are always there."""
+    updating: int
+    """What an update needs beyond its gradients."""
     received: int
     sent: int
     """Across the cuts before and behind the stage; gradients are as large."""
@@ -59,15 +64,15 @@ class StageCost:
         return dict.fromkeys(Op, 0.0) | computed | {Op.STEP: self.update}
 
 
-def stage_costs(profile: Profile, plan: Plan) -> list[StageCost]:
+def stage_costs(profile: Profile, plan: Plan, fresh: bool) -> list[StageCost]:
     ends = list(accumulate(plan.partition))
     return [
-        stage_cost(profile, end - count, end, policies)
+        stage_cost(profile, end - count, end, policies, fresh)
         for count, end, policies in zip(plan.partition, ends, plan.stage_policies(), strict=True)
     ]
 
 
-def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str]) -> StageCost:
+def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str], fresh: bool) -> StageCost:
     """The stage of the blocks from `start` up to `stop`."""
     blocks = profile.blocks
     own = blocks[start:stop]
@@ -84,11 +89,13 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str])
         update=sum(block.update for block in own),
         version=sum(block.version for block in own),
         held=held[KEEP] + held[RECOMPUTE],
-        whole_backward=backward_bytes(blocks, start, policies, split=False),
-        input_backward=backward_bytes(blocks, start, policies, split=True),
+        whole_backward=backward_bytes(profile, start, policies, fresh=fresh),
+        input_backward=backward_bytes(profile, start, policies, split=True),
         deferred=sum(block.deferred for block in own),
         swapped=held[SWAP],
         parameters=profile.parameter_bytes(start, stop),
+        fresh=fresh,
+        updating=update_bytes(own),
         received=input_bytes(blocks, start),
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
         exchanged=profile.exchanged_bytes(start, stop),

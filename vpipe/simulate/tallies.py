@@ -48,22 +48,27 @@ class Tallies:
         old = np.zeros(
             (len(slot), 2), dtype=self.kind
         )  # changes of old weights, at start and end of each action
+        changes = self.changes[slot]
         in_flight, versions = {}, {}
         for number in self.schedule.stages_of(rank):
             own = stage == number
             forwards = np.flatnonzero(own & (op == F))
             backwards = np.flatnonzero(own & ((op == B) | (op == W)))
             steps = np.flatnonzero(own & (op == STEP))
-            if not self.in_turn(number, rank, minibatch[steps], np.searchsorted(backwards, steps)):
+            done = np.searchsorted(backwards, steps)
+            if not self.in_turn(number, rank, minibatch[steps], done):
                 return None
+            if self.costs[number].fresh:
+                idle = steps[np.diff(done, prepend=0) == 0]  # they have no gradients to give back
+                changes[idle, 1] += self.costs[number].parameters
             gone = np.zeros(self.schedule.minibatches or 0, dtype=np.int64)
             gone[minibatch[backwards]] = backwards
             since, until = old_versions(forwards, gone[minibatch[forwards]], steps)
-            old[since, 1] += self.costs[number].parameters
+            old[since, 0] += self.costs[number].parameters
             old[until, 1] -= self.costs[number].parameters
             in_flight[number] = _most(len(slot), forwards, backwards)
             versions[number] = 1 + _most(len(slot), since, until)
-        activations, weights = np.cumsum(self.changes[slot]), np.cumsum(old)
+        activations, weights = np.cumsum(changes), np.cumsum(old)
         begin, end = 0.0, float(self.waves.ends[rank])
         if not len(slot):
             return Totals(begin, end, 0, 0, in_flight, versions)
