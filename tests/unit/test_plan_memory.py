@@ -59,7 +59,7 @@ def test_equals_the_simulated_peak(
     # Of replicas and 2BW the planner does not know how far the first stage is behind, and takes the most.
     tied = tied and replicas == 1 and name != "2bw" and shared > 0
     ties = (Tie(shared, (0, len(blocks) - 1)),) if tied else ()
-    profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0), LinkCost(1.0, 0.0), 1, tied=ties)
+    profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0, workspace=7), LinkCost(1.0, 0.0), 1, tied=ties)
     planned, simulated = both(profile, policies, name, (replicas,) * stages, 12 * replicas)
     assert planned == simulated
 

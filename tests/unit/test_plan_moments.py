@@ -37,7 +37,7 @@ def test_equals_the_simulated_peak(
         minibatches -= minibatches % positions
     if not minibatches:
         return
-    profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0), LinkCost(1.0, 0.0), 1)
+    profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0, workspace=7), LinkCost(1.0, 0.0), 1)
     stages = 2 * positions
     partition = tuple(len(blocks) // stages + (s < len(blocks) % stages) for s in range(stages))
     chosen = Plan(partition, tuple(policies[: len(blocks)]), name)

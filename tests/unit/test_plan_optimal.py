@@ -133,7 +133,7 @@ class Brute:
                 parts += tie.bytes * (2 + (min(1, lag) if start <= min(tie.blocks) < stop else 2 * lag))
         left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
         fixed = parameters * (versions + (not fresh) + profile.optimizer_ratio) + 2 * (entered[0] + left)
-        fixed += parts
+        fixed += parts + profile.device.workspace
         gradients = [b.parameter_bytes if fresh else 0 for b in blocks]
         for tie in profile.tied:
             here = [number for number in tie.blocks if start <= number < stop]
@@ -178,7 +178,8 @@ block = st.builds(
 def problems(draw: st.DrawFn, least: int = 1, most: int = 6) -> tuple[Profile, int, int]:
     kinds = draw(st.lists(block, min_size=1, max_size=4))  # repeated blocks are the usual case
     blocks = tuple(draw(st.lists(st.sampled_from(kinds), min_size=least, max_size=most)))
-    device = DeviceCost(1, draw(st.sampled_from([0.5, 3.0, 40.0])), draw(st.sampled_from([1.0, 10.0])))
+    out, back = draw(st.sampled_from([0.5, 3.0, 40.0])), draw(st.sampled_from([1.0, 10.0]))
+    device = DeviceCost(1, out, back, workspace=draw(st.sampled_from([0, 0, 5])))
     link = LinkCost(
         draw(st.sampled_from([0.5, 4.0, 100.0])), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans())
     )
@@ -384,7 +385,7 @@ def test_split_backwards_equal_brute_force(
     load = Load(1, data.draw(st.integers(1, 4)), 1, data.draw(st.integers(0, 3)), True, 1.0)
     piece = Slice(0, len(blocks), load, (0,), None, None)
     parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
-    fixed = ceil(parameters * (2 + profile.optimizer_ratio))
+    fixed = ceil(parameters * (2 + profile.optimizer_ratio)) + profile.device.workspace
     base = sum(b.forward + b.backward + b.update for b in blocks)
     found = [split_stage(blocks, load, policies) for policies in product("KRS", repeat=len(blocks))]
     assert least_memory(profile, [piece]) == fixed + min(total for total, _, _ in found)
@@ -405,7 +406,8 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     if not load.asynchronous:
         held = np.maximum(held, sum(b.update_bytes for b in blocks))
     parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
-    fits = parameters * (1 + (not load.fresh) + profile.optimizer_ratio) + held <= cap
+    fixed = parameters * (1 + (not load.fresh) + profile.optimizer_ratio) + profile.device.workspace
+    fits = fixed + held <= cap
     base = sum(b.forward + b.backward + b.update for b in blocks)
     per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
     return float(np.where(fits, np.maximum(base + again, swapped * per_byte), inf).min())

@@ -83,6 +83,14 @@ def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None
     assert samples[-5:] == [20 + 200 + 100, 20 + 100 + 100, 20 + 200 + 100 + 50, 20 + 200, 30 + 200]
 
 
+@pytest.mark.parametrize("name", ["1f1b", "zb-v"])
+def test_what_libraries_hold_is_held_once_by_a_rank(name: str) -> None:
+    bare, used = chain(4), plan(*["keep"] * 4)
+    more = replace(bare, device=replace(bare.device, workspace=70))
+    for a, b in zip(simulate(bare, used, name, 4).ranks, simulate(more, used, name, 4).ranks, strict=True):
+        assert b.memory == a.memory._replace(buffers=a.memory.buffers + 70)
+
+
 def test_an_update_without_a_backward_leaves_no_debt() -> None:
     """Of 5 minibatches one replica runs 3, the other 2; both make 3 updates."""
     costs, used = profile(*[block()] * 2), Plan((1, 1), ("keep",) * 2, "pipedream", (2, 2))

@@ -68,6 +68,8 @@ class DeviceCost:
     """Ranks, one after the other, that share the device and its link to the host: those of one GPU."""
     crowding: float = 1.0
     """The blocks' times, which are those while all of these ranks compute, over the times of one rank alone."""
+    workspace: int = 0
+    """Bytes that libraries hold on the device for each rank, from its first product on."""
 
 
 @dataclass(frozen=True)

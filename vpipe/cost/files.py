@@ -17,7 +17,7 @@ FORMAT = "vpipe profile 1"
 KEYS = (
     "format", "fingerprint", "batch_size", "optimizer_ratio", "device", "link", "links", "blocks", "tied",
 )  # fmt: skip
-DEVICE_KEYS = ("memory", "to_host", "from_host", "overhead", "shared_by", "crowding")
+DEVICE_KEYS = tuple(entry.name for entry in dataclass_fields(DeviceCost))
 LINK_KEYS = ("bandwidth", "latency", "sender_busy")
 BLOCK_KEYS = tuple(entry.name for entry in dataclass_fields(BlockCost))
 
@@ -58,6 +58,7 @@ def read_profile(path: Path) -> Profile:
             overhead=device.number("overhead", "seconds", default=0.0),
             shared_by=device.count("shared_by", "ranks", least=1, default=1),
             crowding=device.number("crowding", "times as long as alone", least=1, default=1.0),
+            workspace=device.count("workspace", "bytes", default=0),
         ),
         link=_link(Fields(top.required("link", LINK_EXAMPLE), f"{path}: link", LINK_KEYS, LINK_EXAMPLE)),
         batch_size=top.count("batch_size", "samples of a minibatch", least=1),

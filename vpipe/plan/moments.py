@@ -138,7 +138,7 @@ def peak_memory(
     needs = needed[offered.running]
     worst = int(np.argmax(activations + needs))
     weights = sum(weight_bytes(profile, piece) for piece in slices)
-    buffers = sum(buffer_bytes(profile, piece) for piece in slices)
+    buffers = profile.device.workspace + sum(buffer_bytes(profile, piece) for piece in slices)
     held_then = int(activations[worst])
     needed_then = max(int(needs[worst]), drained_update_bytes(profile, slices) - held_then)
     return Memory(weights, held_then, needed_then, buffers), offered[worst]

@@ -169,7 +169,7 @@ def _by_slice(policies: Sequence[str], slices: Sequence[Slice]) -> Policies:
 
 def fixed_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
     """What no policy changes."""
-    return sum(
+    return profile.device.workspace + sum(
         weight_bytes(profile, piece)
         + buffer_bytes(profile, piece)
         + piece.load.waiting * sum(block.deferred for block in profile.blocks[piece.start : piece.stop])
@@ -180,7 +180,7 @@ def fixed_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
 def drained_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
     """What an update needs while nothing is in flight."""
     fixed = sum(weight_bytes(profile, piece) + buffer_bytes(profile, piece) for piece in slices)
-    return fixed + drained_update_bytes(profile, slices)
+    return profile.device.workspace + fixed + drained_update_bytes(profile, slices)
 
 
 def bytes_of_keeping(profile: Profile, slices: Sequence[Slice]) -> int:

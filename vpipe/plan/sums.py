@@ -90,7 +90,8 @@ class Sums:
         weights = self.copies[rows] * (self.parameters[ends] - self.parameters[start] - self.shared(span))
         kept = self.in_flight[rows] * (self.kept[ends] - self.kept[start])
         deferred = self.waiting[rows] * (self.deferred[ends] - self.deferred[start])
-        return np.asarray(weights + kept + deferred + (self.buffers[start] + self.buffers[ends]))
+        buffers = self.buffers[start] + self.buffers[ends] + self.profile.device.workspace
+        return np.asarray(weights + kept + deferred + buffers)
 
     def least(self, span: Span, keeping: Floats) -> Floats:
         """Fewer bytes than any policies could do with, by those of `keeping`.
@@ -121,13 +122,13 @@ class Sums:
     def floors(self) -> list[Floor]:
         """Of the bytes: `least` without messages and shared parameters."""
         bare = self.copies * self.own_parameters + self.waiting * self.deferred
-        byte = np.full_like(self.in_flight, -1.0)
-        found = [Floor(bare + self.in_flight * self.kept - self.savable, byte)]
+        fixed = np.full_like(self.in_flight, self.profile.device.workspace - 1.0)
+        found = [Floor(bare + self.in_flight * self.kept - self.savable, fixed)]
         if self.split.any():
-            found.append(Floor(np.where(self.split > 0, bare + self.deferred + self.others, 0.0), byte))
+            found.append(Floor(np.where(self.split > 0, bare + self.deferred + self.others, 0.0), fixed))
         if self.updates:
             needed = (self.copies + self.fresh) * self.own_parameters + self.updating
-            found.append(Floor(needed + self.asynchronous * self.others, byte))
+            found.append(Floor(needed + self.asynchronous * self.others, fixed))
         return found
 
 

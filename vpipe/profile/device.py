@@ -23,7 +23,8 @@ _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_byt
 def measure_device(device: torch.device = HOST) -> DeviceCost:
     to_host, from_host = _host_bandwidth(device)
     if device.type == "cuda":
-        return DeviceCost(torch.cuda.get_device_properties(device).total_memory, to_host, from_host)
+        total = torch.cuda.get_device_properties(device).total_memory
+        return DeviceCost(total, to_host, from_host, workspace=_workspace(device))
     return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
 
 
@@ -55,6 +56,20 @@ def _host_bandwidth(device: torch.device) -> tuple[float, float]:
         out.append(there - start)
         back.append(_now(device) - there)
     return COUNT * COPIED / median(out[1:]), COUNT * COPIED / median(back[1:])
+
+
+def _workspace(device: torch.device) -> int:
+    """What cuBLAS holds for the two threads of a rank that multiply: its own, and autograd's."""
+    torch._C._cuda_clearCublasWorkspaces()  # else those of earlier products are there already
+    before = torch.cuda.memory_allocated(device)
+    _multiply(device)
+    return torch.cuda.memory_allocated(device) - before
+
+
+def _multiply(device: torch.device) -> None:
+    """Forward and backward; nothing of it is left but what the library keeps."""
+    one = torch.ones(256, 256, device=device, requires_grad=True)
+    (one @ one).sum().backward()
 
 
 def _now(device: torch.device) -> float:

@@ -1,8 +1,8 @@
 """The memory of a rank, followed through its events: what every minibatch in flight holds, and old weights.
 
-Always there are the weights, the optimizer's state, and for each cut to another rank room for two messages each way:
-the one in use and the one under way. A stage that shares a parameter with another one holds gradients of it on
-their way, their sum, and in asynchronous schedules those of the updates that the other is behind
+Always there are the weights, the optimizer's state, what libraries hold, and for each cut to another rank room for two
+messages each way: the one in use and the one under way. A stage that shares a parameter with another one holds
+gradients of it on their way, their sum, and in asynchronous schedules those of the updates that the other is behind
 (`Profile.exchange_buffers`).
 
 Gradients are as large as the weights. Where an update follows every backward they come with it, block by block, and go

@@ -232,8 +232,8 @@ class _Run:
         return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
 
     def buffers(self, rank: int) -> int:
-        """Two messages for each cut to another rank, each way; and the gradients of shared parameters."""
-        total = 0
+        """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""
+        total = self.profile.device.workspace
         rules = self.network.rules
         for stage in self.schedule.stages_of(rank):
             cost, ranks = self.costs[stage], self.schedule.placement[stage]
