@@ -8,7 +8,7 @@ each turn is simulated with the profile around it, the mean of all ranks', and w
 ratios. *Bytes* are those that autograd holds, counted by the runtime on each rank; *busy* is the computing time of the
 rank that computes longest.
 With more ranks than processors the ranks take turns, which no simulation of the pipeline foretells: there memory alone
-is compared. The page is written anew after each number of ranks.
+is compared. Each number of ranks has a section on the page, written when it has been measured; the others stay.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from __future__ import annotations
 import argparse
 import os
 import pickle
+import re
 import socket
 import statistics
 import sys
@@ -149,15 +150,14 @@ def main() -> None:
     load = os.getloadavg()[0]
     resize(given.layers, given.width)
     command = " ".join(["python benchmarks/accuracy.py", *sys.argv[1:]])
-    rows: list[Row] = []
     for ranks in sizes:
         cases = [Case(ranks, name, policy) for name in names for policy in (KEEP, RECOMPUTE)]
         turns = rounds if ranks <= processors() else 1
-        new = run(cases, turns, given.layers, given.width)
-        rows += new
-        print(report(new), flush=True)
+        rows = run(cases, turns, given.layers, given.width)
+        print(report(rows), flush=True)
         if given.write:
-            given.write.write_text(page(report(rows), rows, command, load), encoding="utf-8")
+            kept = sections_of(given.write.read_text(encoding="utf-8")) if given.write.exists() else {}
+            given.write.write_text(page(kept | {ranks: section(rows, command, load)}), encoding="utf-8")
 
 
 def resize(layers: int, width: int) -> None:
@@ -298,33 +298,41 @@ def report(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def page(shown: str, rows: Sequence[Row], command: str, load: float) -> str:
-    timed = [row for row in rows if row.case.ranks <= processors()]
-    fast = sum(abs(row.speed - 1) <= LIMIT for row in timed)
-    missed = [row for row in rows if abs(row.memory - 1) > LIMIT]
-    shared = ""
-    if load > 0.5:
-        shared = (
-            f"\n**The machine was shared**: its load was {load:.1f} before the run began. The throughput columns tell "
-            "little then: measure them\non a quiet machine.\n"
-        )
-    misses = "".join(f"\n- {row.case.ranks} ranks, {row.case.schedule}, {row.case.policy}" for row in missed)
-    return f"""# How accurate the simulator is
+def page(sections: dict[int, str]) -> str:
+    """All sections, by their number of ranks; those that were not measured now are as they were."""
+    introduction = f"""# How accurate the simulator is
 
-`{command}`,
-on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH} wide, {MINIBATCHES} minibatches of
-{work.MINIBATCH} a step, one process of one thread for each rank, every block kept or every block recomputed.
-*Bytes* are what autograd holds at its peak, on the rank where prediction and count lie furthest apart. A ratio is
-the prediction over the measurement; that of the throughput is the median, with its quartiles, over turns of a second,
-each predicted from a profile of the moments before and behind it. With more ranks than processors the ranks take turns,
-and throughput says nothing about the simulator: memory only. `pipedream` and `vpipe` run the same program: by what they
-differ, others may too.
-{shared}
-Within {LIMIT:.0%}: memory in {len(rows) - len(missed)} of {len(rows)} cases, throughput in {fast} of {len(timed)}.
-{"Memory is further off in:" + misses if missed else ""}
-
-{shown}
+A transformer of {work.LAYERS} layers, {work.WIDTH} wide, {MINIBATCHES} minibatches of {work.MINIBATCH} a step, one
+process of one thread for each rank, every block kept or every block recomputed. *Bytes* are what autograd holds at its
+peak, on the rank where prediction and count lie furthest apart. A ratio is the prediction over the measurement; that of
+the throughput is the median, with its quartiles, over turns of a second, each predicted from a profile of the moments
+before and behind it; *busy* is the computing time of the rank that computes longest. With more ranks than processors
+the ranks take turns, and throughput says nothing about the simulator: memory only. `pipedream` and `vpipe` run the same
+program: by what they differ, others may too.
 """
+    found = (f"\n## {ranks} ranks\n\n{sections[ranks]}\n" for ranks in sorted(sections))
+    return introduction + "".join(found)
+
+
+def sections_of(written: str) -> dict[int, str]:
+    """What stands under each number of ranks."""
+    parts = re.split(r"^## (\d+) ranks$", written, flags=re.MULTILINE)[1:]
+    return {int(ranks): text.strip() for ranks, text in zip(parts[::2], parts[1::2], strict=True)}
+
+
+def section(rows: Sequence[Row], command: str, load: float) -> str:
+    missed = [row for row in rows if abs(row.memory - 1) > LIMIT]
+    verdict = f"memory in {len(rows) - len(missed)} of {len(rows)} cases"
+    if rows[0].case.ranks <= processors():
+        fast = sum(abs(row.speed - 1) <= LIMIT for row in rows)
+        verdict += f", throughput in {fast} of {len(rows)}"
+    lines = [f"`{command}`, on {processors()} processors. Within {LIMIT:.0%}: {verdict}.", ""]
+    if load > 0.5:
+        lines += [
+            f"The machine was shared: its load was {load:.1f} before the run began. Throughput tells less then.",
+            "",
+        ]
+    return "\n".join([*lines, report(rows)])
 
 
 def processors() -> int:
