@@ -158,7 +158,7 @@ class Bench:
             place=self.device,
         )
         file = self.file.with_suffix(f".profile{size}{'c' if compiled else ''}.json")
-        return profile_together(self.world, bench, file, seconds=4.0)
+        return profile_together(self.world, bench, file, seconds=3.0)
 
     def tell(self, **row: Any) -> None:
         if self.world.rank == 0:

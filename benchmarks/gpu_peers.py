@@ -25,6 +25,7 @@ from vpipe.communication import ProcessWorld
 from vpipe.cost import Profile
 from vpipe.errors import VPipeError
 from vpipe.graph.partition import partition_for_ranks
+from vpipe.weights.casting import hand_over_gradients
 
 ROUND = tuple((rank,) for rank in range(RANKS))
 V = (*ROUND, *reversed(ROUND))
@@ -128,9 +129,7 @@ class MasterOptimizer:
 
     def step(self) -> None:
         if self.mixed:
-            for master, parameter in zip(self.masters, self.parameters, strict=True):
-                master.grad = None if parameter.grad is None else parameter.grad.float()
-                parameter.grad = None
+            hand_over_gradients(zip(self.parameters, self.masters, strict=True))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.mixed:

@@ -10,6 +10,7 @@ from tests.gpu import tasks
 from tests.gpu.tasks import SCHEDULES
 from tests.multiprocess.pool import Pool
 from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
+from tests.unit.test_compiled import compiler_is_missing
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.threads import run_ranks
 from vpipe.verify import verify
@@ -89,6 +90,16 @@ def test_gradients_are_clipped_on_the_gpu_as_on_the_cpu(schedule: str) -> None:
     options["model"] = tasks.without_dropout()  # whose masks a GPU draws otherwise
     data = batches(16)
     assert_close(threads(2, schedule, data, **options), threads(2, schedule, data, device="cpu", **options))
+
+
+@pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
+def test_compiled_blocks_train_as_others_do(pool: Pool, schedule: str) -> None:
+    data = batches(12)
+    options = {"model": tasks.without_dropout()}  # whose masks compiled blocks draw otherwise
+    assert_close(
+        processes(pool, 2, schedule, data, compile=True, **options), threads(2, schedule, data, **options)
+    )
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])
