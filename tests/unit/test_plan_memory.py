@@ -72,3 +72,22 @@ def test_uneven_replicas_need_no_more_than_is_planned(
     profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0), LinkCost(1.0, 0.0), 1)
     planned, simulated = both(profile, policies, name, replicas, 48)
     assert all(need >= found for need, found in zip(planned, simulated, strict=True))
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(block, min_size=6, max_size=6),
+    st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=6, max_size=6),
+    st.sampled_from(["pipedream", "2bw", "1f1b", "gpipe"]),
+    st.sampled_from([2, 3]),
+    st.sampled_from([0.5, 3.0, 50.0]),
+)
+def test_swapping_needs_no_more_than_is_planned(
+    blocks: list[BlockCost], policies: list[str], name: str, lying: int, host: float
+) -> None:
+    """Swapped are blocks of ranks with more minibatches in flight than lie there: elsewhere it saves nothing."""
+    device = DeviceCost(1, host, 2 * host, swapped_in=lying)
+    profile = Profile(tuple(blocks), device, LinkCost(10.0, 0.0), 1)
+    policies[6 - lying :] = ["keep"] * lying
+    planned, simulated = both(profile, policies, name, (1,) * 6, 24)
+    assert all(need >= found for need, found in zip(planned, simulated, strict=True))

@@ -22,22 +22,25 @@ def test_the_picture() -> None:
     assert max(sum(map(sum, moment.counts)) for moment in first) == 8  # 1F1B's first rank, in half stages
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=120, deadline=None)
 @given(
     st.lists(block, min_size=8, max_size=12),
-    st.lists(st.sampled_from(["keep", "recompute"]), min_size=12, max_size=12),
+    st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=12, max_size=12),
     st.sampled_from(["interleaved", "zb-v"]),
     st.sampled_from([1, 2, 4]),
     st.integers(2, 11),
+    st.sampled_from([2, 3]),
 )
 def test_equals_the_simulated_peak(
-    blocks: list[BlockCost], policies: list[str], name: str, positions: int, minibatches: int
+    blocks: list[BlockCost], policies: list[str], name: str, positions: int, minibatches: int, lying: int
 ) -> None:
+    """Where some is swapped it depends on the clock, and is no more."""
     if name == "interleaved":
         minibatches -= minibatches % positions
     if not minibatches:
         return
-    profile = Profile(tuple(blocks), DeviceCost(1, 1.0, 1.0, workspace=7), LinkCost(1.0, 0.0), 1)
+    device = DeviceCost(1, 1.0, 1.0, workspace=7, swapped_in=lying)
+    profile = Profile(tuple(blocks), device, LinkCost(1.0, 0.0), 1)
     stages = 2 * positions
     partition = tuple(len(blocks) // stages + (s < len(blocks) % stages) for s in range(stages))
     chosen = Plan(partition, tuple(policies[: len(blocks)]), name)
@@ -60,7 +63,8 @@ def test_equals_the_simulated_peak(
         ]
         own = [chosen.stage_policies()[s] for s in held]
         exact = peak_memory(profile, slices, own, moments)[0].total
-        assert exact == simulated.ranks[position].memory.total
+        found = simulated.ranks[position].memory.total
+        assert exact >= found if any("swap" in chosen for chosen in own) else exact == found
         assert exact <= stage_memory(profile, at_moments(slices, moments), own).total
 
 

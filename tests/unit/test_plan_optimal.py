@@ -60,14 +60,24 @@ class Every(NamedTuple):
 
 
 def every_choice(
-    blocks: Sequence[BlockCost], entered: Sequence[int], flight: int, gradients: Sequence[int], updated: bool
+    blocks: Sequence[BlockCost],
+    entered: Sequence[int],
+    flight: int,
+    lying: int,
+    gradients: Sequence[int],
+    updated: bool,
 ) -> Every:
-    """`entered`: what each block reads. `gradients`: what a whole backward leaves; `updated`: an update follows it."""
+    """`entered`: what each block reads. `gradients`: what a whole backward leaves; `updated`: an update follows it.
+
+    `lying`: minibatches of a swapped block that lie on the device.
+    """
     chosen = np.indices((3,) * len(blocks), dtype=np.int8).reshape(len(blocks), -1)  # keep, recompute, swap
     held, again, swapped, room, behind = (np.zeros(chosen.shape[1]) for _ in range(5))
     for one, reads, left, policy in reversed(list(zip(blocks, entered, gradients, chosen, strict=True))):
         kept, recomputed, moved = one.kept_bytes, policy == 1, policy == 2
-        held += np.where(recomputed, reads * flight, np.where(moved, kept * min(2, flight), kept * flight))
+        held += np.where(
+            recomputed, reads * flight, np.where(moved, kept * min(lying, flight), kept * flight)
+        )
         room = np.maximum(room, one.working_bytes + recomputed * (kept - reads) - behind)
         again += recomputed * one.forward
         swapped += moved * kept
@@ -154,9 +164,13 @@ class Brute:
         if profile.link.sender_busy:
             base += (start > 0) * (profile.link.latency + entered[0] / profile.link.bandwidth)
             base += (stop < len(profile.blocks)) * (profile.link.latency + left / profile.link.bandwidth)
-        held, again, swapped = every_choice(blocks, entered, flight, gradients, lag > 0)
-        if not lag:  # nothing is in flight at an update
-            held = np.maximum(held, sum(b.update_bytes for b in blocks))
+        held, again, swapped = every_choice(
+            blocks, entered, flight, profile.device.swapped_in, gradients, lag > 0
+        )
+        if not lag:  # nothing is in flight at an update; what was swapped last may lie there
+            held = np.maximum(
+                held, sum(b.update_bytes for b in blocks) + (profile.device.swapped_in - 2) * swapped
+            )
         host = swapped / profile.device.to_host + swapped / profile.device.from_host
         seconds = np.maximum(np.maximum(base + again, host), link)
         fitting = np.where(fixed + held <= self.cap, seconds, inf)
@@ -179,7 +193,9 @@ def problems(draw: st.DrawFn, least: int = 1, most: int = 6) -> tuple[Profile, i
     kinds = draw(st.lists(block, min_size=1, max_size=4))  # repeated blocks are the usual case
     blocks = tuple(draw(st.lists(st.sampled_from(kinds), min_size=least, max_size=most)))
     out, back = draw(st.sampled_from([0.5, 3.0, 40.0])), draw(st.sampled_from([1.0, 10.0]))
-    device = DeviceCost(1, out, back, workspace=draw(st.sampled_from([0, 0, 5])))
+    device = DeviceCost(
+        1, out, back, workspace=draw(st.sampled_from([0, 0, 5])), swapped_in=draw(st.sampled_from([2, 3]))
+    )
     link = LinkCost(
         draw(st.sampled_from([0.5, 4.0, 100.0])), draw(st.sampled_from([0.0, 0.1])), draw(st.booleans())
     )
@@ -355,7 +371,7 @@ def test_the_memory_that_a_refusal_names_fits(problem: tuple[Profile, int, int],
 
 
 def split_stage(
-    blocks: tuple[BlockCost, ...], load: Load, policies: tuple[str, ...]
+    blocks: tuple[BlockCost, ...], load: Load, lying: int, policies: tuple[str, ...]
 ) -> tuple[int, float, int]:
     """Bytes, seconds of recomputing and swapped bytes of a stage whose backward is split, block by block."""
     numbers = range(len(blocks))
@@ -367,11 +383,12 @@ def split_stage(
         own = blocks[i].kept_bytes if policies[i] == "R" else held[i]
         moments.append(sum(held[:i]) + own + blocks[i].working_bytes + sum(after[i + 1 :]))
         moments.append(sum(held[:i]) + sum(after[i:]))
-    there = [min(load.in_flight, 2) if policy == "S" else load.in_flight for policy in policies]
+    there = [min(load.in_flight, lying) if policy == "S" else load.in_flight for policy in policies]
     total = sum(held[i] * there[i] for i in numbers) + load.waiting * sum(after) + max(moments) - moments[0]
-    total = max(total, sum(b.update_bytes for b in blocks))  # when all is done
     again = sum(blocks[i].forward for i in numbers if policies[i] == "R")
-    return total, again, sum(blocks[i].kept_bytes for i in numbers if policies[i] == "S")
+    swapped = sum(blocks[i].kept_bytes for i in numbers if policies[i] == "S")
+    total = max(total, sum(b.update_bytes for b in blocks) + (lying - 2) * swapped)  # when all is done
+    return total, again, swapped
 
 
 @settings(max_examples=200, deadline=None)
@@ -387,7 +404,8 @@ def test_split_backwards_equal_brute_force(
     parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
     fixed = ceil(parameters * (2 + profile.optimizer_ratio)) + profile.device.workspace
     base = sum(b.forward + b.backward + b.update for b in blocks)
-    found = [split_stage(blocks, load, policies) for policies in product("KRS", repeat=len(blocks))]
+    lying = profile.device.swapped_in
+    found = [split_stage(blocks, load, lying, policies) for policies in product("KRS", repeat=len(blocks))]
     assert least_memory(profile, [piece]) == fixed + min(total for total, _, _ in found)
     per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
     fitting = [max(base + again, moved * per_byte) for total, again, moved in found if fixed + total <= cap]
@@ -402,9 +420,13 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     blocks, flight = profile.blocks, load.in_flight
     gradients = [b.parameter_bytes if load.fresh else 0 for b in blocks]
     entered = [0, *(b.boundary_bytes for b in blocks[:-1])]
-    held, again, swapped = every_choice(blocks, entered, flight, gradients, load.asynchronous)
+    held, again, swapped = every_choice(
+        blocks, entered, flight, profile.device.swapped_in, gradients, load.asynchronous
+    )
     if not load.asynchronous:
-        held = np.maximum(held, sum(b.update_bytes for b in blocks))
+        held = np.maximum(
+            held, sum(b.update_bytes for b in blocks) + (profile.device.swapped_in - 2) * swapped
+        )
     parameters = sum(b.parameter_bytes for b in blocks) - sum(tie.bytes for tie in profile.tied)
     fixed = parameters * (1 + (not load.fresh) + profile.optimizer_ratio) + profile.device.workspace
     fits = fixed + held <= cap

@@ -193,6 +193,40 @@ def test_swapping_leaves_one_in_use_and_one_on_its_way() -> None:
     assert [rank.memory.activations for rank in swapped.ranks] == [20, 20, 20, 10]
 
 
+def beside_computing(costs: Profile) -> Profile:
+    return replace(costs, device=replace(costs.device, swapped_in=3))
+
+
+def test_where_copies_run_beside_computing_one_that_leaves_lies_there_as_well() -> None:
+    """One in use, one that comes back, and one that has left and stays until the next forward."""
+    costs = profile(*[block(parameter_bytes=0)] * 6, host=20 / 3)
+    used = plan("swap", "swap", "swap", "keep", "keep", "keep")
+    at_once, beside = (simulate(each, used, "pipedream", 40) for each in (costs, beside_computing(costs)))
+    assert [rank.memory.activations for rank in at_once.ranks] == [20, 20, 20, 30, 20, 10]
+    assert [rank.memory.activations for rank in beside.ranks] == [30, 30, 30, 30, 20, 10]
+    assert (beside.step_time, beside.makespan) == (at_once.step_time, at_once.makespan)
+
+
+def test_what_has_left_goes_with_the_next_forward() -> None:
+    """A second each way:
+
+    rank    F0              B0      F1              B1
+    host       =out= =in=              =out= =in=
+    time    0  1     2    3       5    6     7    8       10
+    bytes   10       20           10         20           0        F0's ten stay until F1 starts, F1's to the end
+    """
+    costs = profile(block(parameter_bytes=0), host=10.0)
+    at_once, beside = (
+        simulate(each, plan("swap"), "pipedream", 2, timeline=True).timeline
+        for each in (costs, beside_computing(costs))
+    )
+    assert at_once is not None
+    assert beside is not None
+    assert dict(at_once.memory[0]) == {0.0: 10, 2.0: 10, 5.0: 10, 7.0: 10, 10.0: 0}
+    assert dict(beside.memory[0]) == {0.0: 10, 2.0: 20, 5.0: 10, 7.0: 20, 10.0: 0}
+    assert at_once.events == beside.events
+
+
 def test_memory_over_time() -> None:
     result = simulate(chain(2), plan("keep", "keep"), "1f1b", 2, timeline=True)
     assert result.timeline is not None
@@ -216,11 +250,12 @@ policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, 
 
 
 @settings(max_examples=100, deadline=None)
-@given(blocks, policies, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 20))
+@given(blocks, policies, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 20), st.booleans())
 def test_nothing_is_left_and_nothing_is_owed(
-    found: list[BlockCost], chosen: tuple[str, ...], host: float, name: str, m: int
+    found: list[BlockCost], chosen: tuple[str, ...], host: float, name: str, m: int, beside: bool
 ) -> None:
     costs = profile(*found, host=host, link=LinkCost(9.0, 0.1))
+    costs = beside_computing(costs) if beside else costs
     result = simulate(costs, plan(*chosen), name, m, timeline=True)
     assert result.timeline is not None
     for rank, samples in zip(result.ranks, result.timeline.memory, strict=True):

@@ -70,6 +70,18 @@ class DeviceCost:
     """The blocks' times, which are those while all of these ranks compute, over the times of one rank alone."""
     workspace: int = 0
     """Bytes that libraries hold on the device for each rank, from its first product on."""
+    swapped_in: int = 2
+    """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
+    that one which leaves stays until the next forward; 2 where they are done at once."""
+
+    @property
+    def lingering(self) -> int:
+        """Of these the ones that have left but still lie there, also when no other is in flight."""
+        return self.swapped_in - 2
+
+    def lying(self, in_flight: int) -> int:
+        """Minibatches of a swapped block that lie on the device at most, of so many in flight."""
+        return min(in_flight + self.lingering, self.swapped_in)
 
 
 @dataclass(frozen=True)

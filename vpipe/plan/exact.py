@@ -15,7 +15,7 @@ from math import inf
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, held_bytes, update_bytes
-from vpipe.plan.model import Slice
+from vpipe.plan.model import Slice, drained_update_bytes, waiting_bytes
 
 ROUNDING = 1e-9
 
@@ -56,6 +56,9 @@ class BlockSearch:
         self.turns: list[Turn] = []
         self.compute = compute
         self.host = host
+        # When nothing is in flight nothing waits, which `fastest` and `smallest` leave out as fixed.
+        self.drained = drained_update_bytes(profile, slices) - waiting_bytes(profile, slices)
+        self.lingering = 0 if slices[0].load.asynchronous else profile.device.lingering
         least = keeping = rate = 0
         again = 0.0
         for piece in slices:
@@ -72,7 +75,7 @@ class BlockSearch:
                 keeping += choices[0].held
                 for choice in choices[1:]:
                     if choice.policy == SWAP:
-                        rate = max(rate, piece.load.in_flight - piece.load.swapped_in)
+                        rate = max(rate, piece.load.in_flight - profile.device.lying(piece.load.in_flight))
                     else:
                         saved = choices[0].held - choice.held
                         again = max(again, saved / choice.seconds if choice.seconds else inf)
@@ -105,7 +108,7 @@ class BlockSearch:
         if index == len(self.turns):
             self.found = taken[::-1]
             if self.smaller:
-                self.memory = held + backward - 1
+                self.memory = max(held + backward, self.drained + self.lingering * swapped) - 1
             else:
                 self.seconds = max(self.compute + again, swapped / self.host)
             return
@@ -122,6 +125,8 @@ class BlockSearch:
             most = max(backward, choice.running - gone, turn.updating - after)
             longer, moved = again + choice.seconds, swapped + choice.swapped
             if now + most + turn.least_after > self.memory:
+                continue
+            if self.drained + self.lingering * moved > self.memory:
                 continue
             excess = now + most + turn.keeping_after - self.memory
             if self.least_seconds(turn, excess, longer, moved) < self.seconds * (1 - ROUNDING):
@@ -150,8 +155,9 @@ def _choices(profile: Profile, piece: Slice, number: int, gradients: int) -> tup
     left = gradients + (block.deferred if load.split else 0)
     working = block.working_bytes
     choices = [Choice(KEEP, kept * load.in_flight, kept - left, working, 0.0, 0)]
-    if load.swapped_in < load.in_flight and kept:
-        choices.append(Choice(SWAP, kept * load.swapped_in, kept - left, working, 0.0, kept))
+    lying = profile.device.lying(load.in_flight)
+    if lying < load.in_flight and kept:
+        choices.append(Choice(SWAP, kept * lying, kept - left, working, 0.0, kept))
     if entered < kept:
         held, running = entered * load.in_flight, kept - entered + working
         choices.append(Choice(RECOMPUTE, held, entered - left, running, block.again, 0))

@@ -27,7 +27,7 @@ def group_blocks(profile: Profile, slices: Sequence[Slice]) -> list[Members]:
             block = profile.blocks[number]
             kept = block.kept_bytes
             recompute = load.in_flight * (kept - input_bytes(profile.blocks, number))
-            swap = (load.in_flight - load.swapped_in) * kept
+            swap = max(0, load.in_flight - profile.device.lying(load.in_flight)) * kept
             key = (kept, block.again, max(0, recompute), swap)
             found.setdefault(key, []).append((index, number))
     return [

@@ -15,14 +15,15 @@ trains, its memory holds, summed over its slices:
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
                    the model's first block, which reads the batch)
         swap       kept_bytes x min(in_flight, 2): one in use, and one on its way between device and host; the
-                   others lie in host memory
+                   others lie in host memory. Where copies run beside computing (the device's swapped_in is 3) once
+                   more: one that has left lies there until the next forward
         and        deferred_bytes x waiting, whatever the policy: those between the end of I and the end of W
     backward     what a backward needs beyond that while it runs, one at a time: the most over the slices of
                  `cost.backward_bytes`, that is, over their blocks, of working_bytes (and, if it is recomputed,
                  kept_bytes less the input) less what the blocks behind it have given back by then; fresh gradients
                  have taken some of that. In asynchronous schedules an update follows while the other minibatches are
                  in flight: its update_bytes less what the backward gave back. In synchronous ones none is in
-                 flight: no less than weights, buffers and the update_bytes of a slice
+                 flight: no less than weights, buffers, the update_bytes of a slice and swapped ones that linger
 
 The most in flight and the most waiting are taken to come together. That is so for whole backwards and for zb-h1; where
 a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes together.
@@ -78,11 +79,6 @@ class Load(NamedTuple):
     """Whether an update follows every backward, so that gradients are not there before."""
 
     @property
-    def swapped_in(self) -> int:
-        """Minibatches of a swapped block that lie on the device."""
-        return min(self.in_flight, 2)
-
-    @property
     def asynchronous(self) -> bool:
         return self.lag > 0
 
@@ -123,19 +119,29 @@ class Time(NamedTuple):
 
 def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Memory:
     """The peak memory of a rank that holds `slices`, with a policy for each of their blocks."""
-    weights = activations = backward = 0
+    weights = activations = backward = swapped = 0
     buffers = profile.device.workspace
     for piece, chosen in zip(slices, policies, strict=True):
-        load = piece.load
+        load, lying = piece.load, profile.device.lying(piece.load.in_flight)
         weights += weight_bytes(profile, piece)
         buffers += buffer_bytes(profile, piece)
         for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
-            minibatches = load.swapped_in if policy == SWAP else load.in_flight
-            activations += held_bytes(profile.blocks, number, policy) * minibatches
+            minibatches = lying if policy == SWAP else load.in_flight
+            held = held_bytes(profile.blocks, number, policy)
+            activations += held * minibatches
+            swapped += held if policy == SWAP else 0
             activations += profile.blocks[number].deferred * load.waiting
         backward = max(backward, running_bytes(profile, piece, chosen))
-    backward = max(backward, drained_update_bytes(profile, slices) - activations)
+    backward = max(backward, drained_update_bytes(profile, slices, swapped) - activations)
     return Memory(weights, activations, backward, buffers)
+
+
+def waiting_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What minibatches between the two parts of their backward hold."""
+    return sum(
+        piece.load.waiting * sum(block.deferred for block in profile.blocks[piece.start : piece.stop])
+        for piece in slices
+    )
 
 
 def running_bytes(profile: Profile, piece: Slice, policies: Sequence[str]) -> int:
@@ -146,12 +152,15 @@ def running_bytes(profile: Profile, piece: Slice, policies: Sequence[str]) -> in
     )
 
 
-def drained_update_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
-    """What the update of a slice needs at most while nothing is in flight: in synchronous schedules."""
-    return max(
-        0 if piece.load.asynchronous else update_bytes(profile.blocks[piece.start : piece.stop])
-        for piece in slices
-    )
+def drained_update_bytes(profile: Profile, slices: Sequence[Slice], swapped: int = 0) -> int:
+    """What the update of a slice needs at most while nothing is in flight: in synchronous schedules.
+
+    Beside what lingers of the blocks that are `swapped`, so many bytes of a minibatch.
+    """
+    if slices[0].load.asynchronous:
+        return 0
+    most = max(update_bytes(profile.blocks[piece.start : piece.stop]) for piece in slices)
+    return most + profile.device.lingering * swapped
 
 
 def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Time:

@@ -134,11 +134,12 @@ def peak_memory(
         np.array(sizes, dtype=object if large else np.int64) for sizes in (held, swapped, deferred, backward)
     )
     flying = offered.flying
-    activations = flying @ kept + np.minimum(flying, 2) @ copied + offered.waiting @ left
+    lying = np.minimum(flying + profile.device.lingering, profile.device.swapped_in)
+    activations = flying @ kept + lying @ copied + offered.waiting @ left
     needs = needed[offered.running]
     worst = int(np.argmax(activations + needs))
     weights = sum(weight_bytes(profile, piece) for piece in slices)
     buffers = profile.device.workspace + sum(buffer_bytes(profile, piece) for piece in slices)
     held_then = int(activations[worst])
-    needed_then = max(int(needs[worst]), drained_update_bytes(profile, slices) - held_then)
+    needed_then = max(int(needs[worst]), drained_update_bytes(profile, slices, sum(swapped)) - held_then)
     return Memory(weights, held_then, needed_then, buffers), offered[worst]

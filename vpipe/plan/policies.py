@@ -24,6 +24,7 @@ from vpipe.plan.model import (
     host_bandwidth,
     stage_memory,
     stage_time,
+    waiting_bytes,
     weight_bytes,
 )
 
@@ -44,7 +45,7 @@ def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | N
     keeping: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
     if stage_memory(profile, slices, keeping).total <= memory:
         return compute, keeping
-    if drained_bytes(profile, slices) > memory:
+    if always_bytes(profile, slices) + drained_update_bytes(profile, slices) > memory:
         return None
     members = group_blocks(profile, slices)
     bound = _by_counts(profile, slices, members, memory, _least_backward(profile, slices), inf)
@@ -126,8 +127,7 @@ def least_memory(profile: Profile, slices: Sequence[Slice]) -> int:
     if not _few(slices):
         return least
     fixed = fixed_bytes(profile, slices)
-    found = fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
-    return max(found, drained_bytes(profile, slices))
+    return fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
 
 
 def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Members]) -> Policies:
@@ -169,18 +169,13 @@ def _by_slice(policies: Sequence[str], slices: Sequence[Slice]) -> Policies:
 
 def fixed_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
     """What no policy changes."""
-    return profile.device.workspace + sum(
-        weight_bytes(profile, piece)
-        + buffer_bytes(profile, piece)
-        + piece.load.waiting * sum(block.deferred for block in profile.blocks[piece.start : piece.stop])
-        for piece in slices
-    )
+    return always_bytes(profile, slices) + waiting_bytes(profile, slices)
 
 
-def drained_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
-    """What an update needs while nothing is in flight."""
-    fixed = sum(weight_bytes(profile, piece) + buffer_bytes(profile, piece) for piece in slices)
-    return profile.device.workspace + fixed + drained_update_bytes(profile, slices)
+def always_bytes(profile: Profile, slices: Sequence[Slice]) -> int:
+    """What is there without any minibatch."""
+    own = sum(weight_bytes(profile, piece) + buffer_bytes(profile, piece) for piece in slices)
+    return profile.device.workspace + own
 
 
 def bytes_of_keeping(profile: Profile, slices: Sequence[Slice]) -> int:

@@ -48,7 +48,8 @@ class Sums:
         self.buffers = 2 * np.concatenate([entered, [0.0]])  # of the cut before each block; none at the ends
         in_flight = column(load.in_flight for load in loads.loads)
         self.in_flight = in_flight
-        self.swap_rate = in_flight - column(load.swapped_in for load in loads.loads)
+        lying = column(profile.device.lying(load.in_flight) for load in loads.loads)
+        self.swap_rate = np.maximum(0.0, in_flight - lying)
         self.deferred = _before([block.deferred for block in blocks])
         self.waiting = column(load.waiting for load in loads.loads)
         saved = np.maximum(0.0, in_flight * (kept - entered))

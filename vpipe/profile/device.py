@@ -24,7 +24,7 @@ def measure_device(device: torch.device = HOST) -> DeviceCost:
     to_host, from_host = _host_bandwidth(device)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        return DeviceCost(total, to_host, from_host, workspace=_workspace(device))
+        return DeviceCost(total, to_host, from_host, workspace=_workspace(device), swapped_in=3)
     return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
 
 

@@ -8,6 +8,10 @@ minibatch is in use and one on its way, and swapping is free while a copy out an
 forward and a backward. Where they do, a backward waits for its copy, and a forward for the copy of the forward
 before the last one: never more than two minibatches lie on the device.
 
+On a GPU copies run beside computing, and memory is given back in the order of the computation: what F5 made stays until
+the stage's next forward (`graph/swap.py`). So B3 is in use, 4 comes and 6 has left but still lies there: three
+(`DeviceCost.swapped_in`).
+
 Ranks that share a link (`DeviceCost.shared_by`) have each the part of it that it has in what all of them copy: so for
 each minibatch of the pipeline the link is busy for the sum of their copies. Of n that copy equally much each has an
 n-th part, and one that copies alone has all.
@@ -46,6 +50,14 @@ class HostLink:
         self.free = 0.0
         self.made: deque[tuple[Key, float]] = deque()  # to be copied out, since when; times not yet given
         self.out: dict[Key, float] = {}
+        self.stays = device.lingering > 0
+        self.newest: dict[int, Key] = {}  # by stage: what its latest forward made
+        self.followed: dict[
+            Key, float
+        ] = {}  # when the stage's next forward started, of what is still to be copied
+        self.left: dict[
+            Key, float
+        ] = {}  # when its copy was done, of what that forward has still to give back
         self.last_out = 0.0
         self.previous = 0.0  # when the rank's previous action started
         self.asked: float | None = (
@@ -60,6 +72,7 @@ class HostLink:
             while len(self.made) > 1:
                 self.copy_out()
             start = max(start, self.last_out)
+            self.follow((stage, minibatch), start)
         elif op is Op.B or op is Op.I:
             asked = self.previous if self.asked is None else self.asked
             while self.made and self.made[0][1] <= asked:
@@ -80,7 +93,22 @@ class HostLink:
         key, ready = self.made.popleft()
         swapped = self.ledger.stashes[key[0]].cost.swapped
         self.free = self.last_out = self.out[key] = max(ready, self.free) + swapped / self.to_host
-        self.ledger.copied(self.free, -swapped)
+        if not self.stays or key in self.followed:
+            self.ledger.copied(max(self.free, self.followed.pop(key, 0.0)), -swapped)
+        else:
+            self.left[key] = self.free
+
+    def follow(self, key: Key, start: float) -> None:
+        """A forward starts: what the stage's last one made may go, once it is copied."""
+        before = self.newest.get(key[0])
+        self.newest[key[0]] = key
+        if before in self.left:
+            self.give_back(before, start)
+        elif before is not None and self.stays:
+            self.followed[before] = start
+
+    def give_back(self, key: Key, time: float) -> None:
+        self.ledger.copied(max(time, self.left.pop(key)), -self.ledger.stashes[key[0]].cost.swapped)
 
     def copy_in(self, key: Key, swapped: int, asked: float) -> float:
         """When the copy that a backward reads is there. It goes before the copies out that were made later."""
@@ -95,4 +123,6 @@ class HostLink:
         """The run is over."""
         while self.made:
             self.copy_out()
+        for key in list(self.left):
+            self.give_back(key, self.ledger.end)
         self.ledger.settle(inf)
