@@ -20,13 +20,14 @@ from vpipe.errors import VPipeError
 from vpipe.graph import capture
 from vpipe.models import synthetic_batch
 from vpipe.profile import profile_model
-from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, Calls, Times, run_rounds
+from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, run_rounds
 from vpipe.profile.command import profile_command, profile_table
 from vpipe.profile.company import company
 from vpipe.profile.device import measure_device, total_memory
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.model import ModelBench, _set_up
+from vpipe.profile.times import Calls, Times
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
 

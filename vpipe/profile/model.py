@@ -7,21 +7,21 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import cycle
 from time import perf_counter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from vpipe.communication import HOST
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, Tie
-from vpipe.errors import VPipeError
+from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.graph import ModelGraph, StageGraph, capture
-from vpipe.graph.held import address
-from vpipe.profile.bench import Bench, Calls, Times, run_round, run_rounds
+from vpipe.profile.bench import Bench, run_round, run_rounds
+from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
 from vpipe.profile.company import company as kept_company
 from vpipe.profile.device import measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
+from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
 from vpipe.runtime.precision import compute_dtype, skeleton
 from vpipe.weights import OptimizerFactory
@@ -31,22 +31,6 @@ MEMBERS = 2
 RUN = 4
 """Blocks that are measured in one go as well, on a GPU: what a call takes beyond them is not theirs."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
-
-
-class Kept(NamedTuple):
-    """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
-
-    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `working` those that
-    only lie there while it runs, `updating` those of its update.
-    """
-
-    own: int
-    inputs: dict[int, int]
-    """Number of an input: bytes of its storage."""
-    outputs: frozenset[int]
-    deferred: int
-    working: int
-    updating: int
 
 
 def profile_model(
@@ -190,13 +174,13 @@ class ModelBench:
             calls = Calls.beyond([self.kinds[kind] for kind in self._kinds_of(self.run)], self.run)
         times = {kind: Times(own, calls) for kind, own in self.kinds.items()}
         return Profile(
-            blocks=_costs(self.graph, self.shapes, times, self._kept),
+            blocks=block_costs(self.graph, self.shapes, times, self._kept),
             device=replace(device, overhead=device.overhead + (calls.forward + calls.backward) / 2),
             link=link,
             batch_size=self.batch_size,
-            optimizer_ratio=_optimizer_ratio(self.everything),
+            optimizer_ratio=optimizer_ratio(self.everything),
             fingerprint=self.graph.plan_fingerprint,
-            tied=_ties(self.graph),
+            tied=ties(self.graph),
         )
 
 
@@ -224,7 +208,7 @@ def _set_up(
             known = {**bench.inputs, **bench.free, **made}
             if shape.kind not in kept:
                 left = bench.deferred_bytes(), bench.working_bytes(), bench.update_bytes()
-                kept[shape.kind] = _kept(shape, saved, known, *left)
+                kept[shape.kind] = kept_in(shape, saved, known, *left)
             bench.discard()
             same.append(bench)
         else:
@@ -245,75 +229,3 @@ def _commonest(graph: ModelGraph, found: Sequence[Shape], length: int) -> StageG
 
 def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
     return found[bench.stage.index].outputs
-
-
-def _kept(
-    shape: Shape,
-    saved: Mapping[int, int],
-    known: Mapping[str, Any],
-    deferred: int,
-    working: int,
-    updating: int,
-) -> Kept:
-    left = dict(saved)
-    inputs = {}
-    for number, name in enumerate(shape.inputs):
-        size = left.pop(address(known.get(name)), None)
-        if size is not None:
-            inputs[number] = size
-    outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred, working, updating)
-
-
-def _costs(
-    graph: ModelGraph, found: list[Shape], times: Mapping[str, Times], kept: Mapping[str, Kept]
-) -> tuple[BlockCost, ...]:
-    already: set[str] = set()  # values that an earlier block has kept
-    costs = []
-    for block, shape in zip(graph.blocks, found, strict=True):
-        time, memory = times[shape.kind], kept[shape.kind]
-        new = {shape.inputs[number]: size for number, size in memory.inputs.items()}
-        size = memory.own + sum(size for name, size in new.items() if name not in already)
-        already.update(new, (shape.outputs[number] for number in memory.outputs))
-        infos = [graph.parameters[name] for name in block.parameters]
-        costs.append(
-            BlockCost(
-                name=block.name,
-                forward=time.forward,
-                input_gradient=time.input_gradient,
-                weight_gradient=time.weight_gradient,
-                update=time.update,
-                kept_bytes=size,
-                boundary_bytes=block.cut_bytes,
-                parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
-                spread=time.spread,
-                deferred_bytes=memory.deferred,
-                version=time.version,
-                splitting=time.splitting,
-                accumulating=time.accumulating,
-                recomputing=time.recomputing,
-                working_bytes=memory.working,
-                update_bytes=memory.updating,
-            )
-        )
-    return tuple(costs)
-
-
-def _ties(graph: ModelGraph) -> tuple[Tie, ...]:
-    """The trained parameters that several blocks use."""
-    users: dict[str, list[int]] = defaultdict(list)
-    for block in graph.blocks:
-        for name in block.parameters:
-            users[name].append(block.index)
-    return tuple(
-        Tie(graph.parameters[name].shape.numel() * graph.parameters[name].dtype.itemsize, tuple(blocks))
-        for name, blocks in users.items()
-        if len(blocks) > 1 and graph.parameters[name].requires_grad
-    )
-
-
-def _optimizer_ratio(benches: list[Bench]) -> float:
-    trained = sum(p.nbytes for bench in benches for p in bench.weights.model_parameters)
-    if not trained:
-        raise VPipeError("the model has no parameter that is trained: there is nothing to profile")
-    return round(sum(bench.state_bytes() for bench in benches) / trained, 4)
