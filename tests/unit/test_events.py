@@ -16,6 +16,7 @@ from vpipe.communication import CommunicationHandler
 from vpipe.errors import ConfigError
 from vpipe.observe import clocks
 from vpipe.observe.clocks import ROUNDS, ClockOffset, align_clocks, best_offset
+from vpipe.observe.counted import counted_memory
 from vpipe.observe.counts import counts
 from vpipe.observe.events import Events, RankEvents, Recorded, StageBytes, read_events
 from vpipe.observe.figures import figures_of
@@ -247,6 +248,22 @@ def test_counts_of_a_record_that_begins_in_the_middle() -> None:
         (2.0, 2, 2),
         (4.0, 1, 1),
     ]
+
+
+def test_gradients_are_counted_from_a_first_backward_to_the_end_of_its_update() -> None:
+    """Weights of 100, optimizer state of 50 and 7 of a minibatch; two minibatches an update, then one."""
+    actions = [
+        Recorded(Action(0, Op.F, 0), 0.0, 1.0, version=0),
+        Recorded(Action(0, Op.B, 0), 1.0, 2.0, version=0),
+        Recorded(Action(0, Op.F, 1), 2.0, 3.0, version=0),
+        Recorded(Action(0, Op.B, 1), 3.0, 4.0, version=0),
+        Recorded(Action(0, Op.STEP, 1), 4.0, 5.0, version=1),
+        Recorded(Action(0, Op.F, 2), 5.0, 6.0, version=1),
+        Recorded(Action(0, Op.B, 2), 6.0, 7.0, version=1),
+        Recorded(Action(0, Op.STEP, 2), 7.0, 8.0, version=2),
+    ]
+    line = counted_memory(RankEvents(0, tuple(actions), held={0: StageBytes(100, 50, 7)}))
+    assert dict(line) == {0.0: 157, 2.0: 257, 4.0: 250, 5.0: 157, 7.0: 250, 8.0: 150}
 
 
 def test_what_is_written_is_read(tmp_path: Path) -> None:

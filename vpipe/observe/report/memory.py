@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vpipe.observe.counted import counted_memory
+from vpipe.observe.counted import always_bytes, counted_memory
 from vpipe.observe.events import RankEvents
 
 POINTS = 1500
@@ -22,7 +22,7 @@ def memory_lines(ranks: Sequence[RankEvents]) -> list[dict[str, Any]]:
             "counted": _line(counted_memory(events), began),
             "process": _line((sample for sample in events.memory if sample[0] >= began), began),
             "of": events.memory_of,
-            "fixed": sum(2 * held.weights + held.optimizer for held in events.held.values()),
+            "fixed": always_bytes(events),
         }
         for events in ranks
         if events.held or events.memory
