@@ -124,7 +124,7 @@ class Row(NamedTuple):
     @property
     def bytes(self) -> tuple[int, int]:
         """Predicted and measured, of the rank where they lie furthest apart."""
-        predicted = (rank.memory.activations for rank in self.turns[0].predicted.ranks)
+        predicted = (rank.most_activations for rank in self.turns[0].predicted.ranks)
         return max(zip(predicted, self.peaks, strict=True), key=lambda pair: abs(pair[0] / pair[1] - 1))
 
     @property

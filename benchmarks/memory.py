@@ -230,7 +230,7 @@ def report(
         speeds = measured.speeds[setting.name]
         low, _, high = statistics.quantiles(speeds, n=4) if len(speeds) > 1 else speeds * 3
         counted = max(measured.peaks[setting.name])
-        predicted = max(rank.memory.activations for rank in setting.expected.ranks)
+        predicted = max(rank.most_activations for rank in setting.expected.ranks)
         policies = setting.plan.policies
         how = f"{setting.update} accumulated" if setting.update > 1 else "each updates"
         replicas = setting.plan.replicas

@@ -93,13 +93,11 @@ def test_gradients_are_clipped_on_the_gpu_as_on_the_cpu(schedule: str) -> None:
 
 
 @pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())
-@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1", "pipedream"])
-def test_compiled_blocks_train_as_others_do(pool: Pool, schedule: str) -> None:
+def test_compiled_blocks_train_as_others_do(pool: Pool) -> None:
     data = batches(12)
     options = {"model": tasks.without_dropout()}  # whose masks compiled blocks draw otherwise
-    assert_close(
-        processes(pool, 2, schedule, data, compile=True, **options), threads(2, schedule, data, **options)
-    )
+    compiled = processes(pool, 2, "1f1b", data, compile=True, **options)
+    assert_close(compiled, threads(2, "1f1b", data, **options))
 
 
 @pytest.mark.parametrize("dtype", ["float64", "float32"])

@@ -11,6 +11,7 @@ from tests.unit.test_simulate_time import block, profile
 from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.schedule import NAMES, Action, build, holdings
 from vpipe.simulate import Memory, RankFigures, Simulation, simulate
+from vpipe.simulate.arrange import arrange, fresh_gradients
 
 
 def chain(stages: int, **more: int) -> Profile:
@@ -31,12 +32,14 @@ def test_1f1b_holds_what_is_in_flight(p: int, m: int) -> None:
 def test_what_makes_up_the_peak() -> None:
     result = simulate(chain(3), plan("keep", "keep", "keep"), "pipedream", 12)
     assert [rank.memory for rank in result.ranks] == [
-        Memory(weights=100, versions=200, gradients=0, optimizer=200, activations=20 + 100, buffers=8),
-        Memory(weights=100, versions=100, gradients=0, optimizer=200, activations=10 + 100, buffers=16),
-        Memory(weights=100, versions=0, gradients=0, optimizer=200, activations=0 + 100, buffers=8),
+        Memory(weights=100, versions=200, gradients=100, optimizer=200, activations=20, buffers=8),
+        Memory(weights=100, versions=100, gradients=100, optimizer=200, activations=10, buffers=16),
+        Memory(weights=100, versions=0, gradients=90, optimizer=200, activations=10, buffers=8),
     ]
     assert result.ranks[0].memory.total == 628
+    assert [rank.most_activations for rank in result.ranks] == [30, 20, 10]
     assert (result.in_flight, result.versions) == ((3, 2, 1), (3, 2, 1))
+    # Within a backward what comes beyond the most that it needs without them is told as gradients: 90, not 100.
     # Gradients to which several minibatches add are always there.
     adding = simulate(chain(3), plan("keep", "keep", "keep"), "2bw", 12)
     assert adding.ranks[0].memory == Memory(100, 100, 100, 200, 30, 8)
@@ -59,14 +62,14 @@ def test_gradients_come_with_a_backward_and_go_with_its_update() -> None:
         used = Plan((1, 2), ("keep",) * 3)
         return simulate(profile(block(), *blocks), used, schedule, 12).ranks[1].memory
 
-    assert peak(first, second) == Memory(31, 0, 0, 62, 62, 8)
+    assert peak(first, second) == Memory(31, 0, 5, 62, 57, 8)
     assert peak(first, replace(second, parameter_bytes=15)) == Memory(21, 0, 0, 42, 57, 8)
     updating = [replace(one, update_bytes=20) for one in (first, second)]
-    assert peak(*updating) == Memory(31, 0, 0, 62, 31 + 40, 8)
+    assert peak(*updating) == Memory(31, 0, 31 + 40, 62, 0, 8)
     # Nothing else is in flight there when an update is made, nor anywhere in a synchronous schedule.
     assert peak(*updating, schedule="gpipe") == Memory(31, 0, 31, 62, 12 * 50 + 7, 8)
     large = [replace(one, update_bytes=400) for one in (first, second)]
-    assert peak(*large, schedule="gpipe") == Memory(31, 0, 31, 62, 800, 8)
+    assert peak(*large, schedule="gpipe") == Memory(31, 0, 31 + 800, 62, 0, 8)
 
 
 def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None:
@@ -74,7 +77,7 @@ def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None
     gradients of 100 in place of one minibatch, and what the update makes of them."""
     costs = chain(3, update_bytes=50, update=1.0)
     result = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12, timeline=True)
-    assert result.ranks[0].memory == Memory(100, 200, 0, 200, 20 + 100 + 50, 8)
+    assert result.ranks[0].memory == Memory(100, 200, 100 + 50, 200, 20, 8)
     assert result.timeline is not None
     first = dict(event[1:3] for event in result.timeline.events if event.rank == 0)
     start = first[Action.parse("0STEP6")]
@@ -97,7 +100,8 @@ def test_an_update_without_a_backward_leaves_no_debt() -> None:
     result = simulate(costs, used, None, 5, timeline=True)
     assert result.timeline is not None
     assert [samples[-1][1] for samples in result.timeline.memory] == [0] * 4
-    assert [rank.memory.activations for rank in result.ranks] == [110, 110, 100, 100]
+    assert [rank.memory.activations for rank in result.ranks] == [10, 10, 10, 10]
+    assert [rank.memory.gradients for rank in result.ranks] == [100, 100, 90, 90]
 
 
 def _with_times(
@@ -258,9 +262,13 @@ def test_nothing_is_left_and_nothing_is_owed(
     costs = beside_computing(costs) if beside else costs
     result = simulate(costs, plan(*chosen), name, m, timeline=True)
     assert result.timeline is not None
+    fresh = fresh_gradients(arrange(plan(*chosen), name, m))
     for rank, samples in zip(result.ranks, result.timeline.memory, strict=True):
         times = [time for time, _ in samples]
         assert times == sorted(times)
         assert min(held for _, held in samples) >= 0
         assert samples[-1][1] == 0
-        assert max(held for _, held in samples) == rank.memory.activations + rank.memory.versions
+        always = 0 if fresh else rank.memory.weights
+        moving = rank.memory.activations + rank.memory.gradients - always + rank.memory.versions
+        assert max(held for _, held in samples) == moving
+        assert rank.most_activations >= rank.memory.activations

@@ -6,12 +6,15 @@ gradients of it on their way, their sum, and in asynchronous schedules those of 
 (`Profile.exchange_buffers`).
 
 Gradients are as large as the weights. Where an update follows every backward they come with it, block by block, and go
-with the update's end; these are counted with what minibatches hold:
+with the update's end:
 
-    rank    F3      B1          STEP1                F4
-    bytes   + held  + backward  + update_bytes
-            ------- - held      + weights that F3 read
-                    + gradients - update_bytes, gradients
+    rank         F3      B1          STEP1                F4
+    activations  + held  + backward
+                 ------- - held
+    gradients            + some
+                         + the rest  + update_bytes
+                                     - update_bytes, all
+    old weights                      + those that F3 read
 
 Everywhere else they are taken to be always there: between updates a little less is, before the first backward.
 """
@@ -36,9 +39,10 @@ class Memory(NamedTuple):
     versions: int
     """Weights that are not the newest, for minibatches that read them."""
     gradients: int
+    """And what an update makes of them for itself."""
     optimizer: int
     activations: int
-    """Of minibatches; with what a backward or an update needs, and gradients that come and go with them."""
+    """Of minibatches in flight, and what a backward needs."""
     buffers: int
 
     @property
@@ -52,22 +56,33 @@ class Totals(NamedTuple):
     begin: float
     end: float
     activations: int
+    gradients: int
     versions: int
-    """Bytes at the rank's peak."""
+    """Bytes at the rank's peak; of gradients those that are not always there."""
+    most_activations: int
     in_flight: dict[int, int]
     live: dict[int, int]
     """By stage: the most minibatches between F and backward, and the most live versions of the weights."""
 
 
-def changes(cost: StageCost) -> dict[Op, tuple[int, int]]:
-    """The bytes that come, or go, with the start and with the end of each operation; old weights are not counted."""
+class Change(NamedTuple):
+    """The bytes that come, or go, with the start and with the end of an operation; old weights are not counted."""
+
+    at_start: int = 0
+    at_end: int = 0
+    gradients_at_start: int = 0
+    gradients_at_end: int = 0
+
+
+def changes(cost: StageCost) -> dict[Op, Change]:
     made, left = cost.held + cost.swapped, cost.parameters if cost.fresh else 0
-    return dict.fromkeys(Op, (0, 0)) | {
-        F: (made, 0),
-        B: (cost.whole_backward, left - made - cost.whole_backward),
-        I: (cost.input_backward, cost.deferred - made - cost.input_backward),
-        W: (0, -cost.deferred),
-        STEP: (cost.updating, -left - cost.updating),
+    backward, some = cost.whole_backward, cost.backward_gradients
+    return dict.fromkeys(Op, Change()) | {
+        F: Change(made),
+        B: Change(backward, -made - backward, some, left - some),
+        I: Change(cost.input_backward, cost.deferred - made - cost.input_backward),
+        W: Change(0, -cost.deferred),
+        STEP: Change(0, 0, cost.updating, -left - cost.updating),
     }
 
 
@@ -138,16 +153,16 @@ class Ledger:
         self.stashes = {stage: Stash(cost) for stage, cost in costs.items()}
         self.begin: float | None = None
         self.end = 0.0
-        self.activations = self.versions = 0
-        self.peak = 0
-        self.at_peak = (0, 0)
+        self.activations = self.gradients = self.versions = 0
+        self.peak = self.most_activations = 0
+        self.at_peak = (0, 0, 0)
         self.samples: list[tuple[float, int]] | None = [] if sampled else None
 
     def note(self, event: Event) -> None:
         _, (stage, op, minibatch), start, end = event
         self.end = end
         stash = self.stashes[stage]
-        at_start, at_end = stash.changes[op]
+        at_start, at_end, coming, going = stash.changes[op]
         new = old = 0
         if op is F:
             if self.begin is None:
@@ -157,25 +172,28 @@ class Ledger:
             old = -stash.backward(minibatch)
         elif op is STEP:
             if stash.idle and stash.cost.fresh:  # a last update to which this rank has nothing to add
-                at_end += stash.cost.parameters
+                going += stash.cost.parameters
             new, stash.idle = stash.step(), True
-        if at_start or new or op is F:
-            self.change(start, at_start, new)
-        if at_end or old:
-            self.change(end, at_end, old)
+        if at_start or coming or new or op is F:
+            self.change(start, at_start, coming, new)
+        if at_end or going or old:
+            self.change(end, at_end, going, old)
 
     def totals(self) -> Totals:
         in_flight = {stage: stash.most_in_flight for stage, stash in self.stashes.items()}
         live = {stage: stash.most_versions for stage, stash in self.stashes.items()}
-        return Totals(self.begin or 0.0, self.end, *self.at_peak, in_flight, live)
+        return Totals(self.begin or 0.0, self.end, *self.at_peak, self.most_activations, in_flight, live)
 
-    def change(self, time: float, activations: int, versions: int) -> None:
+    def change(self, time: float, activations: int, gradients: int, versions: int) -> None:
         self.activations += activations
+        self.gradients += gradients
         self.versions += versions
-        total = self.activations + self.versions
+        total = self.activations + self.gradients + self.versions
+        if self.activations > self.most_activations:
+            self.most_activations = self.activations
         if total > self.peak:
             self.peak = total
-            self.at_peak = (self.activations, self.versions)
+            self.at_peak = (self.activations, self.gradients, self.versions)
         if self.samples is not None:
             self.samples.append((time, total))
 
@@ -188,22 +206,22 @@ class TimedLedger(Ledger):
 
     def __init__(self, costs: Mapping[int, StageCost], sampled: bool) -> None:
         super().__init__(costs, sampled)
-        self.coming: list[tuple[float, float, int, int]] = []
+        self.coming: list[tuple[float, float, int, int, int]] = []
         self.noted = 0
 
-    def change(self, time: float, activations: int, versions: int) -> None:
+    def change(self, time: float, activations: int, gradients: int, versions: int) -> None:
         self.noted += 1
-        heappush(self.coming, (time, self.noted, activations, versions))
+        heappush(self.coming, (time, self.noted, activations, gradients, versions))
 
     def copied(self, time: float, size: int) -> None:
         """Bytes that came with a copy, or went."""
-        heappush(self.coming, (time, inf if size > 0 else 0, size, 0))
+        heappush(self.coming, (time, inf if size > 0 else 0, size, 0, 0))
 
     def settle(self, time: float) -> None:
         """No change before `time` is still to come."""
         while self.coming and self.coming[0][0] < time:
-            moment, _, activations, versions = heappop(self.coming)
-            super().change(moment, activations, versions)
+            moment, _, *change = heappop(self.coming)
+            super().change(moment, *change)
 
 
 def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers: int) -> Memory:

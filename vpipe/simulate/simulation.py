@@ -41,6 +41,8 @@ class RankFigures:
     bubble: float
     """Waiting: for others, for messages, for swapped data."""
     memory: Memory
+    most_activations: int
+    """Bytes, which need not be there at the rank's peak."""
 
 
 @dataclass(frozen=True)
@@ -228,8 +230,13 @@ class _Run:
         sending = self.network.copying[rank] / turns / period if period else 0.0
         found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
-        memory = fixed._replace(activations=found.activations, versions=found.versions)
-        return RankFigures(rank, stages, compute, sending, max(0.0, 1 - compute - sending), memory)
+        memory = fixed._replace(
+            activations=found.activations,
+            gradients=fixed.gradients + found.gradients,
+            versions=found.versions,
+        )
+        bubble = max(0.0, 1 - compute - sending)
+        return RankFigures(rank, stages, compute, sending, bubble, memory, found.most_activations)
 
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""

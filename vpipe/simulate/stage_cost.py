@@ -39,6 +39,8 @@ class StageCost:
     whole_backward: int
     input_backward: int
     """What B, or I, needs beyond what the minibatch holds: mostly the block that is being recomputed."""
+    backward_gradients: int
+    """What B needs more at its worst moment where gradients are fresh: those that it has made by then."""
     deferred: int
     """On the device from the end of I to the end of W."""
     swapped: int
@@ -81,6 +83,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
     for number, policy in enumerate(policies, start):
         held[policy] += held_bytes(blocks, number, policy)
         again += blocks[number].again if policy == RECOMPUTE else 0.0
+    backward = backward_bytes(profile, start, policies)
     return StageCost(
         blocks=(start, stop),
         forward=sum(block.forward for block in own),
@@ -89,8 +92,9 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
         update=sum(block.update for block in own),
         version=sum(block.version for block in own),
         held=held[KEEP] + held[RECOMPUTE],
-        whole_backward=backward_bytes(profile, start, policies, fresh=fresh),
+        whole_backward=backward,
         input_backward=backward_bytes(profile, start, policies, split=True),
+        backward_gradients=backward_bytes(profile, start, policies, fresh=fresh) - backward,
         deferred=sum(block.deferred for block in own),
         swapped=held[SWAP],
         parameters=profile.parameter_bytes(start, stop),

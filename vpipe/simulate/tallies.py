@@ -32,14 +32,14 @@ class Tallies:
         self.stage, self.op = np.empty(slots.end, dtype=np.int64), np.empty(slots.end, dtype=np.int64)
         changed = [changes(cost) for cost in costs]
         most = max(
-            cost.parameters + max(abs(size) for pair in found.values() for size in pair)
+            cost.parameters + max(abs(size) for change in found.values() for size in change)
             for cost, found in zip(costs, changed, strict=True)
         )
         self.kind: Any = np.int64 if 2 * most * len(waves.slot) < LARGEST else object
-        self.changes = np.zeros((slots.end, 2), dtype=self.kind)
+        self.changes = np.zeros((slots.end, 2, 2), dtype=self.kind)  # of activations and gradients
         for slot, stage, _, op in slots:
             self.stage[slot], self.op[slot] = stage, PLACE[op]
-            self.changes[slot] = changed[stage][op]
+            self.changes[slot] = np.array(changed[stage][op], dtype=self.kind).reshape(2, 2)
 
     def totals(self, rank: int) -> Totals | None:
         """None: an update does not follow right after its own backwards; then only `walk` can tell."""
@@ -60,7 +60,7 @@ class Tallies:
                 return None
             if self.costs[number].fresh:
                 idle = steps[np.diff(done, prepend=0) == 0]  # they have no gradients to give back
-                changes[idle, 1] += self.costs[number].parameters
+                changes[idle, 1, 1] += self.costs[number].parameters
             gone = np.zeros(self.schedule.minibatches or 0, dtype=np.int64)
             gone[minibatch[backwards]] = backwards
             since, until = old_versions(forwards, gone[minibatch[forwards]], steps)
@@ -68,13 +68,24 @@ class Tallies:
             old[until, 1] -= self.costs[number].parameters
             in_flight[number] = _most(len(slot), forwards, backwards)
             versions[number] = 1 + _most(len(slot), since, until)
-        activations, weights = np.cumsum(changes), np.cumsum(old)
+        activations, gradients, weights = (
+            np.cumsum(column) for column in (changes[:, 0], changes[:, 1], old)
+        )
         begin, end = 0.0, float(self.waves.ends[rank])
         if not len(slot):
-            return Totals(begin, end, 0, 0, in_flight, versions)
+            return Totals(begin, end, 0, 0, 0, 0, in_flight, versions)
         begin = float(starts[np.argmax(op == F)])
-        peak = int(np.argmax(activations + weights))
-        return Totals(begin, end, int(activations[peak]), int(weights[peak]), in_flight, versions)
+        peak = int(np.argmax(activations + gradients + weights))
+        return Totals(
+            begin,
+            end,
+            int(activations[peak]),
+            int(gradients[peak]),
+            int(weights[peak]),
+            int(activations.max()),
+            in_flight,
+            versions,
+        )
 
     def backward_starts(self, rank: int, stage: int) -> dict[int, float]:
         """When the backward of each minibatch, or its first part, started."""

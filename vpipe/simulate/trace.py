@@ -26,7 +26,7 @@ def trace_events(simulation: Simulation) -> Iterator[Entry]:
     yield from (piece(*event) for event in simulation.timeline.events)
     yield from _arrows(simulation.timeline)
     for rank, samples in zip(simulation.ranks, simulation.timeline.memory, strict=True):
-        fixed = rank.memory.total - rank.memory.activations - rank.memory.versions
+        fixed = rank.memory.total - max((held for _, held in samples), default=0)
         for time, held in ((0.0, 0), *samples):
             yield counter(f"memory of rank {rank.rank}", time, bytes=fixed + held)
 
