@@ -34,7 +34,6 @@ from peers import ENVIRONMENT
 
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
-from vpipe.cost.scaling import TIMES
 from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.profile.bench import run_rounds
 from vpipe.profile.device import measure_device
@@ -52,6 +51,18 @@ WARM, TIMED, COUNTED = 1, 2, 3
 PROFILED = 2
 """Rounds of the profile before each turn."""
 COUNT = TIMED * MINIBATCHES
+TIMES = (
+    "forward",
+    "input_gradient",
+    "weight_gradient",
+    "update",
+    "version",
+    "splitting",
+    "accumulating",
+    "recomputing",
+    "split_recomputing",
+)
+"""Of a block, in seconds."""
 
 
 class Case(NamedTuple):

@@ -11,8 +11,9 @@ from hypothesis import strategies as st
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
-from vpipe.schedule import NAMES, Op, bubble, build, lower
+from vpipe.schedule import NAMES, Action, Event, Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
+from vpipe.simulate.company import company_of
 
 FREE = LinkCost(inf, 0.0)
 
@@ -71,6 +72,15 @@ def test_recomputing_takes_its_own_time_or_a_forward(recomputing: float | None, 
     result = simulate(costs, Plan((1,), ("recompute",)), "1f1b", 4)
     assert result.samples_per_second == pytest.approx(2 / (3 + again))
     assert for_batch_size(costs, 4).blocks[0].again == pytest.approx(2 * again)
+
+
+@pytest.mark.parametrize(("name", "again"), [("1f1b", 0.5), ("zb-h1", 0.75)])
+def test_recomputing_may_take_longer_where_backward_is_split(name: str, again: float) -> None:
+    costs = profile(block(recomputing=0.5, split_recomputing=0.75), host=1e9)
+    result = simulate(costs, Plan((1,), ("recompute",)), name, 4)
+    assert result.samples_per_second == pytest.approx(2 / (3 + again))
+    planned = planner(costs, 1, schedule=name, minibatches=4)
+    assert planned.samples_per_second == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -310,14 +320,42 @@ def test_a_faster_link_is_never_slower(
 
 
 def test_ranks_of_one_device_are_quicker_while_others_wait() -> None:
-    """Alone a block takes two thirds of what it takes among busy ones; two of three ranks' time they compute."""
+    """Alone an action takes two thirds of what it takes while the other rank computes: the first and the last do.
+
+    rank 0    F0 F1         B0 B1
+    rank 1       F0 F1 B0 B1
+    """
     full = profile(*[block()] * 2)
     shared = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
     plan = Plan((1, 1), ("keep",) * 2)
-    alone, together = (simulate(costs, plan, "gpipe", 2) for costs in (full, shared))
-    busy = sum(rank.compute for rank in alone.ranks) / 2
-    assert busy == pytest.approx(2 / 3)
-    assert together.step_time == pytest.approx(alone.step_time * (1 + 0.5 * busy) / 1.5)
-    # Where nobody ever waits, all is as it was measured.
+    alone, together = (simulate(costs, plan, "gpipe", 2, timeline=True) for costs in (full, shared))
+    assert alone.timeline is not None
+    assert together.timeline is not None
+    first = {event.action: event for event in together.timeline.events if event.rank == 0}
+    lasted = {action: event.end - event.start for action, event in first.items()}
+    assert lasted[Action.parse("0F0")] == pytest.approx(2 / 3)
+    assert lasted[Action.parse("0B1")] == pytest.approx(2 * 2 / 3)
+    assert lasted[Action.parse("0F1")] == pytest.approx(1.0, rel=0.1)
+    assert 2 / 3 < together.step_time / alone.step_time < 1.0
+    computed = sum(lasted[action] for action in lasted if action.op is not Op.STEP)
+    assert together.ranks[0].compute * together.makespan == pytest.approx(computed)
+    # A rank whose neighbours are not in the run is alone.
     one = Plan((2,), ("keep",) * 2)
-    assert simulate(shared, one, "gpipe", 2).step_time == simulate(full, one, "gpipe", 2).step_time
+    quick, slow = (simulate(costs, one, "gpipe", 2).step_time for costs in (shared, full))
+    assert quick == pytest.approx(slow / 1.5)
+
+
+def test_ranks_of_different_devices_do_not_crowd_each_other() -> None:
+    full = profile(*[block()] * 4)
+    pairs = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
+    result = simulate(pairs, Plan((1,) * 4, ("keep",) * 4), "pipedream", 64)
+    # In the steady part nobody waits: all is as it was measured.
+    assert result.samples_per_second == pytest.approx(2 / 3, rel=0.02)
+    company = company_of(
+        [Event(0, Action(0, Op.F, 0), 0.0, 1.0), Event(2, Action(2, Op.F, 0), 0.0, 1.0)],
+        4,
+        pairs.device,
+        [{Op.F: 1.0}] * 4,
+    )
+    assert company.factors == {Action(0, Op.F, 0): 1 / 1.5, Action(2, Op.F, 0): 1 / 1.5}
+    assert company.means == (1 / 1.5, 1.0, 1 / 1.5, 1.0)

@@ -5,7 +5,7 @@ from vpipe.cost.files import read_any_profile, read_profile, write_profile
 from vpipe.cost.held_bytes import backward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import KEEP, POLICIES, RECOMPUTE, SWAP, Plan, read_plan, write_plan
-from vpipe.cost.scaling import as_scheduled, for_batch_size, with_company
+from vpipe.cost.scaling import as_scheduled, for_batch_size
 
 __all__ = [
     "KEEP",
@@ -29,7 +29,6 @@ __all__ = [
     "read_plan",
     "read_profile",
     "update_bytes",
-    "with_company",
     "write_plan",
     "write_profile",
 ]

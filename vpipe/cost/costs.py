@@ -36,6 +36,8 @@ class BlockCost:
     """What a backward takes more where it adds to the gradients of an earlier minibatch."""
     recomputing: float | None = None
     """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
+    split_recomputing: float | None = None
+    """The same where backward is split into its two parts. None: as long as where it is not."""
     working_bytes: int = 0
     """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
     allocator tells."""

@@ -105,6 +105,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         splitting=fields.number("splitting", "seconds", default=0.0),
         accumulating=fields.number("accumulating", "seconds", default=0.0),
         recomputing=fields.optional_number("recomputing", "seconds"),
+        split_recomputing=fields.optional_number("split_recomputing", "seconds"),
         working_bytes=fields.count("working_bytes", "bytes", default=0),
         update_bytes=fields.count("update_bytes", "bytes", default=0),
     )

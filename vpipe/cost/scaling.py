@@ -1,23 +1,10 @@
-"""The same profile for minibatches of another size, for a schedule, or for a device that is not always full."""
+"""The same profile for minibatches of another size, or for a schedule."""
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
-from vpipe.cost.costs import BlockCost, Profile
-
-TIMES = (
-    "forward",
-    "input_gradient",
-    "weight_gradient",
-    "update",
-    "version",
-    "splitting",
-    "accumulating",
-    "recomputing",
-)
-"""Of a block, in seconds; one that is None follows from the others."""
+from vpipe.cost.costs import Profile
 
 
 def for_batch_size(profile: Profile, batch_size: int) -> Profile:
@@ -32,6 +19,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
             input_gradient=block.input_gradient * factor,
             weight_gradient=block.weight_gradient * factor,
             recomputing=_scaled(block.recomputing, factor),
+            split_recomputing=_scaled(block.split_recomputing, factor),
             splitting=block.splitting * factor,  # accumulating does not depend on the samples
             kept_bytes=round(block.kept_bytes * factor),
             boundary_bytes=round(block.boundary_bytes * factor),
@@ -44,7 +32,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
 
 
 def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile:
-    """With what backward takes more in a schedule, counted with the weight gradient.
+    """With what backward takes more in a schedule, counted with the weight gradient, and recomputing as it is there.
 
     All but the first minibatch of an update add to gradients: each gets its share of that.
     """
@@ -57,25 +45,14 @@ def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile
             + block.accumulating * adding,
             splitting=0.0,
             accumulating=0.0,
+            recomputing=block.split_recomputing
+            if split and block.split_recomputing is not None
+            else block.recomputing,
+            split_recomputing=None,
         )
         for block in profile.blocks
     )
     return replace(profile, blocks=blocks)
-
-
-def with_company(profile: Profile, busy: float) -> Profile:
-    """With the times of blocks while the ranks that share the device compute for this part of the time.
-
-    The profile has those while all of them compute, `crowding` times those of one alone.
-    """
-    crowding = profile.device.crowding
-    factor = (1 + (crowding - 1) * busy) / crowding
-
-    def eased(block: BlockCost) -> BlockCost:
-        times: dict[str, Any] = {name: _scaled(getattr(block, name), factor) for name in TIMES}
-        return replace(block, **times)
-
-    return replace(profile, blocks=tuple(map(eased, profile.blocks)))
 
 
 def _scaled(seconds: float | None, factor: float) -> float | None:

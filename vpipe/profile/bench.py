@@ -19,6 +19,7 @@ from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
 ADDING = "B behind another"
+AGAIN_SPLIT = ("F of a split module that recomputes", "I of it", "W of it")
 AGAIN_FORWARD, AGAIN_BACKWARD = "F of a module that recomputes", "B of a module that recomputes"
 SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F of a split module", "I", "W"
 
@@ -48,6 +49,7 @@ class Bench:
                     tensor.data = tensor.data.to(dtype)
         self.split = stage.build(self.whole, split=True, compile=compile)
         self.recomputing = stage.build(self.whole, recompute=stage.blocks, compile=compile)
+        self.split_recomputing = stage.build(self.whole, split=True, recompute=stage.blocks, compile=compile)
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals
         )
@@ -178,7 +180,7 @@ class Bench:
 
 
 def run_round(benches: Sequence[Bench]) -> None:
-    """A training step of two minibatches over all benches, one with backward split, one that recomputes everything.
+    """A training step of two minibatches over all benches, one with backward split, and both with all recomputed.
 
     In the order of a pipeline: so each finds the caches as it would there, filled with the others' data.
     """
@@ -203,6 +205,13 @@ def run_round(benches: Sequence[Bench]) -> None:
         bench.laps[AGAIN_FORWARD].append(bench.forward(bench.recomputing))
     for bench in reversed(benches):
         bench.laps[AGAIN_BACKWARD].append(bench.backward())
+        bench.weights.skip()
+    forward, first, second = AGAIN_SPLIT
+    for bench in benches:
+        bench.laps[forward].append(bench.forward(bench.split_recomputing))
+    for bench in reversed(benches):
+        bench.laps[first].append(bench.backward())
+        bench.laps[second].append(bench.weight_gradients())
         bench.weights.skip()
 
 

@@ -76,6 +76,7 @@ def block_costs(
                 splitting=time.splitting,
                 accumulating=time.accumulating,
                 recomputing=time.recomputing,
+                split_recomputing=time.split_recomputing,
                 working_bytes=memory.working,
                 update_bytes=memory.updating,
             )

@@ -10,6 +10,7 @@ from vpipe.profile.bench import (
     ADDING,
     AGAIN_BACKWARD,
     AGAIN_FORWARD,
+    AGAIN_SPLIT,
     BACKWARD,
     FORWARD,
     INPUT_GRADIENT,
@@ -64,6 +65,8 @@ class Times:
         self.accumulating = max(0.0, median(pooled(ADDING)) - whole)
         repeated = median(pooled(AGAIN_FORWARD)) + median(pooled(AGAIN_BACKWARD))
         self.recomputing = max(0.0, repeated - median(pooled(FORWARD)) - whole)
+        in_parts = sum(median(pooled(phase)) for phase in AGAIN_SPLIT)
+        self.split_recomputing = max(0.0, in_parts - split)
         update = median(pooled(UPDATE))
         self.update = max(0.0, update - calls.update)
         self.version = max(0.0, median(pooled(VERSION)) - update)

@@ -25,7 +25,7 @@ class Timeline:
 
 
 class OneByOne:
-    """The state of one run. `seconds`: of each stage's operations."""
+    """The state of one run. `seconds`: of each stage's operations; `factors`: by which some are to be multiplied."""
 
     def __init__(
         self,
@@ -35,8 +35,10 @@ class OneByOne:
         seconds: Sequence[Mapping[Op, float]],
         network: Network,
         timeline: bool,
+        factors: Mapping[Action, float],
     ) -> None:
         self.schedule = schedule
+        self.factors = factors
         self.seconds = seconds
         self.network = network
         self.ledgers: list[Ledger] = []
@@ -74,7 +76,12 @@ class OneByOne:
         return [ledger.totals() for ledger in ledgers]
 
     def cost(self) -> Callable[[Action], float]:
-        seconds = self.seconds
+        seconds, factors = self.seconds, self.factors
+        if factors:
+            sending = self.network.sending if self.network.busy else lambda action: 0.0
+            return lambda action: (
+                seconds[action.stage][action.op] * factors.get(action, 1.0) + sending(action)
+            )
         if self.network.busy:
             return lambda action: seconds[action.stage][action.op] + self.network.sending(action)
         return lambda action: seconds[action[0]][action[1]]

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
-from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size, with_company
+from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate.arrange import arrange, check_fit, fresh_gradients, makes_versions, splits_backward
+from vpipe.simulate.company import Company, company_of
 from vpipe.simulate.memory import Memory, Totals, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.one_by_one import OneByOne, Timeline
@@ -90,31 +91,31 @@ def simulate(
     arranged = arrange(plan, schedule, minibatches)
     split = splits_backward(arranged)
     profile = as_scheduled(profile, split, arranged.update_interval)
-    if profile.device.crowding > 1:
-        profile = _as_busy_as_it_gets(profile, plan, arranged, split)
     costs = stage_costs(profile, plan, fresh_gradients(arranged))
-    return _Run(profile, arranged, costs, split, timeline).result()
-
-
-def _as_busy_as_it_gets(profile: Profile, plan: Plan, schedule: Schedule, split: bool) -> Profile:
-    """With the times of blocks on a device that ranks share, of which some wait while others compute.
-
-    How much they wait depends on these times: they are found by simulating a few times over.
-    """
-    eased, fresh = profile, fresh_gradients(schedule)
-    for _ in range(EASINGS):
-        ranks = _Run(eased, schedule, stage_costs(eased, plan, fresh), split, False).result().ranks
-        eased = with_company(profile, sum(rank.compute for rank in ranks) / len(ranks))
-    return eased
+    company = None
+    if profile.device.crowding > 1 and profile.device.shared_by > 1:
+        for _ in range(EASINGS):
+            run = _Run(profile, arranged, costs, split, True, company)
+            found = run.result().timeline
+            assert found is not None
+            company = company_of(found.events, arranged.num_ranks, profile.device, run.seconds)
+    return _Run(profile, arranged, costs, split, timeline, company).result()
 
 
 class _Run:
     """The state of one simulation."""
 
     def __init__(
-        self, profile: Profile, schedule: Schedule, costs: list[StageCost], split: bool, timeline: bool
+        self,
+        profile: Profile,
+        schedule: Schedule,
+        costs: list[StageCost],
+        split: bool,
+        timeline: bool,
+        company: Company | None,
     ) -> None:
         self.profile = profile
+        self.company = company
         self.schedule = schedule
         self.costs = costs
         self.network = Network(schedule, profile, costs)
@@ -147,7 +148,7 @@ class _Run:
         work = 0.0
         for stage in self.schedule.stages_of(rank):
             work += self.own(rank, stage) * self.computing[stage] + updates * self.seconds[stage][Op.STEP]
-        return work
+        return work * self.ease(rank)
 
     def steady_work_of(self, rank: int) -> float:
         """Its compute for one of the pipeline's minibatches, of which its replicas do the others."""
@@ -155,7 +156,10 @@ class _Run:
         for stage in self.schedule.stages_of(rank):
             work += self.computing[stage] / len(self.schedule.placement[stage])
             work += self.seconds[stage][Op.STEP] / self.schedule.update_interval
-        return work
+        return work * self.ease(rank)
+
+    def ease(self, rank: int) -> float:
+        return 1.0 if self.company is None else self.company.means[rank]
 
     def steady_load_of(self, rank: int) -> float:
         """The same with the messages that it copies itself, once the run is over."""
@@ -195,7 +199,13 @@ class _Run:
 
     def one_by_one(self) -> list[Totals]:
         run = OneByOne(
-            self.schedule, self.profile.device, self.costs, self.seconds, self.network, self.wants_timeline
+            self.schedule,
+            self.profile.device,
+            self.costs,
+            self.seconds,
+            self.network,
+            self.wants_timeline,
+            self.company.factors if self.company else {},
         )
         totals = run.run(self.steady)
         self.timeline = run.timeline()
@@ -205,7 +215,13 @@ class _Run:
         """The same in less time, where there are many ranks and nothing depends on the clock; else None."""
         schedule, actions = self.schedule, 4 * self.schedule.num_stages * self.total
         swaps = any(cost.swapped for cost in self.costs)
-        if swaps or self.wants_timeline or schedule.num_ranks < MANY_RANKS or actions > MOST_ACTIONS:
+        if (
+            swaps
+            or self.company
+            or self.wants_timeline
+            or schedule.num_ranks < MANY_RANKS
+            or actions > MOST_ACTIONS
+        ):
             return None
         slots = Slots(schedule, self.network)
         waves = None if slots.end > actions else run_waves(schedule, self.network, self.seconds, slots)
