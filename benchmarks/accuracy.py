@@ -319,7 +319,8 @@ peak, on the rank where prediction and count lie furthest apart. A ratio is the 
 the throughput is the median, with its quartiles, over turns of a second, each predicted from a profile of the moments
 before and behind it; *busy* is the computing time of the rank that computes longest. With more ranks than processors
 the ranks take turns, and throughput says nothing about the simulator: memory only. `pipedream` and `vpipe` run the same
-program: by what they differ, others may too.
+program: by what they differ, others may too. Three and four ranks on processors of their own:
+[two runs](measured/accuracy_more_processors.md).
 """
     found = (f"\n## {ranks} ranks\n\n{sections[ranks]}\n" for ranks in sorted(sections))
     return introduction + "".join(found)
