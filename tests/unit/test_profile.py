@@ -160,6 +160,18 @@ def test_block_times_add_up_to_those_of_their_stage() -> None:
     assert 0.5 < together.recomputing / together.forward < 2.0
 
 
+def test_of_slow_rounds_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, batch, _ = models.bert(layers=2)
+    bench = ModelBench(model, batch, optimizer=adamw)
+    bench.measure(0.0, DEVICE, LINK)
+    assert len(bench.everything[0].laps[BACKWARD]) == 5
+    bench.forget()
+    monkeypatch.setattr("vpipe.profile.model.SLOW", 0.0)
+    profile = bench.measure(0.0, DEVICE, LINK)
+    assert len(bench.everything[0].laps[BACKWARD]) == 1
+    assert all(block.forward > 0 for block in profile.blocks)
+
+
 @pytest.mark.parametrize("in_one_go", [0, 3])
 @pytest.mark.parametrize("share", [0.0, 0.5])
 def test_kinds_come_as_often_as_in_the_model(in_one_go: int, share: float) -> None:

@@ -215,9 +215,9 @@ def run_round(benches: Sequence[Bench]) -> None:
         bench.weights.skip()
 
 
-def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
+def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float, warm: int = 2) -> None:
     """Some rounds to warm up, then at least `least`, and more (`most` at most) while there is time."""
-    for _ in range(2):
+    for _ in range(warm):
         run_round(benches)
     for bench in benches:
         bench.laps.clear()

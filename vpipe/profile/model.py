@@ -31,6 +31,8 @@ MEMBERS = 2
 RUN = 4
 """Blocks that are measured in one go as well, on a GPU: what a call takes beyond them is not theirs."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+SLOW = 10.0
+"""Seconds of a round of which one is enough: it takes far longer than whatever disturbs it."""
 
 
 def profile_model(
@@ -114,14 +116,17 @@ class ModelBench:
         company: int = 0,
     ) -> Profile:
         """Rounds for so many seconds, in `company`, and the device and the link, unless they are given."""
+        began = perf_counter()
         self.round()  # what is compiled is so before the company comes
+        slow = perf_counter() - began > SLOW
         if self.place.type == "cuda":
             self.work_for(seconds / 4)
             self.forget()
             self.work_for(seconds)
         else:
             with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
-                run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+                least, warm = (1, 0) if slow else (LEAST_ROUNDS, 2)
+                run_rounds(self.everything, least, MOST_ROUNDS, seconds, warm)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
 
     def work_for(self, seconds: float) -> None:
