@@ -166,7 +166,7 @@ def test_of_slow_rounds_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     bench.measure(0.0, DEVICE, LINK)
     assert len(bench.everything[0].laps[BACKWARD]) == 5
     bench.forget()
-    monkeypatch.setattr("vpipe.profile.model.SLOW", 0.0)
+    monkeypatch.setattr("vpipe.profile.bench.SLOW", 0.0)
     profile = bench.measure(0.0, DEVICE, LINK)
     assert len(bench.everything[0].laps[BACKWARD]) == 1
     assert all(block.forward > 0 for block in profile.blocks)

@@ -65,7 +65,7 @@ class DeviceCost:
     to_host: float
     from_host: float
     overhead: float = 0.0
-    """Of the runtime, for each forward and each (part of a) backward of a stage."""
+    """What each forward and each (part of a) backward of a stage takes beyond its blocks."""
     shared_by: int = 1
     """Ranks, one after the other, that share the device and its link to the host: those of one GPU."""
     crowding: float = 1.0

@@ -69,9 +69,8 @@ def divisors(task: Task) -> list[int]:
 
 def loads_of(task: Task) -> Iterable[Loads]:
     if task.schedule not in EVEN:
-        equal = (
-            divisors(task)[::-1] if task.schedule in AT_ONCE else []
-        )  # less memory than among any replicas
+        # Among equal replicas they need less memory.
+        equal = divisors(task)[::-1] if task.schedule in AT_ONCE else []
         return [
             *(equal_loads(task.schedule, task.ranks, task.ranks // one, task.update) for one in equal),
             staircase_loads(task.schedule, task.ranks, task.update),

@@ -23,6 +23,10 @@ AGAIN_SPLIT = ("F of a split module that recomputes", "I of it", "W of it")
 AGAIN_FORWARD, AGAIN_BACKWARD = "F of a module that recomputes", "B of a module that recomputes"
 SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F of a split module", "I", "W"
 
+WARM = 2
+SLOW = 10.0
+"""Seconds of a round of which one is enough, and one to warm up: it takes far longer than whatever disturbs it."""
+
 
 class Bench:
     """A stage with fixed inputs. What it computes from the batch alone is computed once, and not timed."""
@@ -215,10 +219,14 @@ def run_round(benches: Sequence[Bench]) -> None:
         bench.weights.skip()
 
 
-def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float, warm: int = 2) -> None:
+def run_rounds(benches: Sequence[Bench], least: int, most: int, seconds: float) -> None:
     """Some rounds to warm up, then at least `least`, and more (`most` at most) while there is time."""
-    for _ in range(warm):
+    for _ in range(WARM):
+        began = perf_counter()
         run_round(benches)
+        if perf_counter() - began > SLOW:
+            least = 1
+            break
     for bench in benches:
         bench.laps.clear()
     deadline = perf_counter() + seconds

@@ -31,8 +31,6 @@ MEMBERS = 2
 RUN = 4
 """Blocks that are measured in one go as well, on a GPU: what a call takes beyond them is not theirs."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
-SLOW = 10.0
-"""Seconds of a round of which one is enough: it takes far longer than whatever disturbs it."""
 
 
 def profile_model(
@@ -84,6 +82,7 @@ class ModelBench:
     ) -> None:
         """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
         self.place = place
+        self.compiled = compile is not None
         if in_one_go is None:
             in_one_go = RUN if place.type == "cuda" else 0
         dtype = compute_dtype(precision)
@@ -116,17 +115,15 @@ class ModelBench:
         company: int = 0,
     ) -> Profile:
         """Rounds for so many seconds, in `company`, and the device and the link, unless they are given."""
-        began = perf_counter()
-        self.round()  # what is compiled is so before the company comes
-        slow = perf_counter() - began > SLOW
+        if self.compiled:
+            self.round()  # before the company comes
         if self.place.type == "cuda":
             self.work_for(seconds / 4)
             self.forget()
             self.work_for(seconds)
         else:
             with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
-                least, warm = (1, 0) if slow else (LEAST_ROUNDS, 2)
-                run_rounds(self.everything, least, MOST_ROUNDS, seconds, warm)
+                run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
 
     def work_for(self, seconds: float) -> None:

@@ -41,6 +41,9 @@ class Calls(NamedTuple):
         return cls(apart(FORWARD), apart(BACKWARD), apart(UPDATE))
 
 
+NO_CALLS = Calls()
+
+
 def _pooled(benches: Sequence[Bench], phase: str) -> list[float]:
     return [seconds(lap) for bench in benches for lap in bench.laps[phase]]
 
@@ -48,7 +51,7 @@ def _pooled(benches: Sequence[Bench], phase: str) -> list[float]:
 class Times:
     """Medians over the rounds of all benches of a kind, without what each call took beyond its blocks."""
 
-    def __init__(self, benches: Sequence[Bench], calls: Calls = Calls()) -> None:  # noqa: B008 (it never changes)
+    def __init__(self, benches: Sequence[Bench], calls: Calls = NO_CALLS) -> None:
         def pooled(phase: str) -> list[float]:
             return _pooled(benches, phase)
 

@@ -52,12 +52,10 @@ class HostLink:
         self.out: dict[Key, float] = {}
         self.stays = device.lingering > 0
         self.newest: dict[int, Key] = {}  # by stage: what its latest forward made
-        self.followed: dict[
-            Key, float
-        ] = {}  # when the stage's next forward started, of what is still to be copied
-        self.left: dict[
-            Key, float
-        ] = {}  # when its copy was done, of what that forward has still to give back
+        # When the stage's next forward started, of what is still to be copied.
+        self.followed: dict[Key, float] = {}
+        # When its copy was done, of what that forward has still to give back.
+        self.left: dict[Key, float] = {}
         self.last_out = 0.0
         self.previous = 0.0  # when the rank's previous action started
         self.asked: float | None = (
