@@ -75,7 +75,7 @@ def test_what_is_written_is_read(file: Path) -> None:
     written = Profile(
         blocks=(
             BlockCost("a", 1.5, 0.25, 0.5, 0.125, 100, 10, 40, 0.02, 0, 0.0625),
-            BlockCost("b", 1, 1, 1, 0, 0, 0, 0, working_bytes=3, update_bytes=4),
+            BlockCost("b", 1, 1, 1, 0, 0, 0, 0, swapping=0.375, working_bytes=3, update_bytes=4),
         ),
         device=DeviceCost(2**40, 1e10, 2e10, 1e-4, workspace=2**26, swapped_in=3),
         link=LinkCost(1e9, 1e-6, sender_busy=True),
@@ -96,6 +96,7 @@ def test_what_may_be_left_out(file: Path) -> None:
     assert found.link == LinkCost(5.0, 0.0, sender_busy=False)
     assert (found.optimizer_ratio, found.fingerprint, found.links) == (2.0, "", {})
     assert [entry.name for entry in found.blocks] == ["block 0", "block 1"]
+    assert found.blocks[0].swapping == 0
 
 
 @pytest.mark.parametrize(
@@ -116,6 +117,7 @@ def test_what_may_be_left_out(file: Path) -> None:
         ({"blocks": [block(kept_bytes=1.5)]}, "block 0: kept_bytes is 1.5: it must be bytes: a whole number"),
         ({"blocks": [block(kept_bytes=True)]}, "block 0: kept_bytes is true"),
         ({"blocks": [block(deferred_bytes=-1)]}, "block 0: deferred_bytes is -1: it must be bytes"),
+        ({"blocks": [block(swapping=-1)]}, "block 0: swapping is -1: it must be seconds, 0 or more"),
         ({"blocks": [block(working_bytes=-1)]}, "block 0: working_bytes is -1: it must be bytes"),
         ({"blocks": [block(update_bytes=-1)]}, "block 0: update_bytes is -1: it must be bytes"),
         ({"blocks": [block(splitting=-1)]}, "block 0: splitting is -1: it must be seconds, 0 or more"),

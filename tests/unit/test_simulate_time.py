@@ -83,6 +83,21 @@ def test_recomputing_may_take_longer_where_backward_is_split(name: str, again: f
     assert planned.samples_per_second == pytest.approx(2 / 3)
 
 
+@pytest.mark.parametrize("name", ["pipedream", "1f1b", "zb-h1"])
+def test_swapping_takes_time_beside_its_copies(name: str) -> None:
+    """The copies are free here; what the rank does for them lengthens the part of backward that others wait for."""
+    costs = profile(*[block(swapping=0.75)] * 3)
+    plan = Plan((2, 1), ("swap", "keep", "keep"))
+    result = simulate(costs, plan, name, 40, timeline=True)
+    assert result.timeline is not None
+    lengths = {
+        event.action.op: event.end - event.start for event in result.timeline.events if event.rank == 0
+    }
+    parts = {Op.I: 2.75, Op.W: 2} if name == "zb-h1" else {Op.B: 4.75}
+    assert lengths == pytest.approx({Op.F: 2, Op.STEP: 0} | parts)
+    assert for_batch_size(costs, 4).blocks[0].swapping == 1.5
+
+
 @pytest.mark.parametrize("name", NAMES)
 def test_the_bubble_is_the_schedules_own_at_unit_costs(name: str) -> None:
     """A rank may begin the next update before others end this one, so the bubble is never larger."""
@@ -271,6 +286,7 @@ blocks = st.lists(
         times,
         times,
         update=times,
+        swapping=st.just(0.0) | times,
         kept_bytes=st.integers(0, 50),
         boundary_bytes=st.integers(0, 50),
     ),
@@ -298,6 +314,7 @@ def test_never_faster_than_the_busiest_rank(
     work = [
         entry.forward * (2 if policy == "recompute" else 1)
         + entry.backward
+        + (entry.swapping if policy == "swap" else 0)
         + entry.update / result.update_interval
         for entry, policy in zip(found, chosen, strict=True)
     ]

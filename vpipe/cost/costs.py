@@ -38,6 +38,9 @@ class BlockCost:
     """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
     split_recomputing: float | None = None
     """The same where backward is split into its two parts. None: as long as where it is not."""
+    swapping: float = 0.0
+    """What a minibatch takes more where the block is swapped, beyond the copies, which run beside it: a host that asks
+    for them, packs and unpacks."""
     working_bytes: int = 0
     """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
     allocator tells."""

@@ -4,7 +4,7 @@
     host      ==out 5== ==in 3==  ==out 6== ==in 4==
 
 What F5 made leaves when F5 ends. What B3 reads comes back from the start of the backward before it on. So one
-minibatch is in use and one on its way, and swapping is free while a copy out and a copy in take no longer than a
+minibatch is in use and one on its way, and copies cost nothing while one out and one in take no longer than a
 forward and a backward. Where they do, a backward waits for its copy, and a forward for the copy of the forward
 before the last one: never more than two minibatches lie on the device.
 

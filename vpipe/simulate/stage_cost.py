@@ -29,7 +29,7 @@ class StageCost:
     """The first, and the one behind the last."""
     forward: float
     input_gradient: float
-    """With what recomputing takes."""
+    """With what recomputing takes, and swapping beyond its copies."""
     weight_gradient: float
     update: float
     version: float
@@ -79,15 +79,16 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
     blocks = profile.blocks
     own = blocks[start:stop]
     held: dict[str, int] = dict.fromkeys(POLICIES, 0)
-    again = 0.0
+    longer = 0.0
     for number, policy in enumerate(policies, start):
         held[policy] += held_bytes(blocks, number, policy)
-        again += blocks[number].again if policy == RECOMPUTE else 0.0
+        longer += blocks[number].again if policy == RECOMPUTE else 0.0
+        longer += blocks[number].swapping if policy == SWAP else 0.0
     backward = backward_bytes(profile, start, policies)
     return StageCost(
         blocks=(start, stop),
         forward=sum(block.forward for block in own),
-        input_gradient=sum(block.input_gradient for block in own) + again,
+        input_gradient=sum(block.input_gradient for block in own) + longer,
         weight_gradient=sum(block.weight_gradient for block in own),
         update=sum(block.update for block in own),
         version=sum(block.version for block in own),
