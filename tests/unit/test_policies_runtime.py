@@ -228,16 +228,16 @@ class CountingStore(HostStore):
         super().__init__()
         self.moved: list[int] = []
 
-    def put(self, tensor: Tensor) -> Ticket:
-        self.moved.append(tensor.nbytes)
-        return super().put(tensor)
+    def put(self, tensors: Sequence[Tensor]) -> list[Ticket]:
+        self.moved += [tensor.nbytes for tensor in tensors]
+        return super().put(tensors)
 
 
 def test_host_buffers_are_used_again() -> None:
     store = HostStore()
-    first = store.put(torch.arange(8, dtype=torch.uint8))
+    [first] = store.put([torch.arange(8, dtype=torch.uint8)])
     assert torch.equal(store.take(first), torch.arange(8, dtype=torch.uint8))
-    second = store.put(torch.zeros(8, dtype=torch.uint8))
+    [second] = store.put([torch.zeros(8, dtype=torch.uint8)])
     assert second.buffer.data_ptr() == first.buffer.data_ptr()
 
 

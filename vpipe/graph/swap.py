@@ -11,7 +11,7 @@ gradients of a split backward read what has come back, so it stays on the device
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass
 from weakref import ref
 
@@ -21,6 +21,9 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.graph.held import Hold, Packed, Saver, address, unpack
 
+TOGETHER = 8
+"""Storages that come back to a GPU in one go: a backward begins when the first of them are there."""
+
 
 @dataclass(eq=False)
 class Ticket:
@@ -29,6 +32,10 @@ class Ticket:
     buffer: Tensor
     device: torch.device
     coming: Tensor | None = None
+    left: torch.cuda.Event | None = None
+    """On a GPU: it lies on the host."""
+    arrived: torch.cuda.Event | None = None
+    """On a GPU: it is back."""
 
 
 class HostStore:
@@ -40,27 +47,29 @@ class HostStore:
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # size ▶ buffers
 
-    def put(self, tensor: Tensor) -> Ticket:
-        """Start to copy a tensor of bytes to the host."""
-        buffer = self._buffer(tensor.numel())
-        buffer.copy_(tensor)
-        return Ticket(buffer, tensor.device)
+    def put(self, tensors: Sequence[Tensor]) -> list[Ticket]:
+        """Start to copy tensors of bytes to the host."""
+        tickets = [Ticket(self._buffer(tensor.numel()), tensor.device) for tensor in tensors]
+        for ticket, tensor in zip(tickets, tensors, strict=True):
+            ticket.buffer.copy_(tensor)
+        return tickets
 
     def settle(self) -> None:
         """What has left the device is needed there: wait until it has."""
 
-    def fetch(self, ticket: Ticket) -> Tensor:
-        """Start to bring it back; the tensor returned may be read after `take`."""
-        if ticket.coming is None:
-            ticket.coming = torch.empty_like(ticket.buffer, device=ticket.device)
-            ticket.coming.copy_(ticket.buffer)
-        return ticket.coming
+    def fetch(self, tickets: Sequence[Ticket]) -> None:
+        """Start to bring back what is not yet on its way, the first ones first; it may be read after `take`."""
+        for ticket in tickets:
+            if ticket.coming is None:
+                ticket.coming = torch.empty_like(ticket.buffer, device=ticket.device)
+                ticket.coming.copy_(ticket.buffer)
 
     def take(self, ticket: Ticket) -> Tensor:
         """Wait until it is back; the ticket is used up."""
-        tensor = self.fetch(ticket)
+        self.fetch([ticket])
+        assert ticket.coming is not None
         self._free[ticket.buffer.numel()].append(ticket.buffer)
-        return tensor
+        return ticket.coming
 
     def drop(self, ticket: Ticket) -> None:
         """Nobody will read it."""
@@ -79,7 +88,8 @@ class PinnedStore(HostStore):
     """Host memory that a GPU reads and writes by itself, on a stream for each way, beside the computation.
 
     What leaves stays in place until the stage's next forward, which waits for the copies: so the memory is given
-    back in the order of the computing stream, and no plan is upset by a host that runs ahead.
+    back in the order of the computing stream, and no plan is upset by a host that runs ahead. Streams are entered and
+    waited for once for many copies: to ask for a copy costs the host about as long as small ones take.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -87,35 +97,42 @@ class PinnedStore(HostStore):
         self._device = device
         self._out, self._in = torch.cuda.Stream(device), torch.cuda.Stream(device)
         self._leaving: list[Tensor] = []
-        self._arrivals: dict[int, torch.cuda.Event] = {}  # ticket ▶ it is back
 
-    def put(self, tensor: Tensor) -> Ticket:
-        if not self._leaving:
-            self._out.wait_stream(torch.cuda.current_stream(self._device))
-        buffer = self._buffer(tensor.numel(), pinned=True)
+    def put(self, tensors: Sequence[Tensor]) -> list[Ticket]:
+        self._out.wait_stream(torch.cuda.current_stream(self._device))
+        buffers = [self._buffer(tensor.numel(), pinned=True) for tensor in tensors]
         with torch.cuda.stream(self._out):
-            buffer.copy_(tensor, non_blocking=True)
-        self._leaving.append(tensor)
-        return Ticket(buffer, tensor.device)
+            torch._foreach_copy_(buffers, list(tensors), non_blocking=True)
+        left = self._out.record_event()
+        self._leaving += tensors
+        return [Ticket(buffer, self._device, left=left) for buffer in buffers]
 
     def settle(self) -> None:
         if self._leaving:
             torch.cuda.current_stream(self._device).wait_stream(self._out)
             self._leaving.clear()
 
-    def fetch(self, ticket: Ticket) -> Tensor:
-        if ticket.coming is None:
-            ticket.coming = torch.empty_like(ticket.buffer, device=ticket.device)
-            self._in.wait_stream(torch.cuda.current_stream(self._device))  # its memory may still be read
-            self._in.wait_stream(self._out)
+    def fetch(self, tickets: Sequence[Ticket]) -> None:
+        asked = [ticket for ticket in tickets if ticket.coming is None]
+        if not asked:
+            return
+        places = [torch.empty_like(ticket.buffer, device=self._device) for ticket in asked]
+        self._in.wait_stream(torch.cuda.current_stream(self._device))  # their memory may still be read
+        for left in dict.fromkeys(ticket.left for ticket in asked):
+            assert left is not None
+            self._in.wait_event(left)
+        for start in range(0, len(asked), TOGETHER):
+            some, coming = asked[start : start + TOGETHER], places[start : start + TOGETHER]
             with torch.cuda.stream(self._in):
-                ticket.coming.copy_(ticket.buffer, non_blocking=True)
-            self._arrivals[id(ticket)] = self._in.record_event()
-        return ticket.coming
+                torch._foreach_copy_(coming, [ticket.buffer for ticket in some], non_blocking=True)
+            arrived = self._in.record_event()
+            for ticket, place in zip(some, coming, strict=True):
+                ticket.coming, ticket.arrived = place, arrived
 
     def take(self, ticket: Ticket) -> Tensor:
         tensor = super().take(ticket)
-        torch.cuda.current_stream(self._device).wait_event(self._arrivals.pop(id(ticket)))
+        assert ticket.arrived is not None
+        torch.cuda.current_stream(self._device).wait_event(ticket.arrived)
         return tensor
 
 
@@ -126,35 +143,35 @@ def make_store(device: torch.device) -> HostStore:
 class _Storage:
     """The bytes behind one or more saved tensors: on the device while there is a hold, else in the store."""
 
-    __slots__ = ("__weakref__", "_hold", "_saver", "_store", "_ticket")
+    __slots__ = ("__weakref__", "_saver", "_store", "hold", "ticket")
 
     def __init__(self, tensor: Tensor, store: HostStore, saver: Saver) -> None:
         self._store = store
         self._saver = saver
-        self._ticket: Ticket | None = None
-        self._hold: Hold | None = saver.keep(_bytes_of(tensor))
+        self.ticket: Ticket | None = None
+        self.hold: Hold | None = saver.keep(_bytes_of(tensor))
 
     def __del__(self) -> None:
-        if self._ticket is not None:
-            self._store.drop(self._ticket)
+        if self.ticket is not None:
+            self._store.drop(self.ticket)
 
-    def leave(self) -> None:
-        assert self._hold is not None
-        self._ticket = self._store.put(self._hold.tensor)
-        self._hold = None
+    def leave(self, ticket: Ticket) -> None:
+        self.hold, self.ticket = None, ticket
 
-    def fetch(self) -> None:
-        if self._hold is None:
-            assert self._ticket is not None
-            self._hold = self._saver.keep(self._store.fetch(self._ticket))
+    def come(self) -> None:
+        """It has been fetched: from now on it has a place on the device."""
+        assert self.ticket is not None
+        assert self.ticket.coming is not None
+        self.hold = self._saver.keep(self.ticket.coming)
 
     def bytes(self) -> Tensor:
-        self.fetch()
-        assert self._hold is not None
-        if self._ticket is not None:
-            self._store.take(self._ticket)
-            self._ticket = None
-        return self._hold.tensor
+        if self.ticket is not None:
+            self._store.take(self.ticket)
+            if self.hold is None:
+                self.come()
+            self.ticket = None
+        assert self.hold is not None
+        return self.hold.tensor
 
 
 class _View:
@@ -198,18 +215,22 @@ class Swap:
 
     def leave(self) -> None:
         """The forward is over: everything goes to the host."""
-        for storage in self._leaving.values():
-            storage.leave()
-            self._away.append(ref(storage))
+        storages = list(self._leaving.values())
         self._leaving.clear()
+        if storages:
+            tickets = self._store.put([storage.hold.tensor for storage in storages if storage.hold])
+            for storage, ticket in zip(storages, tickets, strict=True):
+                storage.leave(ticket)
+                self._away.append(ref(storage))
 
     def fetch(self) -> None:
-        """The backward is near: start to bring everything back."""
-        for away in self._away:
-            storage = away()
-            if storage is not None:
-                storage.fetch()
+        """The backward is near: start to bring everything back, what was saved last first, as it is read."""
+        found = (away() for away in reversed(self._away))
+        storages = [storage for storage in found if storage is not None and storage.hold is None]
         self._away.clear()
+        self._store.fetch([storage.ticket for storage in storages if storage.ticket])
+        for storage in storages:
+            storage.come()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -48,10 +48,11 @@ def _host_bandwidth(device: torch.device) -> tuple[float, float]:
     out, back = [], []
     for _ in range(REPEATS):
         start = _now(device)
-        tickets = [store.put(tensor) for tensor in tensors]
+        tickets = store.put(tensors)
         tensors.clear()  # as a forward's end drops them
         store.settle()
         there = _now(device)
+        store.fetch(tickets)
         tensors = [store.take(ticket) for ticket in tickets]
         out.append(there - start)
         back.append(_now(device) - there)
