@@ -23,6 +23,20 @@ from vpipe.graph.held import Hold, Packed, Saver, address, unpack
 
 TOGETHER = 8
 """Storages that come back to a GPU in one go: a backward begins when the first of them are there."""
+LEAST = 2**16
+"""Bytes of a storage that leaves a GPU: to move smaller ones (a norm's means, a seed) takes longer than it is worth."""
+
+
+class Arrival:
+    """Some storages are back, all at once. They are read by one stream, which waits for them once."""
+
+    def __init__(self, event: torch.cuda.Event) -> None:
+        self._event: torch.cuda.Event | None = event
+
+    def wait(self, device: torch.device) -> None:
+        if self._event is not None:
+            torch.cuda.current_stream(device).wait_event(self._event)
+            self._event = None
 
 
 @dataclass(eq=False)
@@ -34,7 +48,7 @@ class Ticket:
     coming: Tensor | None = None
     left: torch.cuda.Event | None = None
     """On a GPU: it lies on the host."""
-    arrived: torch.cuda.Event | None = None
+    arrival: Arrival | None = None
     """On a GPU: it is back."""
 
 
@@ -43,6 +57,9 @@ class HostStore:
 
     Here every copy is done when the call returns; on a GPU (`PinnedStore`) it is only begun.
     """
+
+    least = 0
+    """Bytes of a storage that is worth its copies."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # size ▶ buffers
@@ -92,6 +109,8 @@ class PinnedStore(HostStore):
     waited for once for many copies: to ask for a copy costs the host about as long as small ones take.
     """
 
+    least = LEAST
+
     def __init__(self, device: torch.device) -> None:
         super().__init__()
         self._device = device
@@ -125,14 +144,14 @@ class PinnedStore(HostStore):
             some, coming = asked[start : start + TOGETHER], places[start : start + TOGETHER]
             with torch.cuda.stream(self._in):
                 torch._foreach_copy_(coming, [ticket.buffer for ticket in some], non_blocking=True)
-            arrived = self._in.record_event()
+            arrival = Arrival(self._in.record_event())
             for ticket, place in zip(some, coming, strict=True):
-                ticket.coming, ticket.arrived = place, arrived
+                ticket.coming, ticket.arrival = place, arrival
 
     def take(self, ticket: Ticket) -> Tensor:
         tensor = super().take(ticket)
-        assert ticket.arrived is not None
-        torch.cuda.current_stream(self._device).wait_event(ticket.arrived)
+        assert ticket.arrival is not None
+        ticket.arrival.wait(self._device)
         return tensor
 
 
@@ -208,6 +227,8 @@ class Swap:
             if not where or where in inputs or where in saver.outside or tensor.is_conj() or tensor.is_neg():
                 return saver.keep(tensor)
             if where not in self._leaving:
+                if tensor.untyped_storage().nbytes() < self._store.least:
+                    return saver.keep(tensor)
                 self._leaving[where] = _Storage(tensor, self._store, saver)
             return _View(tensor, self._leaving[where])
 
