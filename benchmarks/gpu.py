@@ -9,6 +9,7 @@ Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of
     guides      the guides' settings and plans of our own under one cap
     largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
     peers       torch.distributed.pipelining over vpipe's channel
+    graphs      what CUDA graphs would gain: layers issued one by one, and replayed
 
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
 four at work each on a whole model of its own, which share the card's memory bandwidth and its power (*at once*). *The
@@ -39,7 +40,7 @@ from vpipe.launch.mps import sharing
 
 RANKS = 4
 FIGURES = (("samples_per_s", ".1f"), ("of_limit", ".3f"), ("of_together", ".3f"))
-PARTS = ("schedules", "compiled", "guides", "largest", "peers")
+PARTS = ("schedules", "compiled", "guides", "largest", "peers", "graphs")
 LARGE = {"width": 1024, "heads": 16, "vocabulary": 30522, "length": 128, "warm": 16, "measured": 64}
 TINY = {"width": 64, "heads": 4, "vocabulary": 512, "length": 16, "warm": 4, "measured": 8}
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from gpu_bench import Bench, Case, Settings
+from gpu_graphs import graphs
 from gpu_largest import largest
 from gpu_peers import peers
 from gpu_settings import RANKS, ROOMS, even_stages, find_cap, hand_made
@@ -183,6 +184,7 @@ PARTS = {
     "compiled": compiled,
     "guides": guides,
     "largest": largest,
+    "graphs": graphs,
     "peers": peers,
 }
 
