@@ -29,6 +29,7 @@ from vpipe.profile.device import measure_device, total_memory
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.model import ModelBench, _set_up
+from vpipe.profile.swapping import ISSUED, ISSUED_SWAPPED
 from vpipe.profile.times import Calls, Times
 
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # of malloc.h
@@ -209,6 +210,21 @@ def test_what_a_call_takes_beyond_its_blocks_is_not_theirs() -> None:
     # One go that takes longer than one by one says nothing of calls.
     bench.run.laps[FORWARD] = [(0.0, 0.1)]
     assert Calls.beyond([first, second, first], bench.run).forward == 0.0
+
+
+def test_swapping_takes_what_the_host_is_slower_then() -> None:
+    """A block whose forward and backward the device computes in 10 ms, or a host issues in 14."""
+    model, batch, _ = models.bert(layers=2)
+    bench = ModelBench(model, batch, optimizer=adamw)
+    bench.work_for(0.0)
+    bench.swap()
+    own = next(iter(bench.kinds.values()))
+    assert Times(own).swapping == 0.0  # on a CPU copies do not run beside computing
+    for each in own:
+        each.laps[FORWARD], each.laps[BACKWARD] = [(0.0, 0.004)], [(0.0, 0.006)]
+    for issued, swapped, expected in [(0.005, 0.009, 0.0), (0.005, 0.012, 0.002), (0.014, 0.02, 0.006)]:
+        own[0].laps[ISSUED], own[0].laps[ISSUED_SWAPPED] = [(0.0, issued)], [(0.0, swapped)]
+        assert Times(own).swapping == pytest.approx(expected)
 
 
 def test_profile_with_blocks_in_one_go_adds_up() -> None:

@@ -95,7 +95,7 @@ def test_swapping_takes_time_beside_its_copies(name: str) -> None:
     }
     parts = {Op.I: 2.75, Op.W: 2} if name == "zb-h1" else {Op.B: 4.75}
     assert lengths == pytest.approx({Op.F: 2, Op.STEP: 0} | parts)
-    assert for_batch_size(costs, 4).blocks[0].swapping == 1.5
+    assert for_batch_size(costs, 4).blocks[0].swapping == 0.75
 
 
 @pytest.mark.parametrize("name", NAMES)

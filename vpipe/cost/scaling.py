@@ -20,8 +20,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
             weight_gradient=block.weight_gradient * factor,
             recomputing=_scaled(block.recomputing, factor),
             split_recomputing=_scaled(block.split_recomputing, factor),
-            swapping=block.swapping * factor,
-            splitting=block.splitting * factor,  # accumulating does not depend on the samples
+            splitting=block.splitting * factor,  # accumulating and swapping do not depend on the samples
             kept_bytes=round(block.kept_bytes * factor),
             boundary_bytes=round(block.boundary_bytes * factor),
             working_bytes=round(block.working_bytes * factor),

@@ -14,6 +14,7 @@ from vpipe.communication import HOST
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import address
 from vpipe.graph.split import waiting_tensors
+from vpipe.graph.swap import Swap
 from vpipe.profile.clocks import Lap, clock_of
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
@@ -65,8 +66,8 @@ class Bench:
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()
 
-    def forward(self, module: StageModule) -> Lap:
-        self._context = RandomContext()
+    def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
+        self._context = RandomContext(swap=swap)
         leaves = {n: t.detach().requires_grad_(self.stage.needs_gradient(n)) for n, t in self.inputs.items()}
         start = self.clock()
         self._outputs = module.run_blocks({**leaves, **self.free}, self.fields, self._context)

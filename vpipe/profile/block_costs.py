@@ -77,6 +77,7 @@ def block_costs(
                 accumulating=time.accumulating,
                 recomputing=time.recomputing,
                 split_recomputing=time.split_recomputing,
+                swapping=time.swapping,
                 working_bytes=memory.working,
                 update_bytes=memory.updating,
             )

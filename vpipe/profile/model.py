@@ -21,6 +21,7 @@ from vpipe.profile.company import company as kept_company
 from vpipe.profile.device import measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
+from vpipe.profile.swapping import measure_swapping
 from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
 from vpipe.runtime.precision import compute_dtype, skeleton
@@ -121,6 +122,7 @@ class ModelBench:
             self.work_for(seconds / 4)
             self.forget()
             self.work_for(seconds)
+            self.swap()
         else:
             with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
                 run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
@@ -132,6 +134,11 @@ class ModelBench:
         for whole in self._rounds:
             if whole and perf_counter() > end:
                 return
+
+    def swap(self) -> None:
+        """What swapping takes the host, of every kind; nothing on a CPU."""
+        with torch.random.fork_rng(devices=[]):
+            measure_swapping(bench for own in self.kinds.values() for bench in own[:1])
 
     def round(self) -> None:
         with torch.random.fork_rng(devices=[]):

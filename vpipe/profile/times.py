@@ -21,6 +21,7 @@ from vpipe.profile.bench import (
     Bench,
 )
 from vpipe.profile.clocks import seconds
+from vpipe.profile.swapping import ISSUED, ISSUED_SWAPPED
 
 
 class Calls(NamedTuple):
@@ -70,6 +71,10 @@ class Times:
         self.recomputing = max(0.0, repeated - median(pooled(FORWARD)) - whole)
         in_parts = sum(median(pooled(phase)) for phase in AGAIN_SPLIT)
         self.split_recomputing = max(0.0, in_parts - split)
+        self.swapping = 0.0
+        if swapped := pooled(ISSUED_SWAPPED):
+            plain = max(median(pooled(ISSUED)), median(pooled(FORWARD)) + whole)
+            self.swapping = max(0.0, median(swapped) - plain)
         update = median(pooled(UPDATE))
         self.update = max(0.0, update - calls.update)
         self.version = max(0.0, median(pooled(VERSION)) - update)

@@ -41,11 +41,13 @@ def profile_together(world: World, bench: ModelBench, file: Path, seconds: float
         bench.work_for(MARGIN)
         bench.forget()
         bench.work_for(seconds)
+        if world.rank != 0:
+            bench.work_for(MARGIN)
+    world.all_gather("measured together", None)
+    bench.swap()
     if alone is not None:
         write_profile(_shared(alone, bench.profile(device, link), world.size), file)
-    else:
-        bench.work_for(MARGIN)
-    world.all_gather("measured together", None)
+    world.all_gather("written", None)
     return read_profile(file)
 
 
