@@ -58,7 +58,7 @@ def run_peer(bench: Bench, profile: Profile, limits: dict[str, float], name: str
         rate = trainer.pace()
         peak = bench.peak()
     except (RuntimeError, VPipeError) as error:  # torch tells of any failure within a stage as a RuntimeError
-        row["error"] = str(error).splitlines()[0][:100]
+        row["error"] = reason(error)
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -68,6 +68,13 @@ def run_peer(bench: Bench, profile: Profile, limits: dict[str, float], name: str
         row["samples_per_s"] = rate
         row |= shares(rate, limits, "step")
     bench.tell(**row)
+
+
+def reason(error: BaseException) -> str:
+    """What torch's wrapping around it leaves unsaid: the first line of the first cause."""
+    while error.__cause__ is not None:
+        error = error.__cause__
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)[:100]
 
 
 class PeerTrainer:

@@ -14,13 +14,13 @@ from gpu_peers import peers
 from gpu_settings import RANKS, ROOMS, even_stages, find_cap, hand_made
 
 from vpipe.communication import InProcessHub, ProcessWorld
-from vpipe.cost import Profile
+from vpipe.cost import Profile, as_scheduled
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.errors import VPipeError
 from vpipe.graph.partition import partition_for_ranks
 from vpipe.plan import plan
 from vpipe.plan.result import PlanResult
-from vpipe.schedule import ASYNCHRONOUS, build
+from vpipe.schedule import ASYNCHRONOUS, SPLIT, build
 
 COMPILED = ("vpipe", "1f1b", "zb-v")
 """The asynchronous one, the plainest, and one that splits backward: to compile takes half a minute each time."""
@@ -69,7 +69,8 @@ def balanced(profile: Profile, case: Case) -> tuple[int, ...]:
     """Cuts that let the busiest rank take as little time as possible, by the profile, updates included."""
     name, per_update = case.schedule, case.minibatches or 1
     schedule = build(name, RANKS, None if name in ASYNCHRONOUS else per_update, chunks=case.chunks)
-    times = [block.forward + block.backward + block.update / per_update for block in profile.blocks]
+    blocks = as_scheduled(profile, name in SPLIT, per_update).blocks
+    times = [block.forward + block.backward + block.update / per_update for block in blocks]
     return partition_for_ranks([round(1e9 * seconds) for seconds in times], schedule.placement)
 
 

@@ -14,13 +14,15 @@ LIMIT = 0.05
 
 
 @pytest.fixture(scope="module")
-def profile() -> Profile:
-    return read_profile(MEASURED / "gpu_schedules_profile.json")
+def profiles() -> dict[bool, Profile]:
+    """Of plain blocks, and of compiled ones."""
+    names = {False: "gpu_schedules_profile.json", True: "gpu_compiled_profile.json"}
+    return {compiled: read_profile(MEASURED / name) for compiled, name in names.items()}
 
 
 def rows() -> list[dict[str, Any]]:
     lines = (MEASURED / "gpu_schedules.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "partition" in row]
+    return [row for row in map(json.loads, lines) if "schedule" in row]
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
@@ -38,9 +40,9 @@ def plan_of(row: dict[str, Any]) -> Plan:
 
 
 @pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['case']} {row['minibatches'] or ''}".strip())
-def test_four_ranks_on_one_gpu(profile: Profile, row: dict[str, Any]) -> None:
+def test_four_ranks_on_one_gpu(profiles: dict[bool, Profile], row: dict[str, Any]) -> None:
     plan = plan_of(row)
-    result = simulate(profile, plan, None, plan.minibatches or 64)
+    result = simulate(profiles[row["compile"]], plan, None, plan.minibatches or 64)
     speed = result.samples_per_second / row["samples_per_s"] - 1
     totals = [rank.memory.total for rank in result.ranks]
     memory = [foreseen / peak - 1 for foreseen, peak in zip(totals, row["peak_bytes"], strict=True)]
