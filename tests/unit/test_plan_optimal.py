@@ -52,10 +52,10 @@ def in_flight_and_versions(schedule: str, ranks_from_here: int, replicas: int) -
 
 
 class Every(NamedTuple):
-    """What each choice of policies for all blocks of a stage holds, computes again and swaps."""
+    """What each choice of policies for all blocks of a stage holds, how much longer it takes, and what it swaps."""
 
     held: Numbers
-    again: Numbers
+    longer: Numbers
     swapped: Numbers
 
 
@@ -72,20 +72,20 @@ def every_choice(
     `lying`: minibatches of a swapped block that lie on the device.
     """
     chosen = np.indices((3,) * len(blocks), dtype=np.int8).reshape(len(blocks), -1)  # keep, recompute, swap
-    held, again, swapped, room, behind = (np.zeros(chosen.shape[1]) for _ in range(5))
+    held, longer, swapped, room, behind = (np.zeros(chosen.shape[1]) for _ in range(5))
     for one, reads, left, policy in reversed(list(zip(blocks, entered, gradients, chosen, strict=True))):
         kept, recomputed, moved = one.kept_bytes, policy == 1, policy == 2
         held += np.where(
             recomputed, reads * flight, np.where(moved, kept * min(lying, flight), kept * flight)
         )
         room = np.maximum(room, one.working_bytes + recomputed * (kept - reads) - behind)
-        again += recomputed * one.forward
+        longer += recomputed * one.forward + moved * one.swapping
         swapped += moved * kept
         behind += np.where(recomputed, reads, kept) - left
         room = np.maximum(room, -behind)
     if updated:
         room = np.maximum(room, sum(b.update_bytes for b in blocks) - behind)
-    return Every(held + room, again, swapped)
+    return Every(held + room, longer, swapped)
 
 
 class Brute:
@@ -164,7 +164,7 @@ class Brute:
         if profile.link.sender_busy:
             base += (start > 0) * (profile.link.latency + entered[0] / profile.link.bandwidth)
             base += (stop < len(profile.blocks)) * (profile.link.latency + left / profile.link.bandwidth)
-        held, again, swapped = every_choice(
+        held, longer, swapped = every_choice(
             blocks, entered, flight, profile.device.swapped_in, gradients, lag > 0
         )
         if not lag:  # nothing is in flight at an update; what was swapped last may lie there
@@ -172,19 +172,20 @@ class Brute:
                 held, sum(b.update_bytes for b in blocks) + (profile.device.swapped_in - 2) * swapped
             )
         host = swapped / profile.device.to_host + swapped / profile.device.from_host
-        seconds = np.maximum(np.maximum(base + again, host), link)
+        seconds = np.maximum(np.maximum(base + longer, host), link)
         fitting = np.where(fixed + held <= self.cap, seconds, inf)
         return float(fitting.min()) / copies, float(fixed + held.min())
 
 
 small = st.integers(0, 6)
 block = st.builds(
-    lambda forward, inputs, weights, update, kept, boundary, parameters, working, updating: BlockCost(
+    lambda forward, inputs, weights, update, kept, boundary, parameters, swapping, working, updating: BlockCost(
         "b", forward / 4, inputs / 4, weights / 4, update / 16, kept, boundary, parameters, version=update / 32,
-        working_bytes=working, update_bytes=updating,
+        swapping=swapping / 8, working_bytes=working, update_bytes=updating,
     ),
     small, small, small, st.integers(0, 2), st.integers(0, 9), st.integers(0, 3),
-    st.integers(0, 3) | st.integers(0, 12), st.just(0) | st.integers(0, 7), st.just(0) | st.integers(0, 12),
+    st.integers(0, 3) | st.integers(0, 12), st.just(0) | st.integers(0, 8), st.just(0) | st.integers(0, 7),
+    st.just(0) | st.integers(0, 12),
 )  # fmt: skip
 
 
@@ -275,7 +276,7 @@ def test_ten_different_blocks_on_four_ranks() -> None:
             BlockCost(
                 "b", *(random.randint(1, 9) / 4 for _ in range(3)), random.randint(0, 2) / 16,
                 random.randint(1, 30), random.randint(0, 4), random.randint(0, 4),
-                update_bytes=random.randint(0, 8),
+                swapping=number % 2 * random.randint(0, 4) / 8, update_bytes=random.randint(0, 8),
             )
             for _ in range(10)
         )  # fmt: skip
@@ -373,7 +374,7 @@ def test_the_memory_that_a_refusal_names_fits(problem: tuple[Profile, int, int],
 def split_stage(
     blocks: tuple[BlockCost, ...], load: Load, lying: int, policies: tuple[str, ...]
 ) -> tuple[int, float, int]:
-    """Bytes, seconds of recomputing and swapped bytes of a stage whose backward is split, block by block."""
+    """Bytes, seconds more and swapped bytes of a stage whose backward is split, block by block."""
     numbers = range(len(blocks))
     reads = [0, *(b.boundary_bytes for b in blocks)]
     held = [reads[i] if policies[i] == "R" else blocks[i].kept_bytes for i in numbers]
@@ -385,10 +386,11 @@ def split_stage(
         moments.append(sum(held[:i]) + sum(after[i:]))
     there = [min(load.in_flight, lying) if policy == "S" else load.in_flight for policy in policies]
     total = sum(held[i] * there[i] for i in numbers) + load.waiting * sum(after) + max(moments) - moments[0]
-    again = sum(blocks[i].forward for i in numbers if policies[i] == "R")
+    longer = sum(blocks[i].forward for i in numbers if policies[i] == "R")
+    longer += sum(blocks[i].swapping for i in numbers if policies[i] == "S")
     swapped = sum(blocks[i].kept_bytes for i in numbers if policies[i] == "S")
     total = max(total, sum(b.update_bytes for b in blocks) + (lying - 2) * swapped)  # when all is done
-    return total, again, swapped
+    return total, longer, swapped
 
 
 @settings(max_examples=200, deadline=None)
@@ -408,7 +410,7 @@ def test_split_backwards_equal_brute_force(
     found = [split_stage(blocks, load, lying, policies) for policies in product("KRS", repeat=len(blocks))]
     assert least_memory(profile, [piece]) == fixed + min(total for total, _, _ in found)
     per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
-    fitting = [max(base + again, moved * per_byte) for total, again, moved in found if fixed + total <= cap]
+    fitting = [max(base + longer, moved * per_byte) for total, longer, moved in found if fixed + total <= cap]
     chosen = choose(profile, [piece], cap)
     assert (inf if chosen is None else chosen[0]) == pytest.approx(min([inf, *fitting]), rel=1e-6, abs=1e-12)
     if chosen is not None:
@@ -420,7 +422,7 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     blocks, flight = profile.blocks, load.in_flight
     gradients = [b.parameter_bytes if load.fresh else 0 for b in blocks]
     entered = [0, *(b.boundary_bytes for b in blocks[:-1])]
-    held, again, swapped = every_choice(
+    held, longer, swapped = every_choice(
         blocks, entered, flight, profile.device.swapped_in, gradients, load.asynchronous
     )
     if not load.asynchronous:
@@ -432,7 +434,7 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     fits = fixed + held <= cap
     base = sum(b.forward + b.backward + b.update for b in blocks)
     per_byte = 1 / profile.device.to_host + 1 / profile.device.from_host
-    return float(np.where(fits, np.maximum(base + again, swapped * per_byte), inf).min())
+    return float(np.where(fits, np.maximum(base + longer, swapped * per_byte), inf).min())
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -457,6 +459,35 @@ def test_many_blocks_of_few_kinds_equal_brute_force(
     assert chosen is not None
     assert chosen[0] == pytest.approx(expected, rel=1e-6, abs=1e-12)
     assert stage_memory(profile, [piece], chosen[1]).total <= cap
+
+
+@pytest.mark.parametrize(("swapping", "policy", "seconds"), [(0.25, "swap", 3.25), (1.5, "recompute", 3.5)])
+def test_a_plan_recomputes_where_swapping_takes_longer(swapping: float, policy: str, seconds: float) -> None:
+    """Under this cap two minibatches of a block have room; copies are quick.
+
+    Where it recomputes, two stages of two ranks are quicker than four of one, for one of two blocks is enough then.
+    """
+    one = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 15, 1, 0, swapping=swapping)
+    profile = Profile((one,) * 4, DeviceCost(1, 100.0, 100.0), LinkCost(1e9, 0.0), 1)
+    result = plan(profile, 4, 2 * 15 + 2 * (1 + 1), "pipedream")
+    assert set(result.policies) == {"keep", policy}
+    assert result.seconds == pytest.approx(seconds)
+    simulated = simulate(profile, result.to_plan(), minibatches=96)
+    assert simulated.samples_per_second == pytest.approx(1 / seconds)
+
+
+@pytest.mark.parametrize("blocks", [4, 12])
+def test_of_blocks_that_are_equal_but_for_swapping_the_cheapest_are_swapped(blocks: int) -> None:
+    dear = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 10, 10, 0, swapping=0.5)
+    cheap = tuple(replace(dear, swapping=0.125) if number % 3 == 1 else dear for number in range(blocks))
+    profile = Profile(cheap, DeviceCost(1, 1e3, 1e3), LinkCost(1e9, 0.0), 1)
+    piece = Slice(0, blocks, Load(1, 4, 1, 0, False, 1.0), (0,), None, None)
+    swapped = blocks // 3
+    chosen = choose(profile, [piece], 4 * 10 * blocks - (4 - 2) * 10 * swapped)
+    assert chosen is not None
+    seconds, (policies,) = chosen
+    assert seconds == pytest.approx(3 * blocks + 0.125 * swapped)
+    assert [number for number, policy in enumerate(policies) if policy == "swap"] == list(range(1, blocks, 3))
 
 
 @pytest.mark.parametrize("blocks", [4, 9, 14])

@@ -1,8 +1,10 @@
 """Branch and bound over groups of equal blocks: x of a group recomputed, y swapped, in the least time.
 
 Groups come one after the other, those first that save most bytes a second of recomputing. The bound of what is left
-forgets that a block cannot be both recomputed and swapped and that blocks are whole: recompute the best groups in
-fractions while the time lasts, and swap as much as the host link carries in that time.
+forgets that a block cannot be both recomputed and swapped and that blocks are whole, and takes every swapped byte to
+save as much as the best and to cost as little as the cheapest. Then time goes to what saves most in it: recompute the
+groups in their order, in fractions, while the time lasts; and before those that save less a second than swapping does,
+swap as much as the host link carries.
 
 The choice is exact (to 1e-9 of the time) where `gap` is 0, and otherwise where groups are few. Many blocks that are
 almost but not quite equal could take for ever: with a gap, after `PATIENCE` steps a choice within it of the best is
@@ -33,6 +35,8 @@ class Group(NamedTuple):
     """Bytes that recomputing it saves."""
     swap: int
     """Bytes that swapping it saves."""
+    swapping: float
+    """Seconds of swapping it, beyond the copies."""
     blocks: int
 
 
@@ -61,6 +65,8 @@ class Search:
         self.left_bytes = [0] * (len(groups) + 1)
         self.left_rate = [0.0] * (len(groups) + 1)
         self.left_most = [0] * (len(groups) + 1)
+        self.left_swapping = [0.0] * (len(groups) + 1)
+        cheapest = inf
         for index in range(len(groups) - 1, -1, -1):
             group = groups[index]
             rate = group.swap / group.kept if group.swap else 0.0
@@ -68,6 +74,9 @@ class Search:
                 group.kept * group.blocks if group.swap else 0
             )
             self.left_rate[index] = max(self.left_rate[index + 1], rate)
+            if group.swap:
+                cheapest = min(cheapest, group.swapping / group.kept)
+            self.left_swapping[index] = cheapest if cheapest < inf else 0.0
             self.left_most[index] = (
                 self.left_most[index + 1] + max(group.recompute, group.swap) * group.blocks
             )
@@ -78,20 +87,37 @@ class Search:
                 break
             self.spent.append(self.spent[-1] + group.again * group.blocks)
             self.saved.append(self.saved[-1] + group.recompute * group.blocks)
+        # Of these the ones that save more a second than swapping does: what they take from each one on.
+        self.sooner = [0.0] * (len(groups) + 1)
+        turn = 0
+        for index, before in enumerate(self.spent):
+            turn = max(turn, index)
+            rate, swapping = self.left_rate[index], self.left_swapping[index]
+            while (
+                turn < len(self.spent) - 1 and groups[turn].recompute * swapping > groups[turn].again * rate
+            ):
+                turn += 1
+            self.sooner[index] = self.spent[turn] - before
         self.counts: Counts = []
         if self.possible(0, need, 0.0, 0, self.limit):
             self.dive(need)
             self.visit(0, need, 0.0, 0)
         return self.found
 
-    def possible(self, index: int, need: int, again: float, swapped: int, seconds: float) -> bool:
-        """Whether the groups from `index` on could save `need` bytes within `seconds`."""
+    def possible(self, index: int, need: int, longer: float, swapped: int, seconds: float) -> bool:
+        """Whether the groups from `index` on could save `need` bytes within `seconds`.
+
+        Those before take `longer` than if they kept all, and swap so many bytes.
+        """
         if self.left_most[index] < need:
             return False
-        budget = seconds - self.compute - again
+        budget = seconds - self.compute - longer
         carried = min(seconds * self.host - swapped, self.left_bytes[index])
         if budget < 0 or carried < 0:
             return False
+        if self.left_swapping[index]:
+            carried = self.worth_carrying(index, budget, carried)
+            budget = max(0.0, budget - carried * self.left_swapping[index])
         missing = need - carried * self.left_rate[index]
         spent, saved = self.spent, self.saved
         if missing <= 0 or index >= len(spent):
@@ -104,9 +130,13 @@ class Search:
             missing -= (saved[last + 1] - saved[last]) * part
         return missing <= 0
 
+    def worth_carrying(self, index: int, budget: float, most: float) -> float:
+        """Of `most` bytes, those that the bound swaps within the `budget` of the groups from `index` on."""
+        return min(most, max(0.0, budget - self.sooner[index]) / self.left_swapping[index])
+
     def dive(self, need: int) -> None:
         """A first choice near the bound, so that the search has something to beat."""
-        slowest = self.compute + sum(group.again * group.blocks for group in self.groups)
+        slowest = self.compute + sum(max(group.again, group.swapping) * group.blocks for group in self.groups)
         high = max(slowest, self.left_bytes[0] / self.host)
         low = self.compute
         for _ in range(20):
@@ -125,7 +155,12 @@ class Search:
             high *= 1.02
 
     def greedy(self, need: int, seconds: float) -> Counts | None:
-        budget, carried = seconds - self.compute, seconds * self.host
+        """As the bound has it: what it swaps has its time set aside before anything is recomputed."""
+        budget, carried, aside = seconds - self.compute, seconds * self.host, 0.0
+        if self.left_swapping[0]:
+            swapping = self.worth_carrying(0, budget, min(carried, self.left_bytes[0]))
+            aside = swapping * self.left_swapping[0]
+        budget = max(0.0, budget - aside)
         recomputed: list[int] = []
         for group in self.groups:
             count = 0
@@ -136,21 +171,26 @@ class Search:
             recomputed.append(count)
             need -= count * group.recompute
             budget = max(0.0, budget - count * group.again)
+        budget += aside
         swapped = [0] * len(self.groups)
         for index in range(len(self.groups) - 1, -1, -1):
             group = self.groups[index]
             if group.swap and need > 0:
                 left = min(group.blocks - recomputed[index], ceil(need / group.swap))
-                swapped[index] = min(left, int(carried / group.kept))
-                need -= swapped[index] * group.swap
-                carried -= swapped[index] * group.kept
+                count = min(left, int(carried / group.kept))
+                if group.swapping * count > budget:
+                    count = int(budget / group.swapping)
+                swapped[index] = count
+                need -= count * group.swap
+                carried -= count * group.kept
+                budget = max(0.0, budget - count * group.swapping)
         return list(zip(recomputed, swapped, strict=True)) if need <= 0 else None
 
     def record(self, counts: Counts) -> None:
         pairs = list(zip(self.groups, counts, strict=False))
-        again = sum(group.again * recomputed for group, (recomputed, _) in pairs)
+        longer = sum(group.again * again + group.swapping * count for group, (again, count) in pairs)
         swapped = sum(group.kept * count for group, (_, count) in pairs)
-        seconds = max(self.compute + again, swapped / self.host)
+        seconds = max(self.compute + longer, swapped / self.host)
         if seconds < self.seconds:
             self.seconds = seconds
             self.set_limit()
@@ -160,7 +200,7 @@ class Search:
         gap = self.gap * (2 ** min(self.steps // PATIENCE, 8) - 1)
         self.limit = self.seconds * (1 - max(ROUNDING, gap))
 
-    def visit(self, index: int, need: int, again: float, swapped: int) -> None:
+    def visit(self, index: int, need: int, spent: float, swapped: int) -> None:
         """Tries all counts of the groups from `index` on, behind `counts`, that could lead below the limit."""
         if need <= 0:
             self.record(list(self.counts))
@@ -168,25 +208,28 @@ class Search:
         self.steps += 1
         if self.steps % PATIENCE == 0:
             self.set_limit()
-        kept, once, recompute, swap, blocks = self.groups[index]
+        kept, again, recompute, swap, swapping, blocks = self.groups[index]
         most = min(blocks, -(-need // recompute)) if recompute else 0
-        budget = max(0.0, self.limit - self.compute - again)
-        if once * most > budget:
-            most = int(budget / once)
+        budget = max(0.0, self.limit - self.compute - spent)
+        if again * most > budget:
+            most = int(budget / again)
         enough = self.left_most[index + 1]
         for recomputed in range(most, -1, -1):
-            longer = again + recomputed * once
+            repeating = recomputed * again
             missing = need - recomputed * recompute
             useful = 0
             if swap and missing > 0:
                 useful = min(-(-missing // swap), blocks - recomputed)
                 if kept * useful > self.limit * self.host - swapped:
                     useful = int((self.limit * self.host - swapped) / kept)
+                if swapping * useful > budget - repeating:
+                    useful = int(max(0.0, budget - repeating) / swapping)
             for count in range(useful, -1, -1):
                 moved = swapped + count * kept
                 lacking = missing - count * swap
                 if lacking > enough:
                     break  # with fewer swapped it only gets worse
+                longer = spent + repeating + count * swapping
                 if self.possible(index + 1, lacking, longer, moved, self.limit):
                     self.counts.append((recomputed, count))
                     self.visit(index + 1, lacking, longer, moved)

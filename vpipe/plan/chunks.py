@@ -170,7 +170,8 @@ class _Climb:
     def price(self, slices: Sequence[Slice]) -> int:
         """Of a seat: its blocks, and the more of them differ the longer their policies are searched."""
         blocks = [block for piece in slices for block in self.profile.blocks[piece.start : piece.stop]]
-        return len(blocks) * max(1, len({(block.kept_bytes, block.again) for block in blocks}) // 10)
+        kinds = {(block.kept_bytes, block.again, block.swapping) for block in blocks}
+        return len(blocks) * max(1, len(kinds) // 10)
 
     def solve(self, slices: tuple[Slice, ...], moments: Moments) -> Seat:
         """Chosen for the worst moment of keeping everything, and for each that turns out to be worse then."""

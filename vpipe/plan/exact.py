@@ -43,10 +43,12 @@ class Turn(NamedTuple):
     """What is needed when the backward is through with the block: for the update, where that follows it."""
     least_after: int
     keeping_after: int
-    saved_a_second: float
-    """Bytes, by recomputing."""
-    saved_a_byte: int
-    """Bytes, by swapping one."""
+    recomputing: float
+    """Bytes that a second of it saves."""
+    swapping: float
+    """Bytes that a second of it saves, as if the link carried all; endless where it takes no time."""
+    swapped_byte: float
+    """Bytes that one more on the link saves, less what recomputing would save in the time that it takes."""
 
 
 class BlockSearch:
@@ -60,7 +62,7 @@ class BlockSearch:
         self.drained = drained_update_bytes(profile, slices) - waiting_bytes(profile, slices)
         self.lingering = 0 if slices[0].load.asynchronous else profile.device.lingering
         least = keeping = rate = 0
-        again = 0.0
+        again, seconds = 0.0, inf  # the bytes that a second of recomputing saves; what swapping a byte takes
         for piece in slices:
             updating = (
                 update_bytes(profile.blocks[piece.start : piece.stop]) if piece.load.asynchronous else 0
@@ -69,13 +71,16 @@ class BlockSearch:
             for number in range(piece.start, piece.stop):
                 choices = _choices(profile, piece, number, left[number - piece.start] if left else 0)
                 last = number == piece.stop - 1
-                self.turns.append(Turn(choices, last, updating, least, keeping, again, rate))
+                swapping = rate / seconds if seconds else inf
+                more = max(0.0, rate - (again * seconds if seconds else 0.0)) if rate else 0.0
+                self.turns.append(Turn(choices, last, updating, least, keeping, again, swapping, more))
                 updating = 0
                 least += min(choice.held for choice in choices)
                 keeping += choices[0].held
                 for choice in choices[1:]:
                     if choice.policy == SWAP:
                         rate = max(rate, piece.load.in_flight - profile.device.lying(piece.load.in_flight))
+                        seconds = min(seconds, choice.seconds / choice.swapped)
                     else:
                         saved = choices[0].held - choice.held
                         again = max(again, saved / choice.seconds if choice.seconds else inf)
@@ -103,16 +108,16 @@ class BlockSearch:
         return self.memory + (self.found is not None)
 
     def visit(
-        self, index: int, held: int, gone: int, backward: int, again: float, swapped: int, taken: list[str]
+        self, index: int, held: int, gone: int, backward: int, spent: float, swapped: int, taken: list[str]
     ) -> None:
         if index == len(self.turns):
             self.found = taken[::-1]
             if self.smaller:
                 self.memory = max(held + backward, self.drained + self.lingering * swapped) - 1
             else:
-                self.seconds = max(self.compute + again, swapped / self.host)
+                self.seconds = max(self.compute + spent, swapped / self.host)
             return
-        state = (index, held, gone, backward, again, swapped)
+        state = (index, held, gone, backward, spent, swapped)
         if state in self.seen or self.seconds <= self.floor * (1 + ROUNDING) or self.steps <= 0:
             return
         self.seen.add(state)
@@ -123,7 +128,7 @@ class BlockSearch:
             now = held + choice.held
             after = gone + choice.given_back
             most = max(backward, choice.running - gone, turn.updating - after)
-            longer, moved = again + choice.seconds, swapped + choice.swapped
+            longer, moved = spent + choice.seconds, swapped + choice.swapped
             if now + most + turn.least_after > self.memory:
                 continue
             if self.drained + self.lingering * moved > self.memory:
@@ -132,23 +137,25 @@ class BlockSearch:
             if self.least_seconds(turn, excess, longer, moved) < self.seconds * (1 - ROUNDING):
                 self.visit(index + 1, now, after, most, longer, moved, [*taken, choice.policy])
 
-    def least_seconds(self, turn: Turn, excess: int, again: float, swapped: int) -> float:
-        """A bound for the time of all choices in which later turns save `excess` bytes."""
-        computed = self.compute + again
+    def least_seconds(self, turn: Turn, excess: int, spent: float, swapped: int) -> float:
+        """A bound for the time of all choices in which later turns save `excess` bytes.
+
+        In T seconds that is no more than the best use of what is left of them saves, and no more than to recompute
+        all that while and to swap, instead of some of it, whatever the link carries.
+        """
+        computed = self.compute + spent
         seconds = max(computed, swapped / self.host)
-        missing = excess - (seconds * self.host - swapped) * turn.saved_a_byte
-        if missing <= 0 or turn.saved_a_second == inf:
+        if excess <= 0 or turn.recomputing == inf:
             return seconds
-        # Until it has computed as long as it swaps, recomputing comes for free as well.
-        missing -= (seconds - computed) * turn.saved_a_second
-        rate = turn.saved_a_second + turn.saved_a_byte * self.host
-        if missing <= 0:
-            return seconds
-        return seconds + missing / rate if rate else inf
+        rate = turn.recomputing + turn.swapped_byte * self.host
+        if not rate:
+            return inf
+        both = (excess + turn.recomputing * computed + turn.swapped_byte * swapped) / rate
+        return max(seconds, both, computed + excess / max(turn.recomputing, turn.swapping))
 
 
 def _choices(profile: Profile, piece: Slice, number: int, gradients: int) -> tuple[Choice, ...]:
-    """Those that can be of use: the quickest first. `gradients`: that a backward leaves."""
+    """Those that can be of use: the quickest first, which keeps. `gradients`: that a backward leaves."""
     blocks, load = profile.blocks, piece.load
     block = blocks[number]
     kept, entered = block.kept_bytes, held_bytes(blocks, number, RECOMPUTE)
@@ -157,8 +164,8 @@ def _choices(profile: Profile, piece: Slice, number: int, gradients: int) -> tup
     choices = [Choice(KEEP, kept * load.in_flight, kept - left, working, 0.0, 0)]
     lying = profile.device.lying(load.in_flight)
     if lying < load.in_flight and kept:
-        choices.append(Choice(SWAP, kept * lying, kept - left, working, 0.0, kept))
+        choices.append(Choice(SWAP, kept * lying, kept - left, working, block.swapping, kept))
     if entered < kept:
         held, running = entered * load.in_flight, kept - entered + working
         choices.append(Choice(RECOMPUTE, held, entered - left, running, block.again, 0))
-    return tuple(choices)
+    return tuple(sorted(choices, key=lambda choice: choice.seconds))

@@ -28,11 +28,11 @@ def group_blocks(profile: Profile, slices: Sequence[Slice]) -> list[Members]:
             kept = block.kept_bytes
             recompute = load.in_flight * (kept - input_bytes(profile.blocks, number))
             swap = max(0, load.in_flight - profile.device.lying(load.in_flight)) * kept
-            key = (kept, block.again, max(0, recompute), swap)
+            key = (kept, block.again, max(0, recompute), swap, block.swapping if swap else 0.0)
             found.setdefault(key, []).append((index, number))
     return [
-        Members(Group(int(kept), again, int(recompute), int(swap), len(places)), places)
-        for (kept, again, recompute, swap), places in found.items()
+        Members(Group(int(kept), again, int(recompute), int(swap), swapping, len(places)), places)
+        for (kept, again, recompute, swap, swapping), places in found.items()
     ]
 
 

@@ -30,10 +30,11 @@ a rank holds several slices (interleaved, zb-v) `moments.py` tells what comes to
 
 A rank works on a minibatch for
 
-    compute      forward + backward of all blocks, what recomputing takes of the recomputed ones; the runtime's
-                 overhead for each forward, backward and part of a backward; the update and,
-                 where there are replicas, the sending of the gradients to each of the others, shared by the rank's
-                 minibatches of one update; and what it sends, if senders copy their messages themselves
+    compute      forward + backward of all blocks, what recomputing takes of the recomputed ones and what swapping
+                 takes, beyond its copies, of the swapped ones; the runtime's overhead for each forward, backward and
+                 part of a backward; the update and, where there are replicas, the sending of the gradients to each
+                 of the others, shared by the rank's minibatches of one update; and what it sends, if senders copy
+                 their messages themselves
     host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time; with those of the
                  ranks that share the link (`sharing.py`)
     link         for each slice the slower of its two cuts; activations and gradients at the same time
@@ -171,6 +172,7 @@ def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Seq
             block = profile.blocks[number]
             compute += block.forward + block.backward
             compute += block.again if policy == RECOMPUTE else 0.0
+            compute += block.swapping if policy == SWAP else 0.0
             swapped += block.kept_bytes if policy == SWAP else 0
         compute += fixed_seconds(profile, piece)
         link += link_seconds(profile, piece)

@@ -144,14 +144,26 @@ class TimeCosts(SliceCosts):
         spent = spent + self.versioned[rows] * (sums.version[ends] - sums.version[start])
         compute = sums.compute[ends] - sums.compute[start] + self.copies[start] + self.copies[ends]
         compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows] + self.runtime[rows]
-        # Swapping is free while compute lasts; from there on each second carries and recomputes so many bytes.
-        rate = sums.swap_rate[rows]
-        need_more = need - rate * np.minimum(compute * self.host, kept)
-        best = np.maximum.accumulate(sums.efficiency[rows, start : span.last], axis=1) + rate * self.host
-        with np.errstate(divide="ignore", invalid="ignore"):
-            longer = np.where(need_more > 0, need_more / best, 0.0)
+        longer = self.saving_seconds(span, need, np.minimum(compute * self.host, kept))
         fits = sums.least(span, keeping) <= self.memory
         return np.where(fits, (compute + longer) / self.replicas[rows], np.inf)
+
+    def saving_seconds(self, span: Span, need: Floats, carried: Floats) -> Floats:
+        """What saving so many bytes takes at least, where the link has `carried` so many by the end of the compute.
+
+        No less than by the best use of each second alone. And no less than if all of them went to recomputing and the
+        link, which carries more with each, were used instead of some of it: each byte saves so much more then.
+        """
+        sums, start, rows = self.sums, span.start, span.rows
+        rate = sums.swap_rate[rows]
+        recomputing = np.maximum.accumulate(sums.efficiency[rows, start : span.last], axis=1)
+        swapping = np.minimum.accumulate(sums.swapping[start : span.last])
+        with np.errstate(divide="ignore", invalid="ignore"):
+            # Where nothing is recomputed, or swapping takes no time, products and quotients may be no numbers.
+            more = np.fmax(0.0, rate - swapping * recomputing)
+            best = np.fmax(recomputing, rate / swapping)
+            both = (need - more * carried) / (recomputing + more * self.host)
+            return np.where(need > 0, np.fmax(np.maximum(0.0, need / best), both), 0.0)
 
     def solve(self, start: int, stop: int, load: int) -> tuple[float, list[str]]:
         chosen = choose(self.profile, [self.slice(start, stop, load)], self.memory)

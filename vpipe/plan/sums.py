@@ -55,6 +55,8 @@ class Sums:
         saved = np.maximum(0.0, in_flight * (kept - entered))
         with np.errstate(divide="ignore"):
             self.efficiency = np.where(saved > 0, saved / np.where(saved > 0, again, 1.0), 0.0)
+        taken = np.array([block.swapping for block in blocks])
+        self.swapping = np.where(kept > 0, taken / np.where(kept > 0, kept, 1.0), np.inf)  # of a byte
         self.savable = _before(np.maximum(saved, self.swap_rate * kept))
         self.split = column(load.split for load in loads.loads)
         self.fresh = column(load.fresh for load in loads.loads)

@@ -8,8 +8,8 @@
 
 So a step is at least the work of any rank, and for each rank also its work with the way down to it and back. Where
 backward is split, gradients of weights are not on the way back: as many as may wait at a rank's last I run beside it.
-Messages and swapping only add to that. Where links differ, what a rank copies itself is left out: it is not known here.
-Ranks that share a device are quicker while others wait, at most by its `crowding`.
+Messages and copies to the host only add to that. Where links differ, what a rank copies itself is left out: it is not
+known here. Ranks that share a device are quicker while others wait, at most by its `crowding`.
 
 All is told in seconds a minibatch, which makes it a floor (`reach.py`) of slices, too: the way down to a slice and back
 depends on the blocks before it, not on how they are cut.

@@ -1,0 +1,109 @@
+"""The searches for policies by themselves: exact at every limit of memory, and bounds that are never above them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import product
+from math import inf
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from tests.unit.test_plan_optimal import block, problems
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.plan.branch import Group, Search, efficiency
+from vpipe.plan.exact import BlockSearch
+from vpipe.plan.loads import staircase_loads
+from vpipe.plan.model import Load, Slice, host_bandwidth, stage_memory, stage_time
+from vpipe.plan.policies import compute_seconds, fixed_bytes
+from vpipe.plan.slices import TimeCosts
+from vpipe.plan.sums import Span
+
+POLICIES = ("keep", "recompute", "swap")
+
+
+def groups(most: int) -> st.SearchStrategy[Group]:
+    """Of up to so many blocks."""
+    return st.builds(
+        lambda kept, again, recompute, rate, swapping, blocks: Group(
+            kept, again / 4, min(recompute, 3 * kept), rate * kept, swapping / 8, blocks
+        ),
+        st.integers(1, 30), st.integers(0, 12), st.integers(0, 60), st.integers(0, 2),
+        st.just(0) | st.integers(0, 24), st.integers(1, most),
+    )  # fmt: skip
+
+
+diverse = st.builds(
+    lambda forward, kept, boundary, swapping: BlockCost(
+        "b", forward / 4, 0.5, 0.5, 0.0, kept, boundary, 1, swapping=swapping / 4
+    ),
+    st.integers(1, 12), st.integers(1, 40), st.integers(0, 6), st.integers(0, 12),
+)  # fmt: skip
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
+    st.sampled_from([0.5, 4.0, 50.0]),
+    st.floats(0, 1),
+)
+def test_counts_equal_brute_force(found: list[Group], host: float, share: float) -> None:
+    found = sorted(found, key=efficiency, reverse=True)
+    most = sum(max(group.recompute, group.swap) * group.blocks for group in found)
+    need, compute = max(1, round(share * most)), 3.0
+    saved, longer, swapped = np.zeros(1), np.zeros(1), np.zeros(1)
+    for group in found:
+        again, count = np.indices((group.blocks + 1,) * 2).reshape(2, -1)
+        again, count = again[again + count <= group.blocks], count[again + count <= group.blocks]
+        saved = np.add.outer(saved, group.recompute * again + group.swap * count).ravel()
+        longer = np.add.outer(longer, group.again * again + group.swapping * count).ravel()
+        swapped = np.add.outer(swapped, group.kept * count).ravel()
+    best = np.where(saved >= need, np.maximum(compute + longer, swapped / host), inf).min()
+    search = Search(compute, host, 0.0)
+    counts = search.improve(found, need)
+    assert (counts is None) == (best == inf)
+    assert search.seconds == pytest.approx(best)
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    st.lists(block, min_size=1, max_size=5) | st.lists(diverse, min_size=5, max_size=5),
+    st.integers(2, 5),
+    st.sampled_from([(0, False), (1, False), (1, True)]),
+    st.sampled_from([0.5, 4.0, 50.0]),
+    st.data(),
+)
+def test_block_by_block_equals_brute_force(
+    blocks: list[BlockCost], in_flight: int, updating: tuple[int, bool], host: float, data: st.DataObject
+) -> None:
+    """Under a limit that some choice just meets."""
+    profile = Profile(tuple(blocks), DeviceCost(1, host, 2 * host), LinkCost(1.0, 0.0), 1)
+    slices = [Slice(0, len(blocks), Load(1, in_flight, 1, 0, False, 1.0, *updating), (0,), None, None)]
+    found = []
+    for policies in product(POLICIES, repeat=len(blocks)):
+        time = stage_time(profile, slices, [policies])
+        found.append((stage_memory(profile, slices, [policies]).total, max(time.compute, time.host)))
+    memory = data.draw(st.sampled_from([needed for needed, _ in found]))
+    search = BlockSearch(profile, slices, compute_seconds(profile, slices), host_bandwidth(profile))
+    reached = search.fastest(memory - fixed_bytes(profile, slices), 0.0)
+    assert reached is not None
+    assert reached[0] == pytest.approx(min(seconds for needed, seconds in found if needed <= memory))
+
+
+@settings(max_examples=100, deadline=None)
+@given(problems(), st.sampled_from(["pipedream", "2bw", "1f1b", "gpipe"]), st.booleans())
+def test_bounds_of_slices_are_never_above_what_they_cost(
+    problem: tuple[Profile, int, int], schedule: str, dear: bool
+) -> None:
+    profile, ranks, cap = problem
+    if dear:
+        profile = replace(profile, blocks=tuple(replace(b, swapping=b.forward / 2) for b in profile.blocks))
+    costs = TimeCosts(profile, staircase_loads(schedule, ranks, 5), cap)
+    rows = np.arange(len(costs.loads.loads))
+    for start in range(len(profile.blocks)):
+        bounds = costs.quick(Span(start, len(profile.blocks), rows))
+        for row in rows:
+            for column, bound in enumerate(bounds[row]):
+                assert bound <= costs.best(start, start + 1 + column, int(row))[0] * (1 + 1e-9)
