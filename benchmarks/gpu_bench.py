@@ -96,11 +96,12 @@ class Bench:
         )
         self.cap: int | None = None  # found when it is first asked for
         self._models: dict[int, nn.Module] = {}
-        self._graphs: dict[int, ModelGraph] = {}
+        self._graphs: dict[tuple[int, int], ModelGraph] = {}  # layers and samples
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
-        # Capturing takes longer than most cases, and there are few models.
-        for module in (vpipe.layout, vpipe.profile.model):
-            module.capture = self._captured  # type: ignore[attr-defined]
+        # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
+        # a profile tells bytes of it.
+        vpipe.layout.capture = self._captured  # type: ignore[attr-defined]
+        vpipe.profile.model.capture = self._captured_as_large  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
@@ -117,16 +118,21 @@ class Bench:
                 self._models[layers] = hf.BertForMaskedLM(config)
         return self._models[layers]
 
-    def graph(self, layers: int) -> ModelGraph:
-        if layers not in self._graphs:
+    def graph(self, layers: int, size: int) -> ModelGraph:
+        if (layers, size) not in self._graphs:
             model, dtype = self.model(layers), DTYPES[self.precision]
             whole = model if dtype is None else vpipe.layout.skeleton(model, dtype)
-            self._graphs[layers] = capture(whole, self.batches(self.batch)[0])
-        return self._graphs[layers]
+            self._graphs[layers, size] = capture(whole, self.batches(size)[0])
+        return self._graphs[layers, size]
 
     def _captured(self, model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
         if isinstance(model, hf.BertForMaskedLM):
-            return self.graph(model.config.num_hidden_layers)
+            return self.graph(model.config.num_hidden_layers, self.batch)
+        return capture(model, batch, loss_fn)
+
+    def _captured_as_large(self, model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
+        if isinstance(model, hf.BertForMaskedLM):
+            return self.graph(model.config.num_hidden_layers, len(batch["input_ids"]))
         return capture(model, batch, loss_fn)
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
@@ -186,14 +192,9 @@ class Bench:
     def pace(self, case: Case, world: World, *, meet: bool = False) -> Pace:
         """What this rank measures in a case; with `meet` all ranks wait for each other before the clock starts."""
         self.begin(case.cap)
-        per_update = case.minibatches or 1
         options: dict[str, Any] = {"chunks": case.chunks} if case.chunks else {}
-        if case.schedule == "2bw":
-            options["update_interval"] = per_update
-        elif case.minibatches is not None:
-            options["minibatches"] = per_update
-        warm, measured = self.updates(per_update)
-        updates = max(2, -(-BRIEF // per_update)) if case.brief else warm + measured
+        if case.minibatches is not None:
+            options["update_interval" if case.schedule == "2bw" else "minibatches"] = case.minibatches
         with Pipeline(
             self.model(case.layers or self.layers),
             self.batches(case.batch)[0],
@@ -209,6 +210,9 @@ class Bench:
             timeout=300 if case.compile else 60,
             **options,
         ) as pipe:
+            per_update = pipe.runtime.routes.schedule.update_interval
+            warm, measured = self.updates(per_update)
+            updates = max(2, -(-BRIEF // per_update)) if case.brief else warm + measured
             marks, figures = [], []
             for _ in pipe.train(self.data(case.batch, per_update * updates)):
                 marks.append(time.perf_counter())
