@@ -13,11 +13,13 @@ from hypothesis import strategies as st
 
 from tests.unit.test_plan_optimal import block, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
-from vpipe.plan.branch import Group, Search, efficiency
+from vpipe.plan import branch
+from vpipe.plan.branch import Search, efficiency
 from vpipe.plan.exact import BlockSearch
 from vpipe.plan.loads import staircase_loads
 from vpipe.plan.model import Load, Slice, host_bandwidth, stage_memory, stage_time
 from vpipe.plan.policies import compute_seconds, fixed_bytes
+from vpipe.plan.prices import Group, best_prices
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.sums import Span
 
@@ -48,8 +50,10 @@ diverse = st.builds(
     st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
     st.sampled_from([0.5, 4.0, 50.0]),
     st.floats(0, 1),
+    st.booleans(),
 )
-def test_counts_equal_brute_force(found: list[Group], host: float, share: float) -> None:
+def test_counts_equal_brute_force(found: list[Group], host: float, share: float, priced: bool) -> None:
+    """`priced`: with the bounds that otherwise only long searches have."""
     found = sorted(found, key=efficiency, reverse=True)
     most = sum(max(group.recompute, group.swap) * group.blocks for group in found)
     need, compute = max(1, round(share * most)), 3.0
@@ -62,9 +66,28 @@ def test_counts_equal_brute_force(found: list[Group], host: float, share: float)
         swapped = np.add.outer(swapped, group.kept * count).ravel()
     best = np.where(saved >= need, np.maximum(compute + longer, swapped / host), inf).min()
     search = Search(compute, host, 0.0)
-    counts = search.improve(found, need)
-    assert (counts is None) == (best == inf)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(branch, "SOON", 1 if priced else branch.SOON)
+        counts = search.improve(found, need)
+    if best == inf:
+        assert counts is None
+        return
+    assert counts is not None
     assert search.seconds == pytest.approx(best)
+    pairs = [(group, *both) for group, both in zip(found, counts, strict=True)]
+    assert all(again + count <= group.blocks for group, again, count in pairs)
+    assert sum(group.recompute * again + group.swap * count for group, again, count in pairs) >= need
+
+
+def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Swapping saves one byte more than recomputing, and takes ten seconds for it."""
+    group = Group(kept=1001, again=0.0, recompute=1000, swap=1001, swapping=10.0, blocks=1)
+    assert best_prices([group], 1001, 3.0, 1e9).counts is None
+    assert best_prices([group], 1000, 3.0, 1e9).counts == [(1, 0)]
+    monkeypatch.setattr(branch, "SOON", 1)
+    search = Search(3.0, 1e9, 0.0)
+    assert search.improve([group], 1001) == [(0, 1)]
+    assert search.seconds == pytest.approx(13.0)
 
 
 @settings(max_examples=200, deadline=None)

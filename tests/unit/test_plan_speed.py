@@ -1,5 +1,6 @@
 """How long planning takes at its largest: `benchmarks/speed.py` measures every schedule, this keeps the bound."""
 
+from dataclasses import replace
 from random import Random
 from time import thread_time
 
@@ -37,6 +38,18 @@ def test_400_blocks_on_64_ranks(profile: Profile, schedule: str) -> None:
     assert thread_time() - begin < BOUND * NOISE
     assert set(result.policies) != {"keep"}
     assert all(position.memory.total <= 8 * GIB for position in result.positions)
+
+
+def test_400_blocks_on_64_ranks_where_swapping_takes_time(profile: Profile) -> None:
+    """A third of a forward, a little different for each block: no choice is for free then."""
+    random = Random(2)
+    blocks = tuple(
+        replace(block, swapping=block.forward / 3 * random.uniform(0.9, 1.1)) for block in profile.blocks
+    )
+    begin = thread_time()
+    result = plan(replace(profile, blocks=blocks), 64, schedule="1f1b")
+    assert thread_time() - begin < BOUND * NOISE
+    assert "swap" in result.policies
 
 
 def test_a_refusal_of_400_blocks_on_64_ranks(profile: Profile) -> None:

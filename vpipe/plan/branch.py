@@ -4,7 +4,8 @@ Groups come one after the other, those first that save most bytes a second of re
 forgets that a block cannot be both recomputed and swapped and that blocks are whole, and takes every swapped byte to
 save as much as the best and to cost as little as the cheapest. Then time goes to what saves most in it: recompute the
 groups in their order, in fractions, while the time lasts; and before those that save less a second than swapping does,
-swap as much as the host link carries.
+swap as much as the host link carries. A search that takes long gets a second bound, which does not forget the first of
+these (`prices.py`).
 
 The choice is exact (to 1e-9 of the time) where `gap` is 0, and otherwise where groups are few. Many blocks that are
 almost but not quite equal could take for ever: with a gap, after `PATIENCE` steps a choice within it of the best is
@@ -16,28 +17,14 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from math import ceil, inf
-from typing import NamedTuple
 
+from vpipe.plan.prices import Counts, Group, Prices, best_prices
+
+SOON = 30
+"""Steps after which a search is worth better bounds (`prices.py`)."""
 PATIENCE = 200
 GAP = 1e-3
 ROUNDING = 1e-9
-
-Counts = list[tuple[int, int]]
-
-
-class Group(NamedTuple):
-    """Equal blocks, and what one of them gives."""
-
-    kept: int
-    again: float
-    """Seconds of recomputing it."""
-    recompute: int
-    """Bytes that recomputing it saves."""
-    swap: int
-    """Bytes that swapping it saves."""
-    swapping: float
-    """Seconds of swapping it, beyond the copies."""
-    blocks: int
 
 
 def efficiency(group: Group) -> float:
@@ -60,7 +47,8 @@ class Search:
 
     def improve(self, groups: Sequence[Group], need: int) -> Counts | None:
         """The counts that save `need` bytes in less time than any before; None if there are none."""
-        self.groups = groups
+        self.groups, self.need = groups, need
+        self.prices: Prices | None = None
         self.found: Counts | None = None
         self.left_bytes = [0] * (len(groups) + 1)
         self.left_rate = [0.0] * (len(groups) + 1)
@@ -129,6 +117,15 @@ class Search:
             part = (until - spent[last]) / (spent[last + 1] - spent[last])
             missing -= (saved[last + 1] - saved[last]) * part
         return missing <= 0
+
+    def promises(self, index: int, need: int, longer: float, swapped: int) -> bool:
+        """Whether a choice below the limit may follow."""
+        if not self.possible(index, need, longer, swapped, self.limit):
+            return False
+        if self.prices is None:
+            return True
+        computed, copied = self.compute + longer, swapped / self.host
+        return self.prices.least_seconds(index, need, computed, copied) < self.limit
 
     def worth_carrying(self, index: int, budget: float, most: float) -> float:
         """Of `most` bytes, those that the bound swaps within the `budget` of the groups from `index` on."""
@@ -206,6 +203,10 @@ class Search:
             self.record(list(self.counts))
             return
         self.steps += 1
+        if self.steps == SOON:
+            self.prices = best_prices(self.groups, self.need, self.compute, self.host)
+            if self.prices.counts is not None:
+                self.record(self.prices.counts)
         if self.steps % PATIENCE == 0:
             self.set_limit()
         kept, again, recompute, swap, swapping, blocks = self.groups[index]
@@ -230,7 +231,7 @@ class Search:
                 if lacking > enough:
                     break  # with fewer swapped it only gets worse
                 longer = spent + repeating + count * swapping
-                if self.possible(index + 1, lacking, longer, moved, self.limit):
+                if self.promises(index + 1, lacking, longer, moved):
                     self.counts.append((recomputed, count))
                     self.visit(index + 1, lacking, longer, moved)
                     self.counts.pop()

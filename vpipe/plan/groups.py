@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, input_bytes
-from vpipe.plan.branch import Counts, Group
 from vpipe.plan.model import Slice
+from vpipe.plan.prices import Counts, Group
 
 Policies = list[list[str]]
 
