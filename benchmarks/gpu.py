@@ -55,6 +55,9 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="64 wide, sequence 16: to try the script")
     parser.add_argument("--minibatches", default="8,32", help="of an update of the synchronous schedules")
     parser.add_argument("--parts", default="schedules,guides", help=f"any of {', '.join(PARTS)}")
+    parser.add_argument(
+        "--measured", type=int, help="minibatches that are timed, at least; a quarter warms up"
+    )
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -72,6 +75,8 @@ def main() -> None:
         "minibatches": [int(count) for count in arguments.minibatches.split(",")],
         **(TINY if arguments.tiny else LARGE),
     }
+    if arguments.measured:
+        settings |= {"warm": -(-arguments.measured // 4), "measured": arguments.measured}
     codes = run_ranks(settings)
     if arguments.json.exists():
         rows = [json.loads(line) for line in arguments.json.read_text().splitlines()]
