@@ -13,6 +13,7 @@ from tests import models
 from tests.multiprocess import tasks
 from vpipe import Pipeline
 from vpipe.communication import World
+from vpipe.graph.swap import PinnedStore
 from vpipe.weights import OptimizerFactory
 
 GPU = "cuda:0"
@@ -54,6 +55,7 @@ def train(
     model: nn.Module | None = None,
     **options: Any,
 ) -> tuple[list[tuple[int, float]], tasks.State]:
+    PinnedStore.least = 1  # the model is small: let all of it be swapped that may be
     usual, batch, _ = double_bert() if precision is None else tasks.bert()
     more: dict[str, Any] = {} if precision is None else {"precision": precision}
     with Pipeline(
