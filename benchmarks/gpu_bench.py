@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 import torch
@@ -27,6 +28,8 @@ from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
 
+ISSUED, ISSUED_ROUNDS = 400, 9
+"""Kernels that tell how quick a host is: fewer than a GPU takes before they are done."""
 BRIEF = 12
 """Minibatches of a run that only tells whether a case fits."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -163,8 +166,25 @@ class Bench:
             compile="inductor" if compiled else None,
             place=self.device,
         )
-        file = self.file.with_suffix(f".profile{size}{'c' if compiled else ''}.json")
-        return profile_together(self.world, bench, file, seconds=3.0)
+        name = f".profile{size}{'c' if compiled else ''}.json"
+        made = profile_together(self.world, bench, self.file.with_suffix(name), seconds=3.0)
+        self.tell(case="profile", batch=size, compile=compiled, issuing_us=self.issuing())
+        return made
+
+    def issuing(self) -> float:
+        """Microseconds that it takes the slowest host to issue a kernel, while all do.
+
+        Where the host is the limit, a prediction is of the pace that it had when the profile was measured.
+        """
+        one, taken = torch.zeros(1, device=self.device), []
+        self.world.all_gather("issuing", None)
+        for _ in range(ISSUED_ROUNDS):
+            start = time.perf_counter()
+            for _ in range(ISSUED):
+                one.add_(1)
+            taken.append((time.perf_counter() - start) / ISSUED)
+            one.item()
+        return round(1e6 * max(self.world.all_gather("issued", median(taken))), 2)
 
     def tell(self, **row: Any) -> None:
         if self.world.rank == 0:
@@ -238,7 +258,7 @@ class Bench:
         row: dict[str, Any] = {"case": case.name, "schedule": case.schedule, "batch": case.batch}
         row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
         row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
-        row |= {"layers": case.layers or self.layers, "compile": case.compile}
+        row |= {"layers": case.layers or self.layers, "compile": case.compile, "issuing_us": self.issuing()}
         foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)
         pace: Pace | None = None
         try:
