@@ -61,6 +61,7 @@ TIMES = (
     "accumulating",
     "recomputing",
     "split_recomputing",
+    "swapping",
 )
 """Of a block, in seconds."""
 

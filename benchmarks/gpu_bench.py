@@ -84,6 +84,8 @@ class Pace(NamedTuple):
     """Bytes that the allocator had given out at most."""
     spent: dict[str, float]
     """Milliseconds of a minibatch, by the GPU's clock."""
+    retries: int
+    """Times that the allocator had to give memory back to find some, from the warm pipeline on."""
 
 
 class Bench:
@@ -244,14 +246,15 @@ class Bench:
             peak = self.peak()
             figures.append(figures_of(pipe))
         if case.brief:
-            return Pace(0.0, peak, {})
+            return Pace(0.0, peak, {}, 0)
         # The last losses come all at once, when the pipeline has been drained.
         first, last = warm, len(marks) - 1 - late
         rate = (last - first) * per_update * case.batch / (marks[last] - marks[first])
         spent = figures[1].since(figures[0])
         # The GPU is some minibatches behind its host: its shares are known, not how many they are of.
         scale = 1e3 * case.batch / rate / sum(getattr(spent, part) for part in TIMES)
-        return Pace(rate, peak, {part: round(scale * getattr(spent, part), 3) for part in TIMES})
+        spent_ms = {part: round(scale * getattr(spent, part), 3) for part in TIMES}
+        return Pace(rate, peak, spent_ms, int(spent.retries))
 
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""
@@ -273,6 +276,7 @@ class Bench:
         rate = None if pace is None else pace.rate
         if fits and rate:
             row |= {"samples_per_s": rate, "spent_ms": [found[2] for found in paces]}
+            row["allocator_retries"] = [found[3] for found in paces]
             kind = "minibatch" if case.minibatches is None else "step"
             if case.batch == self.batch:
                 row |= shares(rate, limits, kind)

@@ -78,6 +78,20 @@ def test_out_of_memory_says_what_the_memory_went_to(tmp_path: Path) -> None:
     assert "half the batch_size would save 6 MiB" in found.text
 
 
+@pytest.mark.parametrize(("retries", "grade"), [([0, 3, 12], "notice"), ([0, 0, 0], "fine")])
+def test_an_allocator_that_found_no_room_is_noticed(retries: list[int], grade: str, tmp_path: Path) -> None:
+    ring = Events(0)
+    ring.add(Action(0, Op.F, 0), 0.0, 0.5, 0.0, 0, 0, 0, False)
+    ring.write(tmp_path, {0: StageBytes(weights=2**20, optimizer=2**21, minibatch=2**22)})
+    ranks = [{"rank": rank, "allocator_retries": count} for rank, count in enumerate(retries)]
+    (tmp_path / "summary.json").write_text(json.dumps({"ranks": ranks}))
+    found = only(tmp_path, "memory")
+    assert found.grade == grade
+    assert found.figures.get("allocator_retries") == ({"rank": 2, "times": 12} if any(retries) else None)
+    said = "rank 2's GPU was all but full: 12 times its allocator found no room"
+    assert found.text.startswith(said) == any(retries)
+
+
 @pytest.mark.parametrize(
     ("losses", "grade", "said"),
     [

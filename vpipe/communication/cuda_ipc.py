@@ -67,7 +67,7 @@ class CudaIpcChannel(SharedMemoryChannel):
         slot = self._device_slots[number]
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(slot.event)
-        _copy(slot.buffer[:size].view(tensor.dtype).view(tensor.shape), tensor)
+        slot.buffer[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         slot.event.record(stream)
         header = HEADER.pack(
             DEVICE_DATA, DTYPE_CODES[tensor.dtype], tensor.dim(), key.stream, key.number, FIRST + number, size
@@ -96,7 +96,7 @@ class CudaIpcChannel(SharedMemoryChannel):
             stream.wait_stream(current)  # the memory may still be read by what was there before
         stream.wait_event(slot.event)
         with torch.cuda.stream(stream):
-            _copy(here, tensor)
+            here.copy_(tensor, non_blocking=True)
         slot.event.record(stream)
         if stream is not current:
             current.wait_stream(stream)
@@ -143,11 +143,6 @@ class CudaIpcChannel(SharedMemoryChannel):
 
     def _freed_size(self, slot: int) -> int:
         return 0 if slot >= FIRST else super()._freed_size(slot)
-
-
-def _copy(target: Tensor, source: Tensor) -> None:
-    """By a kernel, on one GPU: a copy engine has them in one line with what is swapped, megabytes before ours."""
-    torch._foreach_copy_([target], [source], non_blocking=True)
 
 
 def choose_slot(free: Sequence[int], size: int, is_done: Callable[[int], bool]) -> int | None:

@@ -30,6 +30,8 @@ class RankFigures:
     wait: float
     bytes_sent: float
     bytes_received: float
+    retries: float
+    """Times that a GPU's allocator found no room, let the rank wait for its GPU, and gave back what it kept."""
     peak_memory: float
 
     @property
@@ -71,6 +73,7 @@ def figures_of(pipe: Pipeline) -> RankFigures:
         wait=runtime.waited,
         bytes_sent=runtime.handler.bytes_sent,
         bytes_received=runtime.handler.bytes_received,
+        retries=allocator_retries(pipe.device),
         peak_memory=peak_memory(pipe.device),
     )
 
@@ -80,6 +83,12 @@ def peak_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def allocator_retries(device: torch.device) -> int:
+    if device.type == "cuda":
+        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    return 0
 
 
 class Meter:
@@ -137,6 +146,7 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
             "bytes_sent": int(figures.bytes_sent),
             "bytes_received": int(figures.bytes_received),
             "peak_memory": int(figures.peak_memory),
+            "allocator_retries": int(figures.retries),
             **figures.shares,
         }
         for rank, figures in enumerate(ranks)

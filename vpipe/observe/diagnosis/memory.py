@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 
 from vpipe.observe.counts import most
 from vpipe.observe.diagnosis.evidence import Evidence
@@ -44,16 +45,35 @@ def look(evidence: Evidence) -> Finding:
         f"{show_bytes(part['optimizer'])} of optimizer state, {show_bytes(part['versions'])} of old weights"
     )
     cap = evidence.stages.cap if evidence.stages else None
-    figures = {"ran_out": ran_out, "largest": largest, "stages": parts, "cap": cap}
+    figures: dict[str, Any] = {"ran_out": ran_out, "largest": largest, "stages": parts, "cap": cap}
     if ran_out:
         return Finding(
             TOPIC, FAULT, f"rank {ran_out[0]} ran out of memory; {text}{_remedy(largest, part)}", figures
         )
+    if retried := _most_retries(evidence):
+        figures["allocator_retries"] = retried
+        return Finding(TOPIC, NOTICE, f"{_told(retried)}; {text}", figures)
     if cap is not None and _total(part) > TIGHT * cap:
         return Finding(
             TOPIC, NOTICE, f"{text}: {_total(part) / cap:.0%} of the {show_bytes(cap)} allowed", figures
         )
     return Finding(TOPIC, FINE, text, figures)
+
+
+def _most_retries(evidence: Evidence) -> dict[str, int] | None:
+    """The rank whose allocator found no room most often; None if none did."""
+    ranks = [rank for rank in evidence.summary.get("ranks", []) if rank.get("allocator_retries")]
+    if not ranks:
+        return None
+    most_of_all = max(ranks, key=lambda rank: rank["allocator_retries"])
+    return {"rank": most_of_all["rank"], "times": most_of_all["allocator_retries"]}
+
+
+def _told(retried: dict[str, int]) -> str:
+    return (
+        f"rank {retried['rank']}'s GPU was all but full: {retried['times']} times its allocator found no room, waited "
+        "until the GPU had nothing to do and gave memory back; plan with less --memory, or a smaller batch_size"
+    )
 
 
 PARTS = ("weights", "gradients", "optimizer", "versions", "activations")
