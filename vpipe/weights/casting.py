@@ -40,7 +40,7 @@ def hand_over_gradients(pairs: Iterable[Pair]) -> None:
 
 @torch.no_grad()
 def _cast(bucket: Sequence[Pair]) -> None:
-    _, targets = flat_tensors([(master.shape, master.dtype, master.device) for _, master in bucket])
+    _, targets = flat_tensors([master for _, master in bucket])
     torch._foreach_copy_(targets, [p.grad for p, _ in bucket if p.grad is not None])
     for (parameter, master), target in zip(bucket, targets, strict=True):
         master.grad, parameter.grad = target, None

@@ -5,14 +5,17 @@ is one copy of the flat tensors; switching to one is `p.data = view` and copies 
 version that died is used again, so that the steady state allocates nothing.
 """
 
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch._utils import _unflatten_dense_tensors
 
 ALIGNMENT = 64
 """Bytes at whose multiples tensors begin: elsewhere kernels read them in smaller pieces, or copy them first."""
+FILLING = torch.empty(ALIGNMENT)
 
 
 @dataclass
@@ -27,7 +30,7 @@ class VersionStore:
     """Makes versions for a list of parameters and recycles their storage."""
 
     def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._shapes = [(p.shape, p.dtype, p.device) for p in parameters]
+        self._parameters = list(parameters)
         self._spare: list[Version] = []
 
     def reserve(self, count: int) -> None:
@@ -58,21 +61,28 @@ class VersionStore:
         self._spare.append(version)
 
     def _new(self, number: int) -> Version:
-        return Version(number, *flat_tensors(self._shapes))
+        return Version(number, *flat_tensors(self._parameters))
 
 
-def flat_tensors(
-    shapes: Sequence[tuple[torch.Size, torch.dtype, torch.device]],
-) -> tuple[list[Tensor], list[Tensor]]:
-    """A flat tensor for each dtype, with anything in it, and a view for each of the shapes."""
-    sizes: dict[tuple[torch.dtype, torch.device], int] = {}
-    starts = []
-    for shape, dtype, device in shapes:
+def flat_tensors(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """A flat tensor for each dtype, with anything in it, and views of them with these tensors' shapes."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
+    for number, tensor in enumerate(like):
+        kinds[tensor.dtype, tensor.device].append(number)
+    flats, views = [], list(like)
+    for (dtype, device), numbers in kinds.items():
         grain = ALIGNMENT // dtype.itemsize
-        starts.append(sizes.get((dtype, device), 0))
-        sizes[dtype, device] = starts[-1] + -(-shape.numel() // grain) * grain
-    flats = {k: torch.empty(n, dtype=k[0], device=k[1]) for k, n in sizes.items()}
-    tensors = []
-    for (shape, dtype, device), start in zip(shapes, starts, strict=True):
-        tensors.append(flats[dtype, device][start : start + shape.numel()].view(shape))
-    return list(flats.values()), tensors
+        pieces: list[Tensor] = []  # the tensors, and what fills them up to the next multiple
+        places = []
+        for number in numbers:
+            places.append(len(pieces))
+            pieces.append(like[number])
+            if rest := -like[number].numel() % grain:
+                pieces.append(FILLING[:rest])
+        flat = torch.empty(sum(piece.numel() for piece in pieces), dtype=dtype, device=device)
+        made = _unflatten_dense_tensors(flat, pieces)  # in one call: hosts of GPUs have little time
+        for number, place in zip(numbers, places, strict=True):
+            # An empty one has lost its shape.
+            views[number] = made[place] if like[number].numel() else made[place].view(like[number].shape)
+        flats.append(flat)
+    return flats, views
