@@ -1,11 +1,12 @@
 """Gradients cast in buckets are those of the plain cast, and are let go of bucket by bucket."""
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe.weights import OptimizerWithWeightStashing, casting
 from vpipe.weights.versions import ALIGNMENT, flat_tensors
@@ -43,6 +44,33 @@ def test_equal_to_the_plain_cast_to_the_bit(
             assert master.grad is not None
             assert torch.equal(master.grad, plain)
             assert master.grad.data_ptr() % ALIGNMENT == 0
+
+
+@pytest.mark.parametrize("room", [1, 40, 10**6])
+def test_a_bucket_for_which_there_is_no_place_is_cast_in_parts(
+    room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def in_narrow_room(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        if len(like) > 1 and sum(tensor.numel() for tensor in like) > room:
+            raise torch.OutOfMemoryError("tried to allocate 50.00 MiB")
+        return flat_tensors(like)
+
+    monkeypatch.setattr(casting, "flat_tensors", in_narrow_room)
+    pairs = pairs_of(torch.bfloat16)
+    expected = [None if p.grad is None else p.grad.to(torch.float32) for p, _ in pairs]
+    casting.hand_over_gradients(pairs)
+    for (_, master), plain in zip(pairs, expected, strict=True):
+        assert (master.grad is None) == (plain is None)
+        assert plain is None or torch.equal(master.grad, plain)
+
+
+def test_one_gradient_that_finds_no_place_is_out_of_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nowhere(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        raise torch.OutOfMemoryError("tried to allocate 50.00 MiB")
+
+    monkeypatch.setattr(casting, "flat_tensors", nowhere)
+    with pytest.raises(torch.OutOfMemoryError):
+        casting.hand_over_gradients(pairs_of(torch.bfloat16))
 
 
 def test_a_bucket_is_let_go_before_the_next_is_made(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,7 @@
 One cast a parameter would be one launch a parameter, and a GPU is done with most of them before the next is issued. So
 parameters are taken in order, in buckets: one flat tensor, a view of it for each master, one copy into all of them.
 A bucket's own gradients go before the next bucket is made, so that what lies there twice is never more than a bucket.
+On a GPU that is nearly full there may be room for all of it but in no one place: then half a bucket is cast at a time.
 """
 
 from collections.abc import Iterable, Sequence
@@ -40,7 +41,15 @@ def hand_over_gradients(pairs: Iterable[Pair]) -> None:
 
 @torch.no_grad()
 def _cast(bucket: Sequence[Pair]) -> None:
-    _, targets = flat_tensors([master for _, master in bucket])
+    try:
+        _, targets = flat_tensors([master for _, master in bucket])
+    except torch.OutOfMemoryError:
+        if len(bucket) == 1:
+            raise
+        half = len(bucket) // 2
+        _cast(bucket[:half])
+        _cast(bucket[half:])
+        return
     torch._foreach_copy_(targets, [p.grad for p, _ in bucket if p.grad is not None])
     for (parameter, master), target in zip(bucket, targets, strict=True):
         master.grad, parameter.grad = target, None
