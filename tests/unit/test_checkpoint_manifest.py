@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
@@ -22,7 +22,7 @@ json_values = st.recursive(
 
 
 @given(extra=st.dictionaries(st.text(), json_values, max_size=4), updates=st.integers(0, 10**12))
-@settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, extra: dict[str, Any], updates: int) -> None:
     entry = FileEntry(size=3, sha256="0" * 64, tensors=["model.a"])
     written = Manifest(

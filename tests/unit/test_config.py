@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.config import RunConfig
@@ -226,7 +226,6 @@ def test_the_file_goes_before_the_plan(tmp_path: Path) -> None:
     assert (config.partition, config.ratio) == ([1, 2], 0.5)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(
     st.dictionaries(
         st.sampled_from(KEYS),

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vpipe.cost import (
@@ -177,7 +177,7 @@ anything = st.recursive(
 keys = st.sampled_from([*profile(), "links", "optimizer_ratio", "format"])
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150)
 @given(
     st.dictionaries(keys, anything),
     st.dictionaries(st.sampled_from([*block(), "name"]), anything),
@@ -192,7 +192,7 @@ def test_anything_else_is_a_clear_error(
         read_any_profile(file)
 
 
-@settings(max_examples=100, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100)
 @given(st.text() | st.text(alphabet='{}[]",:node -=\t\n1.eN').map(lambda text: "{" + text))
 def test_any_text_is_a_clear_error(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8", errors="surrogatepass")

@@ -5,7 +5,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import vpipe.data.tokenizer
@@ -40,7 +40,7 @@ def test_bpe_gives_any_text_back(tmp_path: Path) -> None:
     assert len(tokenizer.encode(CHINESE[0]).ids) < len(CHINESE[0].encode()) / 2
 
 
-@settings(max_examples=50, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=50)
 @given(text=st.text())
 def test_bpe_gives_every_text_back(text: str, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(ENGLISH, "bpe", 300, tmp_path)

@@ -165,7 +165,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
         captured("bert").balanced_partition(0)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.data())
 def test_balanced_partitions_are_optimal(data: Any) -> None:
     weights = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))

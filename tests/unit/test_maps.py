@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.config_file import read_config
@@ -117,7 +117,6 @@ json_values = st.recursive(
 )
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(found=st.dictionaries(st.sampled_from(KEYS), json_values) | json_values)
 def test_any_json_is_read_or_refused_in_one_line(file: Path, found: Any) -> None:
     file.write_text(json.dumps(found))
@@ -135,7 +134,6 @@ def maps_or_refusal(path: Path) -> Maps | str:
         return str(error)
 
 
-@settings(deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(blocks=st.lists(st.integers(1, 5), min_size=1, max_size=6), data=st.data())
 def test_what_a_partition_and_replicas_say_is_read_back(file: Path, blocks: list[int], data: Any) -> None:
     replicas = data.draw(st.lists(st.integers(1, 3), min_size=len(blocks), max_size=len(blocks)))

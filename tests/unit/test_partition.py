@@ -29,7 +29,7 @@ def test_small_cases(weights: list[int], placement: tuple, expected: tuple[int, 
     assert _busiest(weights, found, placement) == _busiest(weights, expected, placement)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     weights=st.lists(st.integers(1, 20), min_size=6, max_size=11),
     placement=st.sampled_from([V, ((0, 1), (2,)), ((0,), (1, 2)), ((0,), (1,), (0,), (1,))]),

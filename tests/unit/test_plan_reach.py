@@ -33,7 +33,7 @@ def test_equal_blocks_are_dealt_out(blocks: int, ranks: int) -> None:
     assert limit == pytest.approx(1 + 3 * -(-blocks // ranks), rel=2e-4)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.integers(1, 4), st.integers(0, 3), st.data())
 def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(
     ranks: int, more: int, data: st.DataObject

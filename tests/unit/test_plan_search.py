@@ -45,7 +45,7 @@ diverse = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
     st.sampled_from([0.5, 4.0, 50.0]),
@@ -90,7 +90,7 @@ def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.Monke
     assert search.seconds == pytest.approx(13.0)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     st.lists(block, min_size=1, max_size=5) | st.lists(diverse, min_size=5, max_size=5),
     st.integers(2, 5),
@@ -115,7 +115,7 @@ def test_block_by_block_equals_brute_force(
     assert reached[0] == pytest.approx(min(seconds for needed, seconds in found if needed <= memory))
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(problems(), st.sampled_from(["pipedream", "2bw", "1f1b", "gpipe"]), st.booleans())
 def test_bounds_of_slices_are_never_above_what_they_cost(
     problem: tuple[Profile, int, int], schedule: str, dear: bool

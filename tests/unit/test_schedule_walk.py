@@ -86,7 +86,7 @@ def test_a_buffer_holds_something() -> None:
         walk(build("1f1b", 2, 2), buffer=0)
 
 
-@settings(deadline=None, max_examples=80)
+@settings(max_examples=80)
 @given(schedules(), st.randoms())
 def test_the_rules_are_kept_at_any_cost(schedule: Schedule, random: Random) -> None:
     """Against the rules themselves: all that an action needs has ended when it starts."""

@@ -11,7 +11,7 @@ from tests.schedules import schedules
 from vpipe.schedule import Action, Schedule, build, walk
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(schedules(), st.integers())
 def test_the_order_of_events_changes_no_time(schedule: Schedule, seed: int) -> None:
     def cost(action: Action) -> float:

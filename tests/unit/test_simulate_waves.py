@@ -52,7 +52,7 @@ def both_ways(
     return found
 
 
-@settings(deadline=None, max_examples=150)
+@settings(max_examples=150)
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 14), st.integers(0, 10**9))
 def test_waves_give_the_same_figures(name: str, positions: int, minibatches: int, seed: int) -> None:
     random = Random(seed)
