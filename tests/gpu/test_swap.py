@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.nn.functional import gelu
 
 from vpipe.graph.held import Saver, address
-from vpipe.graph.swap import LEAST, HostStore, PinnedStore, Swap, make_store
+from vpipe.graph.host_store import LEAST, HostStore, PinnedStore, make_store
+from vpipe.graph.swap import Swap
 
 GPU = torch.device("cuda:0")
 WIDTH, ROWS = 512, 256

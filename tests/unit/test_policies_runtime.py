@@ -15,7 +15,8 @@ from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.errors import PartitionError
 from vpipe.graph import ModelGraph
 from vpipe.graph.held import Held, Saver, address
-from vpipe.graph.swap import HostStore, Swap, Ticket
+from vpipe.graph.host_store import HostStore, Ticket
+from vpipe.graph.swap import Swap
 from vpipe.profile import profile_model
 from vpipe.threads import run_ranks
 

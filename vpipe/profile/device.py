@@ -11,7 +11,7 @@ import torch
 
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost
-from vpipe.graph.swap import make_store
+from vpipe.graph.host_store import make_store
 from vpipe.profile.overhead import measure_overhead
 
 COPIED, COUNT = 2 * 2**20, 16

@@ -11,8 +11,9 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vpipe.graph import RandomContext, StageGraph, StageModule
 from vpipe.graph.held import Held, Hold
+from vpipe.graph.host_store import make_store
 from vpipe.graph.split import waiting_tensors
-from vpipe.graph.swap import Swap, make_store
+from vpipe.graph.swap import Swap
 from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
