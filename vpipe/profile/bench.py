@@ -46,6 +46,7 @@ class Bench:
         self.stage = stage
         self.fields = fields
         self.device = device
+        self.compile = compile
         self.whole = stage.build(model, device=device, compile=compile)
         originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
         if dtype is not None:

@@ -136,7 +136,9 @@ class ModelBench:
                 return
 
     def swap(self) -> None:
-        """What swapping takes the host, of every kind; nothing on a CPU."""
+        """What swapping takes the host, of every kind. On a CPU copies do not run beside computing: nothing."""
+        if self.place.type != "cuda":
+            return
         with torch.random.fork_rng(devices=[]):
             measure_swapping(bench for own in self.kinds.values() for bench in own[:1])
 

@@ -12,7 +12,8 @@ from time import perf_counter
 import torch
 
 from vpipe.graph import StageModule
-from vpipe.graph.swap import HostStore, Swap, make_store
+from vpipe.graph.host_store import HostStore, make_store
+from vpipe.graph.swap import Swap
 from vpipe.profile.bench import Bench
 from vpipe.profile.clocks import Lap
 
@@ -21,14 +22,10 @@ ROUNDS = 7
 
 
 def measure_swapping(benches: Iterable[Bench]) -> None:
-    """Adds these laps, by the host's clock, to benches on a GPU. On a CPU copies are no work beside others'."""
+    """Adds these laps, by the host's clock, to benches on a GPU."""
     for bench in benches:
-        if bench.device.type != "cuda":
-            return
-        store = make_store(
-            bench.device
-        )  # for this bench alone: pinned memory is given back before the next one's
-        swapping = bench.stage.build(bench.whole, swap=bench.stage.blocks)
+        store = make_store(bench.device)
+        swapping = bench.stage.build(bench.whole, swap=bench.stage.blocks, compile=bench.compile)
         for _ in range(ROUNDS):
             bench.laps[ISSUED].append(_issued(bench, bench.whole, store))
             bench.laps[ISSUED_SWAPPED].append(_issued(bench, swapping, store))
