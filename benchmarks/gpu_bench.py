@@ -6,7 +6,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -105,8 +105,8 @@ class Bench:
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
         # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
         # a profile tells bytes of it.
-        vpipe.layout.capture = self._captured  # type: ignore[attr-defined]
-        vpipe.profile.model.capture = self._captured_as_large  # type: ignore[attr-defined]
+        vpipe.layout.capture = self._capture_of(self.batch)  # type: ignore[attr-defined]
+        vpipe.profile.model.capture = self._capture_of(None)  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
@@ -130,15 +130,15 @@ class Bench:
             self._graphs[layers, size] = capture(whole, self.batches(size)[0])
         return self._graphs[layers, size]
 
-    def _captured(self, model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
-        if isinstance(model, hf.BertForMaskedLM):
-            return self.graph(model.config.num_hidden_layers, self.batch)
-        return capture(model, batch, loss_fn)
+    def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
+        """What stands in for `capture`: with so many samples, or as many as the batch has."""
 
-    def _captured_as_large(self, model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
-        if isinstance(model, hf.BertForMaskedLM):
-            return self.graph(model.config.num_hidden_layers, len(batch["input_ids"]))
-        return capture(model, batch, loss_fn)
+        def captured(model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
+            if isinstance(model, hf.BertForMaskedLM):
+                return self.graph(model.config.num_hidden_layers, size or len(batch["input_ids"]))
+            return capture(model, batch, loss_fn)
+
+        return captured
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         if size not in self._batches:

@@ -37,9 +37,9 @@ def graphs(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     if bench.device.type != "cuda":
         bench.tell(case="CUDA graphs", error="there are none on a CPU")
         return
-    config, dtype = bench.model(bench.layers).config, DTYPES[bench.precision]
+    config, dtype = bench.model(bench.layers).config, DTYPES[bench.precision] or torch.float32
     with bench.device:
-        made = Layers([BertLayer(config) for _ in range(LAYERS)]).to(dtype or torch.float32)
+        made = Layers([BertLayer(config) for _ in range(LAYERS)]).to(dtype)
     for size in SIZES:
         hidden = torch.randn(size, bench.settings.length, bench.settings.width, device=bench.device).to(dtype)
         hidden.requires_grad_()
