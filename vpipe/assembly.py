@@ -8,11 +8,13 @@ from torch import nn
 
 from vpipe.communication import CommunicationHandler
 from vpipe.cost.plan_file import RECOMPUTE, SWAP
+from vpipe.device import check_cuda_graphs
 from vpipe.errors import VPipeError
 from vpipe.graph.compiled import check_compiler
 from vpipe.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, LossScale, Stage, StageRuntime, Updates
 from vpipe.runtime.routes import Routes
+from vpipe.runtime.tapes import Tapes
 from vpipe.schedule import Schedule
 from vpipe.schedule.facts import holding
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
@@ -28,6 +30,7 @@ class TrainingOptions:
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
     compile: bool | str
+    cuda_graphs: bool
     clip_norm: float | None
     on_nonfinite: str | None
     seed: int
@@ -48,6 +51,8 @@ def assemble(
     """Build what this rank holds: its own stages only."""
     if options.compiler is not None:
         _check_compile(layout, options.compiler, handler.device)
+    if options.cuda_graphs:
+        _check_graphs(layout, handler.device)
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
@@ -80,6 +85,15 @@ def _check_compile(layout: Layout, backend: str, device: torch.device) -> None:
             "nothing can compile: leave compile out, or wrap the children in torch.compile yourself"
         )
     check_compiler(backend, device)
+
+
+def _check_graphs(layout: Layout, device: torch.device) -> None:
+    check_cuda_graphs(device)
+    if layout.graph.trace.boundaries is not None:
+        raise VPipeError(
+            "cuda_graphs are asked for, but the model could not be captured and its children run as they stand: "
+            "what they do differently from minibatch to minibatch would be lost; leave cuda_graphs out"
+        )
 
 
 def _make_stage(
@@ -118,7 +132,10 @@ def _make_stage(
         versions=_versions(layout.schedule, rank, index),
     )
     evaluation = graph.build(module, training=False)
-    return Stage(graph, module, evaluation, weights, options.seed)
+    # What is swapped leaves and comes on streams of its own, when its time has come: no tape does that.
+    taped = options.cuda_graphs and not module.swaps
+    tapes = Tapes(module, weights, options.seed) if taped else None
+    return Stage(graph, module, evaluation, weights, options.seed, tapes)
 
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:

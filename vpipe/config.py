@@ -164,6 +164,10 @@ class RunConfig(BaseModel):
     compile: StrictBool = False
     """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
     Dropout then draws other masks than without it. Evaluation is not compiled."""
+    cuda_graphs: StrictBool = False
+    """On GPUs a stage's work for a minibatch is recorded as CUDA graphs and played from them: for minibatches that a
+    GPU computes faster than its host can issue. It takes some more memory. Stages that swap, and minibatches of another
+    shape than the first, are issued as ever."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """What a loss or a gradient that is not finite does, found before the update: it ends the run, or the update
     is passed over on every stage. With fp16 an overflow is no fault: the loss scale is lowered."""

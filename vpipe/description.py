@@ -52,8 +52,10 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
     if pipe.device.type == "cuda":
         channels = sorted(set(pipe.handler.channel_names.values()))
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
+    how = "compiled, " if config.compile else ""
+    how += "from CUDA graphs, " if config.cuda_graphs else ""
     return (
         f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
-        f"{pipe.world.size} {where}, {'compiled, ' if config.compile else ''}schedule {pipe.schedule.name}, "
+        f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "
         f"{position.updates} updates of {position.interval} x {config.batch_size} samples"
     )

@@ -34,6 +34,13 @@ def _default(local_rank: int) -> str:
     return f"cuda:{local_rank % count}" if count else "cpu"
 
 
+def check_cuda_graphs(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise VPipeError(
+            f"cuda_graphs are asked for on the device {device}: leave them out, or train on a GPU"
+        )
+
+
 def limit_memory(device: torch.device, bytes_: int | None) -> int | None:
     """Let this process have so much of its GPU's memory, or its equal share; what it may have, if there is a limit."""
     if device.type != "cuda":

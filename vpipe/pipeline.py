@@ -42,9 +42,10 @@ class Pipeline:
     recompute_ratio, policies
         What becomes of activations between forward and backward: the share of each stage's blocks, from its end, that
         is recomputed, or for each block of the model "keep", "recompute" or "swap" (they wait in host memory).
-    precision, compile
+    precision, compile, cuda_graphs
         "fp32", "bf16" or "fp16" (weights stay float32 for the optimizer). True, or the name of a backend other than
-        inductor, lets torch.compile compile the blocks.
+        inductor, lets torch.compile compile the blocks. On a GPU a stage's work for a minibatch can be recorded as CUDA
+        graphs: small minibatches are then no longer as slow as their host (see docs/performance.md).
     clip_norm, on_nonfinite
         The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
         NonFiniteError before the update, "skip" passes over the update; None: nobody looks.
@@ -77,6 +78,7 @@ class Pipeline:
         policies: Sequence[str] | None = None,
         precision: str = "fp32",
         compile: bool | str = False,
+        cuda_graphs: bool = False,
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
@@ -104,6 +106,7 @@ class Pipeline:
             optimizer=optimizer,
             lr_scheduler=lr_scheduler,
             compile=compile,
+            cuda_graphs=cuda_graphs,
             clip_norm=clip_norm,
             on_nonfinite=on_nonfinite,
             seed=seed,

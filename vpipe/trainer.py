@@ -235,6 +235,7 @@ class Trainer:
             lr_scheduler=policy,
             precision=config.precision,
             compile=config.compile,
+            cuda_graphs=config.cuda_graphs,
             on_nonfinite=config.on_nonfinite,
             loss_weight=count_labels,
             device=self.device,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import hashlib
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from vpipe.graph.held import Held
 from vpipe.graph.swap import Swap
@@ -40,3 +42,11 @@ class RandomContext:
         if device.type == "cuda":
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(seed)
+
+    def apart(self) -> AbstractContextManager[None]:
+        """Around the forward of a block that is recomputed: none of its memory is needed when it ends..."""
+        return nullcontext()
+
+    def brought_back(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """... but that of its outputs. A tape, whose memory is fixed, makes use of it (`graph/tape.py`)."""
+        return made

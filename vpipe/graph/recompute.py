@@ -102,5 +102,6 @@ def run_recomputed(
 ) -> tuple[Tensor, ...]:
     """Run the segment without keeping what its backward reads."""
     replay = _Replay(segment, context, arguments, saver)
-    with saved_tensors_hooks(replay.pack, replay.unpack):
-        return segment.function.forward(context, *arguments)
+    with context.apart(), saved_tensors_hooks(replay.pack, replay.unpack):
+        made = segment.function.forward(context, *arguments)
+    return context.brought_back(made)

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -52,6 +53,7 @@ class StageModule(nn.Module):
         options = Options(self.device, training, split, Compiler(compile) if compile else None)
         self._segments = _segments(stage, recompute, swap, options)
         self.swaps = any(segment.swap for segment in self._segments)
+        self.splits = split
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
 
     def _take_tensors(self, model: nn.Module, seed: int) -> None:
@@ -72,6 +74,22 @@ class StageModule(nn.Module):
     @property
     def buffers_by_name(self) -> dict[str, Tensor]:
         return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+
+    @property
+    def blocks_that_draw(self) -> list[int]:
+        """Those that seed the generators."""
+        graphs = [segment.function.graph for segment in self._segments]
+        return [node.args[1] for g in graphs for node in g.find_nodes(op="call_method", target="seed_block")]
+
+    @contextmanager
+    def reading(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Meanwhile these are read in place of the module's own of the same names."""
+        own = self._parameters
+        self._parameters = {**own, **parameters}
+        try:
+            yield
+        finally:
+            self._parameters = own
 
     def forward(
         self, values: Mapping[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from vpipe.device_memory import peak_on_device
+
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
@@ -81,7 +83,7 @@ def figures_of(pipe: Pipeline) -> RankFigures:
 def peak_memory(device: torch.device) -> int:
     """The most that this rank has used: of its GPU's memory what the allocator took, else of the host's."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+        return peak_on_device(device)
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 

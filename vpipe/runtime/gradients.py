@@ -74,7 +74,7 @@ class GradientExchange:
                 self.handler.send(_replicas_name(stage), flat, update, rank)
         for name in self.tied_of(stage):
             parameter = optimizer.model_parameters[optimizer.names.index(name)]
-            part, parameter.grad = _gradient_of(parameter), None
+            part = self.stages[stage].take_gradient(parameter)
             if part.dtype == torch.float16:
                 # Unscaled before it leaves: it may be applied when the scale is another.
                 part = part.float().div_(self.loss_scale.value)

@@ -1,12 +1,12 @@
 """One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vpipe.graph import RandomContext, StageGraph, StageModule
@@ -14,6 +14,7 @@ from vpipe.graph.held import Held, Hold
 from vpipe.graph.host_store import make_store
 from vpipe.graph.split import waiting_tensors
 from vpipe.graph.swap import Swap
+from vpipe.runtime.tapes import Seat, Tapes
 from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
@@ -32,6 +33,7 @@ class InFlight:
     deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to come
     counted: list[Hold] = field(default_factory=list)  # what they hold, if somebody counts
     swap: Swap | None = None
+    seat: Seat | None = None  # where it is played from tape
 
 
 class StageState(NamedTuple):
@@ -51,6 +53,7 @@ class Stage:
         evaluation: StageModule,
         optimizer: OptimizerWithWeightStashing,
         seed: int,
+        tapes: Tapes | None = None,
     ) -> None:
         self.graph = graph
         self.index = graph.index
@@ -58,6 +61,7 @@ class Stage:
         self.evaluation = evaluation
         self.optimizer = optimizer
         self.seed = seed
+        self.tapes = tapes
         self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
         self.in_flight: dict[int, InFlight] = {}
         self.held: Held | None = None  # counts what autograd holds, if given
@@ -71,9 +75,13 @@ class Stage:
         self.optimizer.load_new_params(minibatch)
         if self._store:
             self._store.settle()
+        arrived = self.arrived.pop(minibatch, {})
+        if self.tapes and self.held is None and (seat := self.tapes.seat(arrived, fields)):
+            self.in_flight[minibatch] = InFlight({}, seat=seat)
+            return seat.forward(minibatch)
         inputs = {
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
-            for name, tensor in self.arrived.pop(minibatch, {}).items()
+            for name, tensor in arrived.items()
         }
         flight = InFlight(inputs, swap=Swap(self._store) if self._store else None)
         context = RandomContext(self.seed, minibatch, flight.deferred, flight.swap, self.held)
@@ -109,45 +117,41 @@ class Stage:
         The criterion's stage starts from its loss, whose gradient is `seed_gradient`.
         """
         self.optimizer.load_old_params(minibatch)
-        self.fetch(minibatch)
         flight = self.in_flight[minibatch]
-        roots, gradients = [], []
-        for name, root in flight.roots.items():
-            if name == "loss":
-                gradients.append(
-                    torch.full((), seed_gradient, dtype=flight.loss_dtype, device=self.module.device)
-                )
-            elif by_reader := flight.gradients.get(name):
-                # Summed in the order of the readers, so that the result does not depend on arrival.
-                ordered = [by_reader[reader] for reader in sorted(by_reader)]
-                gradients.append(sum(ordered[1:], start=ordered[0]))
-            else:
-                continue
-            roots.append(root)
-        if roots:
-            torch.autograd.backward(roots, gradients)
-        flight.roots.clear()
-        inputs = {
-            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
-            for name, tensor in flight.inputs.items()
-            if tensor.requires_grad
-        }
-        flight.inputs.clear()
-        if self.held is not None:
-            flight.counted = [Hold(tensor, self.held) for tensor in waiting_tensors(flight.deferred)]
+        # Summed in the order of the readers, so that the result does not depend on arrival.
+        gradients = {name: _sum(by[reader] for reader in sorted(by)) for name, by in flight.gradients.items()}
+        if self.tapes:
+            self.tapes.gather_gradients()
+        if flight.seat:
+            inputs = flight.seat.backward(minibatch, gradients, seed_gradient)
+        else:
+            self.fetch(minibatch)
+            inputs = self._issue_backward(flight, gradients, seed_gradient)
+        flight.gradients.clear()
         self.optimizer.release(minibatch)
         return inputs
 
     def weight_gradients(self, minibatch: int) -> None:
         """The part of backward that was put off."""
         flight = self.in_flight[minibatch]
+        if flight.seat:
+            flight.seat.weight_gradients()
         for accumulate in flight.deferred:
             accumulate()
         flight.deferred.clear()  # the graph's own contexts hold the list
         flight.counted.clear()
 
     def finish(self, minibatch: int) -> None:
-        del self.in_flight[minibatch]
+        flight = self.in_flight.pop(minibatch)
+        if self.tapes:
+            self.tapes.finished(flight.seat)
+
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """What was gathered for a parameter, for somebody who will keep it; zeros if nothing was."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        return gradient.clone() if self.tapes else gradient  # tapes gather the next there
 
     def state(self) -> dict[str, Tensor]:
         """Parameters (float32 masters under mixed precision) and buffers by the model's own names."""
@@ -174,6 +178,32 @@ class Stage:
         self.load_state(_below(MODEL, state.tensors))
         self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
 
+    def _issue_backward(
+        self, flight: InFlight, given: Mapping[str, Tensor], seed_gradient: float
+    ) -> dict[str, Tensor]:
+        roots, gradients = [], []
+        for name, root in flight.roots.items():
+            if name == "loss":
+                device = self.module.device
+                gradients.append(torch.full((), seed_gradient, dtype=flight.loss_dtype, device=device))
+            elif name in given:
+                gradients.append(given[name])
+            else:
+                continue
+            roots.append(root)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        flight.roots.clear()
+        inputs = {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in flight.inputs.items()
+            if tensor.requires_grad
+        }
+        flight.inputs.clear()
+        if self.held is not None:
+            flight.counted = [Hold(tensor, self.held) for tensor in waiting_tensors(flight.deferred)]
+        return inputs
+
     def leftovers(self) -> list[str]:
         place = f"stage {self.index}"
         found = [f"{place} still holds minibatch {m}" for m in self.in_flight]
@@ -181,6 +211,10 @@ class Stage:
         if self.optimizer.num_versions > 1:
             found.append(f"{place} still holds {self.optimizer.num_versions} weight versions")
         return found
+
+
+def _sum(gradients: Iterator[Tensor]) -> Tensor:
+    return sum(gradients, start=next(gradients))
 
 
 def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:

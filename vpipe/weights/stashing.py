@@ -74,6 +74,11 @@ class OptimizerWithWeightStashing:
         return self.queue[-1].number
 
     @property
+    def newest(self) -> Version:
+        """What the next forward reads."""
+        return self.queue[-1]
+
+    @property
     def current_version(self) -> int:
         """The version that the parameters point at."""
         assert self._pointed_at is not None

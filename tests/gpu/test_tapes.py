@@ -1,0 +1,136 @@
+"""What is played from CUDA graphs trains as what is issued kernel by kernel: the same masks, the same weights."""
+
+import math
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.gpu import tasks
+from tests.gpu.tasks import SCHEDULES
+from tests.gpu.test_pipeline import assert_close, processes, threads
+from tests.multiprocess.pool import Pool
+from tests.multiprocess.tasks import adamw, batches, ragged_batches
+from tests.unit.test_compiled import compiler_is_missing
+from vpipe import Pipeline
+from vpipe.errors import VPipeError
+from vpipe.threads import run_ranks
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_tapes_train_as_what_is_issued(schedule: str) -> None:
+    data = batches(24)
+    assert_close(threads(2, schedule, data, cuda_graphs=True), threads(2, schedule, data))
+
+
+@pytest.mark.parametrize("schedule", ["zb-v", "pipedream"])
+def test_processes_play_tapes(pool: Pool, schedule: str) -> None:
+    data = batches(24)
+    assert_close(processes(pool, 2, schedule, data, cuda_graphs=True), threads(2, schedule, data))
+
+
+@pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "pipedream"])
+def test_recomputing_is_on_the_tape(schedule: str) -> None:
+    data = batches(24)
+    taped = threads(2, schedule, data, cuda_graphs=True, policies=["recompute", "keep"] * 3 + ["recompute"])
+    assert_close(taped, threads(2, schedule, data))
+
+
+def test_a_stage_that_swaps_has_no_tape_and_another_has() -> None:
+    data = batches(16)
+    policies = ["swap"] * 3 + ["keep"] * 4
+    taped = threads(2, "pipedream", data, cuda_graphs=True, policies=policies)
+    assert_close(taped, threads(2, "pipedream", data))
+
+
+def test_ragged_minibatches_are_issued_between_taped_ones() -> None:
+    data = ragged_batches() + batches(12) + ragged_batches() + batches(4)
+    options: dict[str, Any] = {"replicas": [2, 1]}
+    assert_close(threads(3, "1f1b", data, cuda_graphs=True, **options), threads(3, "1f1b", data, **options))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_mixed_precision_on_tape(precision: str) -> None:
+    data = batches(24)
+    taped, issued = (
+        [loss for _, loss in threads(2, "1f1b", data, precision=precision, cuda_graphs=graphs)[0]]
+        for graphs in (True, False)
+    )
+    assert taped == pytest.approx(issued, rel=2e-2)
+    assert all(map(math.isfinite, taped))
+
+
+@pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())
+def test_compiled_blocks_on_tape(pool: Pool) -> None:
+    data = batches(16)
+    options = {"model": tasks.without_dropout()}
+    taped = processes(pool, 2, "1f1b", data, compile=True, cuda_graphs=True, **options)
+    assert_close(taped, threads(2, "1f1b", data, **options))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+def test_evaluation_and_loaded_weights_are_those_of_the_tapes(schedule: str) -> None:
+    data = batches(12)
+
+    def work(world: Any, cuda_graphs: bool) -> tuple[list[float], list[int]]:
+        model, batch, _ = tasks.double_bert()
+        options = tasks.options_of(schedule)
+        with Pipeline(
+            model,
+            batch,
+            optimizer=adamw,
+            schedule=schedule,
+            world=world,
+            device=tasks.GPU,
+            cuda_graphs=cuda_graphs,
+            **options,
+        ) as pipe:
+            found = [loss for _, loss in pipe.train(data)]
+            found.append(pipe.evaluate(data[:2]))
+            pipe.load_state_dict(
+                {name: 0.5 * tensor for name, tensor in pipe.state_dict().items() if "weight" in name}
+            )
+            found += [loss for _, loss in pipe.train(data)]
+            return found, [stage.tapes.recorded for stage in pipe.runtime.stages.values() if stage.tapes]
+
+    tasks.double_bert()
+    (played, recorded), *_ = run_ranks(2, lambda world: work(world, True))
+    (issued, none), *_ = run_ranks(2, lambda world: work(world, False))
+    assert played == pytest.approx(issued, rel=1e-9)
+    assert recorded[0] > 1
+    assert not none
+
+
+class Inverting(nn.Module):
+    """Whether a matrix has an inverse is looked at by the host, which no tape can do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        return self.second(hidden @ torch.linalg.inv(torch.eye(4) + 0.01 * hidden.T @ hidden))
+
+
+def test_what_cannot_be_recorded_is_told() -> None:
+    batch = (torch.randn(2, 4), torch.randn(2, 4))
+
+    def work(world: Any) -> None:
+        with Pipeline(
+            Inverting(),
+            batch,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=adamw,
+            minibatches=2,
+            world=world,
+            device=tasks.GPU,
+            cuda_graphs=True,
+        ) as pipe:
+            list(pipe.train([batch] * 8))
+
+    with pytest.raises(
+        VPipeError, match=r"stage 0 cannot be recorded as CUDA graphs: .*; leave cuda_graphs out"
+    ):
+        run_ranks(1, work)

@@ -1,0 +1,132 @@
+"""Which minibatches of a stage are played from tape, and from which.
+
+    minibatch   0    1    2     3      4      5
+    place       -    -    a     b      a      b        -: issued as it stands, until one has run to its end
+    weights     v0   v0   v1    v2     v0     v1       where a version lies: storage is used again
+    tape                  a1*   b2*    a0*    b1*      *: recorded, then played; from then on only played
+
+A minibatch has a place from its forward to the end of its backward. Of the places that are free one is taken that has
+a tape for these weights, so that there are few of them. A minibatch of another shape than the first one's is issued
+as it stands.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from vpipe.errors import VPipeError
+from vpipe.graph import StageModule
+from vpipe.graph.tape import Deck, Place, Tape
+from vpipe.weights import OptimizerWithWeightStashing
+from vpipe.weights.versions import flat_tensors
+
+Storage = tuple[int, ...]
+"""Where a version of the weights lies."""
+Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+
+
+@dataclass(eq=False)
+class Seat:
+    """A place, the tapes that were recorded for it, and the one that is in: that of the minibatch which has it."""
+
+    place: Place
+    tapes: dict[Storage, Tape] = field(default_factory=dict)
+    tape: Tape | None = None
+
+    def forward(self, minibatch: int) -> dict[str, Tensor]:
+        assert self.tape is not None
+        return self.tape.forward(minibatch)
+
+    def backward(
+        self, minibatch: int, gradients: Mapping[str, Tensor], seed_gradient: float
+    ) -> dict[str, Tensor]:
+        """Gradients of the inputs by name, given those of the outputs; that of a loss is `seed_gradient`."""
+        assert self.tape is not None
+        for name, place in self.place.gradients.items():
+            if name in gradients:
+                place.copy_(gradients[name])
+            else:
+                place.fill_(seed_gradient if name == "loss" else 0.0)
+        return self.tape.backward(minibatch)
+
+    def weight_gradients(self) -> None:
+        assert self.tape is not None
+        self.tape.weight_gradients()
+
+
+class Tapes:
+    """Those of one stage on a GPU."""
+
+    def __init__(self, module: StageModule, weights: OptimizerWithWeightStashing, seed: int) -> None:
+        self._deck = Deck(module, seed)
+        self._weights = weights
+        self._free: list[Seat] = []
+        self._shapes: Shapes | None = None
+        self._warm = False
+        self._flats, views = flat_tensors(weights.model_parameters)
+        self._gradients = dict(zip(weights.names, views, strict=True))
+        self.recorded = 0
+
+    def gather_gradients(self) -> None:
+        """Before a backward, on tape or not: gradients are added up where the tapes add theirs."""
+        parameters = self._weights.model_parameters
+        if parameters and parameters[0].grad is None:
+            for flat in self._flats:
+                flat.zero_()
+            for parameter, gradient in zip(parameters, self._gradients.values(), strict=True):
+                parameter.grad = gradient
+
+    def seat(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Seat | None:
+        """Where a minibatch is played, laid there already; None: it is issued as it stands."""
+        fields = {name: fields[name] for name in self._deck.module.stage.fields}
+        shapes = {name: (t.shape, t.dtype) for name, t in [*inputs.items(), *fields.items()]}
+        if self._shapes is None:
+            self._shapes = shapes
+        if not self._warm or shapes != self._shapes:
+            return None
+        version = self._weights.newest
+        storage = tuple(flat.data_ptr() for flat in version.flats)
+        seat = next((seat for seat in self._free if storage in seat.tapes), None)
+        if seat is not None:
+            self._free.remove(seat)
+        else:
+            seat = self._free.pop() if self._free else self._new_seat(inputs, fields)
+            weights = dict(zip(self._weights.names, version.tensors, strict=True))
+            seat.tapes[storage] = self._record(seat.place, weights)
+        seat.tape = seat.tapes[storage]
+        seat.place.lay(inputs, fields)
+        return seat
+
+    def finished(self, seat: Seat | None) -> None:
+        """A minibatch has run to its end, there or as it stands: then libraries have what they make at first."""
+        self._warm = True
+        if seat is not None:
+            self._free.append(seat)
+
+    def _new_seat(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Seat:
+        # While something is recorded no memory can be given back to the device: what nobody uses goes before.
+        gc.collect()
+        torch.cuda.empty_cache()
+        return Seat(Place(_clones(inputs), _clones(fields)))
+
+    def _record(self, place: Place, weights: Mapping[str, Tensor]) -> Tape:
+        try:
+            tape = Tape(self._deck, place, weights, self._gradients)
+        except RuntimeError as error:
+            if "captur" not in str(error):
+                raise
+            raise VPipeError(
+                f"stage {self._deck.module.stage.index} cannot be recorded as CUDA graphs: "
+                f"{str(error).splitlines()[0]}; leave cuda_graphs out"
+            ) from error
+        self.recorded += 1
+        return tape
+
+
+def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.clone() for name, tensor in tensors.items()}
