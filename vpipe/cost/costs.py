@@ -79,6 +79,9 @@ class DeviceCost:
     """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
     that one which leaves stays until the next forward; 2 where they are done at once."""
 
+    graphs: bool = False
+    """Whether stages are played from CUDA graphs: times are of that, and no memory of theirs is used for others."""
+
     @property
     def lingering(self) -> int:
         """Of these the ones that have left but still lie there, also when no other is in flight."""

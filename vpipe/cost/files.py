@@ -60,6 +60,7 @@ def read_profile(path: Path) -> Profile:
             crowding=device.number("crowding", "times as long as alone", least=1, default=1.0),
             workspace=device.count("workspace", "bytes", default=0),
             swapped_in=device.count("swapped_in", "minibatches", least=2, default=2),
+            graphs=device.flag("graphs", False),
         ),
         link=_link(Fields(top.required("link", LINK_EXAMPLE), f"{path}: link", LINK_KEYS, LINK_EXAMPLE)),
         batch_size=top.count("batch_size", "samples of a minibatch", least=1),

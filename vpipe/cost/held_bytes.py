@@ -16,6 +16,8 @@ the update takes them all.
 
 In an asynchronous schedule an update comes right behind a backward, while the other minibatches are in flight: it needs
 what it makes for itself (`update_bytes`) less what that backward gave back.
+
+On tape (`DeviceCost.graphs`) a backward is given none of what it gives back, unless it is split.
 """
 
 from __future__ import annotations
@@ -57,7 +59,8 @@ def backward_bytes(
         held = held_bytes(blocks, number, policy)
         again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
         most = max(most, blocks[number].working_bytes + again - gone)
-        gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
+        if not (profile.device.graphs and not split):
+            gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
         most = max(most, -gone)  # gradients, or what waits for them, may need more than was held
     return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most
 

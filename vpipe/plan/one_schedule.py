@@ -15,6 +15,7 @@ from vpipe.plan.result import PlanResult, Position, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
+from vpipe.plan.taped import plan_taped
 from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
 from vpipe.plan.windows import step_floors
 from vpipe.schedule import ASYNCHRONOUS
@@ -27,6 +28,12 @@ Find = Callable[[Profile, float], PlanResult | None]
 
 def plan_schedule(task: Task, limit: float = inf) -> PlanResult | None:
     """The fastest plan that fits; None if there is none, or if it takes longer than `limit` seconds a minibatch."""
+    if task.profile.device.graphs:
+        return plan_taped(task, partial(_fastest_plan, limit=limit))
+    return _fastest_plan(task, limit)
+
+
+def _fastest_plan(task: Task, limit: float) -> PlanResult | None:
     best: PlanResult | None = None
     for find in _layouts(task):
         for result in _timed(task, find, limit * ROUNDING):

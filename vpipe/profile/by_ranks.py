@@ -69,5 +69,6 @@ def bench_of(config: RunConfig) -> ModelBench:
         optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
         precision=config.precision,
         compile="inductor" if config.compile else None,
+        cuda_graphs=config.cuda_graphs,
         place=place,
     )

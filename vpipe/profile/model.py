@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost, LinkCost, Profile
+from vpipe.device import check_cuda_graphs
 from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
@@ -42,6 +43,7 @@ def profile_model(
     optimizer: OptimizerFactory,
     precision: str = "fp32",
     compile: str | None = None,
+    cuda_graphs: bool = False,
     seconds: float = 5.0,
     device: DeviceCost | None = None,
     link: LinkCost | None = None,
@@ -52,11 +54,18 @@ def profile_model(
 
     The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
     for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
-    `compile` names a backend of torch.compile for the blocks.
+    `compile` names a backend of torch.compile for the blocks; with `cuda_graphs` a GPU's are played from those.
     `device` and `link` are measured as well, unless they are given.
     """
     bench = ModelBench(
-        model, example_batch, loss_fn, optimizer=optimizer, precision=precision, compile=compile, place=place
+        model,
+        example_batch,
+        loss_fn,
+        optimizer=optimizer,
+        precision=precision,
+        compile=compile,
+        cuda_graphs=cuda_graphs,
+        place=place,
     )
     return bench.measure(seconds, device, link, company)
 
@@ -78,10 +87,14 @@ class ModelBench:
         optimizer: OptimizerFactory,
         precision: str = "fp32",
         compile: str | None = None,
+        cuda_graphs: bool = False,
         place: torch.device = HOST,
         in_one_go: int | None = None,
     ) -> None:
         """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
+        self.graphs = cuda_graphs
+        if cuda_graphs:
+            check_cuda_graphs(place)
         self.place = place
         self.compiled = compile is not None
         if in_one_go is None:
@@ -106,6 +119,8 @@ class ModelBench:
         self.run = run
         singles = [bench for own in self.kinds.values() for bench in own]
         self.everything = singles if run is None else [*singles, run]
+        for bench in self.everything:
+            bench.taped = cuda_graphs
         self._rounds = self.rounds_as_often()
 
     def measure(
@@ -186,7 +201,9 @@ class ModelBench:
         times = {kind: Times(own, calls) for kind, own in self.kinds.items()}
         return Profile(
             blocks=block_costs(self.graph, self.shapes, times, self._kept),
-            device=replace(device, overhead=device.overhead + (calls.forward + calls.backward) / 2),
+            device=replace(
+                device, overhead=device.overhead + (calls.forward + calls.backward) / 2, graphs=self.graphs
+            ),
             link=link,
             batch_size=self.batch_size,
             optimizer_ratio=optimizer_ratio(self.everything),

@@ -17,6 +17,7 @@ from vpipe.simulate.slots import Slots
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 from vpipe.simulate.steady import SteadyPart
 from vpipe.simulate.tallies import Tallies
+from vpipe.simulate.taped import taped_memory
 from vpipe.simulate.waves import run_waves
 
 MANY_RANKS = 16
@@ -91,7 +92,8 @@ def simulate(
     arranged = arrange(plan, schedule, minibatches)
     split = splits_backward(arranged)
     profile = as_scheduled(profile, split, arranged.update_interval)
-    costs = stage_costs(profile, plan, fresh_gradients(arranged))
+    fresh = fresh_gradients(arranged) and not profile.device.graphs
+    costs = stage_costs(profile, plan, fresh)
     company = None
     if profile.device.crowding > 1 and profile.device.shared_by > 1:
         for _ in range(EASINGS):
@@ -115,6 +117,7 @@ class _Run:
         company: Company | None,
     ) -> None:
         self.profile = profile
+        self.split = split
         self.company = company
         self.schedule = schedule
         self.costs = costs
@@ -246,11 +249,14 @@ class _Run:
         sending = self.network.copying[rank] / turns / period if period else 0.0
         found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
-        memory = fixed._replace(
-            activations=found.activations,
-            gradients=fixed.gradients + found.gradients,
-            versions=found.versions,
-        )
+        if self.profile.device.graphs and not any(self.costs[stage].swapped for stage in stages):
+            memory = taped_memory(fixed, self.held(rank), found, self.profile.device.workspace, self.split)
+        else:
+            memory = fixed._replace(
+                activations=found.activations,
+                gradients=fixed.gradients + found.gradients,
+                versions=found.versions,
+            )
         bubble = max(0.0, 1 - compute - sending)
         return RankFigures(rank, stages, compute, sending, bubble, memory, found.most_activations)
 

@@ -1,0 +1,200 @@
+"""CUDA graphs without a GPU: which minibatch is played from which tape, and what is foreseen of their memory."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from tests.unit.test_plan_optimal import block as any_block
+from tests.unit.test_simulate_time import block, profile
+from vpipe import Pipeline
+from vpipe.cost import DeviceCost, LinkCost, Plan, Profile
+from vpipe.errors import VPipeError
+from vpipe.plan import plan as make_plan
+from vpipe.profile.model import ModelBench
+from vpipe.runtime import tapes as module
+from vpipe.runtime.tapes import Seat, Tapes
+from vpipe.simulate import Memory, simulate
+from vpipe.threads import run_ranks
+from vpipe.weights import OptimizerWithWeightStashing
+
+
+class FakeTape:
+    """Instead of one that takes a GPU."""
+
+    def __init__(
+        self, deck: Any, place: Any, weights: dict[str, Tensor], gradients: dict[str, Tensor]
+    ) -> None:
+        self.place, self.weights = place, weights
+
+
+class FakeDeck:
+    def __init__(self, stage: Any, seed: int) -> None:
+        self.module = stage
+
+
+class FakeStage:
+    fields = ("x",)
+    index = 3
+
+
+class FakeModule:
+    stage = FakeStage()
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> tuple[Tapes, OptimizerWithWeightStashing]:
+    monkeypatch.setattr(module, "Tape", FakeTape)
+    monkeypatch.setattr(module, "Deck", FakeDeck)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(module, "Place", FakePlace)
+    weights = OptimizerWithWeightStashing(
+        {"w": nn.Parameter(torch.zeros(3)), "v": nn.Parameter(torch.zeros(2))},
+        lambda parameters: torch.optim.SGD(parameters, 1.0),
+        versions=3,
+    )
+    return Tapes(FakeModule(), weights, 0), weights  # type: ignore[arg-type]
+
+
+class FakePlace:
+    def __init__(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
+        self.inputs, self.fields, self.gradients = inputs, fields, {}
+
+    def lay(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
+        for name, tensor in fields.items():
+            self.fields[name].copy_(tensor)
+
+
+def fields(value: float, count: int = 2) -> dict[str, Tensor]:
+    return {"x": torch.full((count,), value), "not read here": torch.zeros(7)}
+
+
+def test_minibatches_are_issued_until_one_has_run_to_its_end(
+    stage: tuple[Tapes, OptimizerWithWeightStashing],
+) -> None:
+    tapes, _ = stage
+    assert tapes.seat({}, fields(1.0)) is None
+    tapes.finished(None)
+    seat = tapes.seat({}, fields(2.0))
+    assert seat is not None
+    assert seat.place.fields["x"].tolist() == [2.0, 2.0]
+    assert tapes.seat({}, fields(3.0, count=5)) is None  # of another shape
+    assert tapes.recorded == 1
+
+
+def test_a_pipeline_in_its_steady_state_records_nothing(
+    stage: tuple[Tapes, OptimizerWithWeightStashing],
+) -> None:
+    """Three in flight and an update after each, as in the first stage of three: three places, and few tapes."""
+    tapes, weights = stage
+    tapes.finished(None)
+    in_flight: list[tuple[int, Seat]] = []
+    recorded = []
+    for minibatch in range(40):
+        weights.load_new_params(minibatch)
+        seat = tapes.seat({}, fields(minibatch))
+        assert seat is not None
+        assert isinstance(seat.tape, FakeTape)
+        assert seat.tape.weights["w"].data_ptr() == weights.newest.tensors[0].data_ptr()
+        assert seat not in [other for _, other in in_flight]
+        in_flight.append((minibatch, seat))
+        if len(in_flight) == 3:
+            oldest, seat = in_flight.pop(0)
+            assert seat.place.fields["x"].tolist() == [oldest, oldest]
+            tapes.gather_gradients()
+            weights.release(oldest)
+            tapes.finished(seat)
+            weights.step()
+        recorded.append(tapes.recorded)
+    assert recorded[-1] == recorded[12] <= 9
+
+
+def test_gradients_gather_where_the_tapes_add_theirs(
+    stage: tuple[Tapes, OptimizerWithWeightStashing],
+) -> None:
+    tapes, weights = stage
+    tapes.gather_gradients()
+    first, second = weights.model_parameters
+    assert first.grad is not None
+    place = first.grad.data_ptr()
+    first.grad += 1
+    tapes.gather_gradients()  # a second minibatch of the update: what is there stays
+    assert first.grad.tolist() == [1.0, 1.0, 1.0]
+    weights.step()
+    assert weights.newest.tensors[0].tolist() == [-1.0, -1.0, -1.0]
+    assert first.grad is None
+    tapes.gather_gradients()
+    assert first.grad is not None
+    assert second.grad is not None
+    assert first.grad.data_ptr() == place
+    assert first.grad.tolist() == [0.0, 0.0, 0.0]
+
+
+def test_what_is_foreseen_of_a_stage_on_tape() -> None:
+    blocks = [
+        replace(block(kept_bytes=30, parameter_bytes=6), working_bytes=7, update_bytes=5) for _ in range(3)
+    ]
+    issued = profile(*blocks)
+    taped = replace(issued, device=replace(issued.device, graphs=True, workspace=1000))
+    found = simulate(taped, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
+    boundary = blocks[0].boundary_bytes
+    assert [rank.memory for rank in found.ranks] == [
+        Memory(6, 12, 6 + 5, 12, 3 * (30 + 2 * boundary) + 7, 2000 + 2 * boundary),
+        Memory(6, 6, 6 + 5, 12, 2 * (30 + 3 * boundary) + 7, 2000 + 4 * boundary),
+        Memory(6, 0, 6 + 5, 12, 1 * (30 + boundary) + 7, 2000 + 2 * boundary),
+    ]
+    # The times are the profile's.
+    assert (
+        found.samples_per_second
+        == simulate(issued, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12).samples_per_second
+    )
+
+
+@settings(max_examples=60)
+@given(
+    st.lists(any_block, min_size=4, max_size=8),
+    st.sampled_from(["1f1b", "zb-h1", "gpipe", "2bw", "vpipe", "interleaved"]),
+    st.sampled_from([0.5, 0.7, 0.9, 1.0]),
+)
+def test_plans_for_tapes_fit(blocks: Any, schedule: str, part: float) -> None:
+    device = DeviceCost(1000, 100.0, 100.0, graphs=True, swapped_in=3)
+    made = Profile(tuple(blocks), device, LinkCost(1e6, 0.0), 1)
+    chunks = 2 if schedule == "interleaved" else None
+    wide = make_plan(made, 2, 10**9, schedule, 4, chunks=chunks)
+    memory = max(1, int(part * max(position.memory.total for position in wide.positions)))
+    try:
+        found = make_plan(made, 2, memory, schedule, 4, chunks=chunks)
+    except VPipeError:
+        assert part < 1.0
+        return
+    simulated = simulate(made, found.to_plan())
+    assert max(rank.memory.total for rank in simulated.ranks) <= memory
+    assert [p.memory.total for p in found.positions] == [
+        simulated.ranks[position.ranks[0]].memory.total for position in found.positions
+    ]
+
+
+def test_cuda_graphs_on_a_cpu_are_refused() -> None:
+    batch = (torch.zeros(2, 4), torch.zeros(2, 4))
+
+    def work(world: Any) -> None:
+        Pipeline(
+            nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)),
+            batch,
+            loss_fn=nn.functional.mse_loss,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            device="cpu",
+            world=world,
+            cuda_graphs=True,
+        )
+
+    with pytest.raises(VPipeError, match="cuda_graphs are asked for on the device cpu: leave them out"):
+        run_ranks(1, work)
+    with pytest.raises(VPipeError, match="cuda_graphs are asked for on the device cpu: leave them out"):
+        ModelBench(
+            nn.Linear(4, 4), batch, nn.functional.mse_loss, optimizer=torch.optim.SGD, cuda_graphs=True
+        )
