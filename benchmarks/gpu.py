@@ -58,6 +58,9 @@ def main() -> None:
     parser.add_argument(
         "--measured", type=int, help="minibatches that are timed, at least; a quarter warms up"
     )
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="stages are played from CUDA graphs, in every case"
+    )
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -71,6 +74,7 @@ def main() -> None:
         "layers": arguments.layers,
         "batch": arguments.batch,
         "seconds": arguments.seconds,
+        "cuda_graphs": arguments.cuda_graphs,
         "parts": parts,
         "minibatches": [int(count) for count in arguments.minibatches.split(",")],
         **(TINY if arguments.tiny else LARGE),

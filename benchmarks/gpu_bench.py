@@ -21,6 +21,7 @@ import vpipe.profile.model
 from vpipe import Pipeline
 from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
+from vpipe.device_memory import forget_peak, peak_on_device
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.observe.figures import TIMES, figures_of
@@ -30,6 +31,8 @@ from vpipe.simulate import simulate
 
 ISSUED, ISSUED_ROUNDS = 400, 9
 """Kernels that tell how quick a host is: fewer than a GPU takes before they are done."""
+RECORDED = 40
+"""Minibatches after which every CUDA graph has been recorded, of three updates at least."""
 BRIEF = 12
 """Minibatches of a run that only tells whether a case fits."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -55,6 +58,7 @@ class Settings(NamedTuple):
     seconds: float
     parts: tuple[str, ...]
     minibatches: tuple[int, ...]
+    cuda_graphs: bool = False
 
 
 class Case(NamedTuple):
@@ -166,6 +170,7 @@ class Bench:
             optimizer=self.optimizer,
             precision=self.precision,
             compile="inductor" if compiled else None,
+            cuda_graphs=self.settings.cuda_graphs,
             place=self.device,
         )
         name = f".profile{size}{'c' if compiled else ''}.json"
@@ -200,16 +205,19 @@ class Bench:
         if self.device.type == "cuda":
             torch.cuda.ipc_collect()  # everybody has let go of the others' memory since they met after that case
             torch.cuda.empty_cache()
-            torch.cuda.reset_peak_memory_stats()
+            forget_peak(self.device)
             torch.cuda.set_per_process_memory_fraction(cap / self.total if cap else 1.0)
 
     def peak(self) -> int:
         """Bytes that the allocator had given out at most; 0 on the CPU, where nobody counts."""
-        return torch.cuda.max_memory_allocated() if self.device.type == "cuda" else 0
+        return peak_on_device(self.device) if self.device.type == "cuda" else 0
 
     def updates(self, minibatches: int) -> tuple[int, int]:
         """Updates of so many minibatches before the clock starts, and those that are timed."""
-        return -(-self.settings.warm // minibatches), max(4, -(-self.settings.measured // minibatches))
+        warm = -(-self.settings.warm // minibatches)
+        if self.settings.cuda_graphs:
+            warm = max(warm, 3, -(-RECORDED // minibatches))
+        return warm, max(4, -(-self.settings.measured // minibatches))
 
     def pace(self, case: Case, world: World, *, meet: bool = False) -> Pace:
         """What this rank measures in a case; with `meet` all ranks wait for each other before the clock starts."""
@@ -227,6 +235,7 @@ class Bench:
             replicas=case.replicas,
             precision=self.precision,
             compile=case.compile,
+            cuda_graphs=self.settings.cuda_graphs,
             device=self.device,
             world=world,
             timeout=300 if case.compile else 60,
@@ -262,6 +271,7 @@ class Bench:
         row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
         row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
         row |= {"layers": case.layers or self.layers, "compile": case.compile, "issuing_us": self.issuing()}
+        row |= {"cuda_graphs": self.settings.cuda_graphs}
         foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)
         pace: Pace | None = None
         try:
