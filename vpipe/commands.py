@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.files import write_json
+    from vpipe.launch.last_words import hold_signals
     from vpipe.launch.rank import ASKED, start_beating
     from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
@@ -30,7 +31,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     start_beating()
     trainer = Trainer(config)
     try:
-        summary = trainer.train(resume, debug)
+        summary = trainer.train(resume, debug, take_signals=hold_signals)
     except Stopped as stopped:
         if trainer.rank == 0:
             print(stopped)

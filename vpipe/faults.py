@@ -33,7 +33,7 @@ POINTS = (
 )
 TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
 """Where there is a tensor that `nan` can poison."""
-KINDS = ("kill", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
+KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
 EXIT_CODE = 70
 """What `exit` ends the process with."""
 
@@ -68,6 +68,8 @@ class Fault:
         """All kinds but `nan`, which needs a tensor."""
         if self.kind == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
+        elif self.kind == "term":
+            os.kill(os.getpid(), signal.SIGTERM)
         elif self.kind == "stop":
             os.kill(os.getpid(), signal.SIGSTOP)
         elif self.kind == "segv":

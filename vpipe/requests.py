@@ -92,11 +92,23 @@ class Requests:
     def close(self) -> None:
         """Signals do again what they did before."""
         if self._ends is not None:
-            signal.set_wakeup_fd(-1)
             for number, handler in self._handlers.items():
                 signal.signal(number, handler)
-            self._ends[1].close()  # the thread ends
-            self._ends = None
+            signal.set_wakeup_fd(-1)
+            self._end_thread(self._ends[1])
+
+    def leave_to(self, take: Callable[[], None]) -> None:
+        """Close, but signals do what `take` makes them do, and at no instant what they did before.
+
+        It sets the handlers of those that end a process, and the descriptor that the kernel writes them to.
+        """
+        take()
+        if self._ends is not None:
+            self._end_thread(self._ends[1])
+
+    def _end_thread(self, writer: socket.socket) -> None:
+        self._ends = None
+        writer.close()
 
     def _watch(self, reader: socket.socket) -> None:
         followers = [rank for rank in range(self._world.size) if rank != self._world.rank]
@@ -104,7 +116,7 @@ class Requests:
             while True:
                 if select.select([reader], [], [], LOOK)[0]:
                     numbers = reader.recv(16)
-                    if not numbers:
+                    if not numbers or self._ends is None:  # what would be said has no log any more
                         return
                     for number in numbers:
                         self._signalled(number)

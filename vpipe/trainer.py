@@ -104,10 +104,16 @@ class Trainer:
             return f"started from {written}" + (f", which lacks {', '.join(missing)}" if missing else "")
         return None
 
-    def train(self, resume: str | None = None, debug: Sequence[str] = ()) -> dict[str, Any]:
+    def train(
+        self,
+        resume: str | None = None,
+        debug: Sequence[str] = (),
+        take_signals: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
         """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before.
 
-        `debug` names what is told of each action.
+        `debug` names what is told of each action. Signals do again afterwards what they did before, unless training
+        fails and `take_signals` says what they do from then on.
         """
         pipe = self.pipe
         notes: list[str] = []
@@ -153,6 +159,8 @@ class Trainer:
                 }
         except BaseException as error:
             recorder.error = error
+            if take_signals is not None:
+                requests.leave_to(take_signals)
             raise
         finally:
             requests.close()

@@ -34,7 +34,9 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path: Path, monkeypatch: p
         monkeypatch.setenv("MASTER_PORT", str(probe.getsockname()[1]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=4,point=bwd,kind=kill")
+    # Rank 0 is sent SIGTERM while it fails for that, as torchrun would do: it names the culprit first.
+    faults = "rank=1,step=4,point=bwd,kind=kill;rank=0,point=shutdown,kind=term"
+    monkeypatch.setenv("VPIPE_FAULT", faults)
     ranks = []
     try:
         for rank in range(3):
@@ -46,6 +48,7 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path: Path, monkeypatch: p
         for rank in (0, 2):
             _, said = ranks[rank].communicate(timeout=30)
             assert WORD in said
+            assert ("VPIPE_FAULT: term at shutdown" in said) == (rank == 0)
             assert ranks[rank].returncode == 3
             assert "Traceback" not in said
         assert time.monotonic() - ended < 5

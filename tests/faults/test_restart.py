@@ -1,5 +1,6 @@
 """Real ranks that fail: the run goes on from its newest checkpoint and ends as if nothing had happened."""
 
+import re
 from pathlib import Path
 
 import pytest
@@ -33,3 +34,19 @@ def test_a_run_survives_faults_and_ends_with_the_same_weights(tmp_path: Path) ->
     assert final_weights(run) == final_weights(reference)
     assert not half_done(run)
     assert not alive(str(tmp_path))
+
+
+@pytest.mark.timeout(120)
+def test_before_training_and_after_it_a_signal_ends_a_rank_at_once(tmp_path: Path) -> None:
+    write_config(tmp_path, 2, max_updates=2, checkpoint_interval=0)
+    faults = "rank=1,point=init,kind=term;rank=1,point=shutdown,kind=term,attempt=1"
+    ended, run = train(tmp_path, faults, "--max-restarts", 1)
+    assert ended.code == 1, ended.said
+    before, after = [line for line in failures(run) if "how" in line]
+    assert before["how"] == "killed by SIGTERM (stage 1, during the making of the pipeline)"
+    assert after["how"].startswith("killed by SIGTERM (stage 1, ")
+    log = (run / "output.log.1").read_text()
+    for (_, struck), failure in zip(
+        re.findall(r"VPIPE_FAULT: term at (init|shutdown), ([0-9.]+)", log), (before, after), strict=True
+    ):
+        assert failure["found"] - float(struck) < 2

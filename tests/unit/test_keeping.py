@@ -6,6 +6,7 @@ The whole trainer, with ranks that are threads.
 import errno
 import math
 import re
+import signal
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -16,6 +17,7 @@ import torch
 
 from vpipe import checkpoint, trainer
 from vpipe.checkpoint import files
+from vpipe.communication import InProcessHub
 from vpipe.config import RunConfig
 from vpipe.config_file import check_values
 from vpipe.errors import NonFiniteError, OutOfMemoryError, PeerError, Stopped, VPipeError
@@ -164,6 +166,45 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(
     assert f"step-{stopped_after:08d} after {stopped_after} updates" in log(second)
     assert last(second).files == last(whole).files  # hashes of all weights and momenta
     assert last(second).extra == last(whole).extra  # and the place in the data
+
+
+def test_a_program_that_trains_gets_its_signals_back(
+    monkeypatch: pytest.MonkeyPatch, capture_once: None, tmp_path: Path
+) -> None:
+    """After a failure too; but whoever ends with it may take them without a gap."""
+    monkeypatch.setattr(trainer, "build_model", lambda config, device: the_model())
+    config = check_values(TINY | {"stages": 1, "log_directory": str(tmp_path / "runs")}, Path("tiny.yml"))
+    assert isinstance(config, RunConfig)
+    during: list[Any] = []
+
+    def own(number: int, frame: Any) -> None:
+        """The program's."""
+
+    def handlers() -> list[Any]:
+        return [signal.getsignal(number) for number in before]
+
+    def fail(self: Recorder, number: int, loss: float, epoch: int) -> None:
+        during.append(handlers())
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(Recorder, "update", fail)
+    numbers = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)
+    before = {number: signal.signal(number, own) for number in numbers}
+    try:
+        alone = Trainer(config, InProcessHub(1).join(0))
+        with pytest.raises(RuntimeError, match="on purpose"):
+            alone.train()
+        assert handlers() == [own, own, own]
+        with pytest.raises(RuntimeError, match="on purpose"):
+            alone.train(take_signals=lambda: during.append(handlers()))
+        at_work, again, failed = during
+        assert own not in at_work
+        assert failed == again != [own, own, own]
+        alone.close()
+    finally:
+        signal.set_wakeup_fd(-1)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def test_an_asynchronous_run_is_drained_saved_and_goes_on(

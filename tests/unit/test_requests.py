@@ -102,3 +102,25 @@ def test_signals_do_again_what_they_did_before(said: list[str]) -> None:
     alone.listen()
     alone.close()
     assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
+
+
+def test_signals_are_left_to_another_without_a_gap(said: list[str]) -> None:
+    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    heard: list[str] = []
+    signal.signal(signal.SIGTERM, lambda *_: heard.append("who was before"))
+    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
+    alone.listen()
+
+    def take() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        signal.set_wakeup_fd(-1)
+        signal.signal(signal.SIGTERM, lambda *_: heard.append("who took them"))
+
+    try:
+        alone.leave_to(take)
+        alone.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert heard == ["who took them"]
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError
+from vpipe.launch.last_words import hold_signals
 from vpipe.observe.whereabouts import Whereabouts, launchers_page
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
@@ -69,6 +70,7 @@ def _beat(place: Whereabouts) -> None:
 
 def fail(error: Exception) -> NoReturn:
     """End this rank because of an error: its own, or one that another rank's end has caused."""
+    hold_signals()
     if not isinstance(error, PeerError):
         if isinstance(error, VPipeError):
             print(f"error: {error}", file=sys.stderr, flush=True)
