@@ -79,8 +79,12 @@ class DeviceCost:
     """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
     that one which leaves stays until the next forward; 2 where they are done at once."""
 
+    adding: float = 0.0
+    """Seconds for each byte of a gradient that stages share: what it takes to add up its parts, beyond the messages."""
     graphs: bool = False
     """Whether stages are played from CUDA graphs: times are of that, and no memory of theirs is used for others."""
+    slack: int = 0
+    """Bytes that the memory of a minibatch in flight is larger there than it need be: it is taken in pieces."""
 
     @property
     def lingering(self) -> int:
@@ -170,7 +174,8 @@ class Profile:
 
     def exchange_seconds(self, count: int) -> float:
         """How long a rank that copies its messages itself sends gradients and adds those of another stage."""
-        return 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
+        copying = 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
+        return copying + count * self.device.adding
 
     def link_between(self, sender: int, receiver: int) -> LinkCost:
         return self.links.get((sender, receiver), self.link)

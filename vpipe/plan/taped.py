@@ -16,15 +16,19 @@ from vpipe.simulate import simulate
 from vpipe.simulate.memory import Memory as Held
 
 TRIES = 12
+NEVER = 1e6
+"""Seconds that swapping would take: a stage that swaps is on no tape."""
 
 
 def plan_taped(task: Task, find: Callable[[Task], PlanResult | None]) -> PlanResult | None:
     """What `find` finds within so much memory that the plan fits on tape; None if none was found."""
     aside = 0
+    blocks = tuple(replace(block, swapping=NEVER) for block in task.profile.blocks)
+    searched = task._replace(profile=replace(task.profile, blocks=blocks))
     for _ in range(TRIES):
         if aside >= task.memory:
             return None
-        found = find(task._replace(memory=task.memory - aside))
+        found = find(searched._replace(memory=task.memory - aside))
         if found is None:
             return None
         told = _with_memory(task, found)

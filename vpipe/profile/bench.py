@@ -43,8 +43,11 @@ class Bench:
         fields: Mapping[str, Tensor],
         device: torch.device = HOST,
         compile: str | None = None,
+        graphs: bool = False,
     ) -> None:
+        """`graphs`: rounds are played from CUDA graphs, as stages are then, once `taped` is set."""
         self.stage = stage
+        self.graphs = graphs
         self.fields = fields
         self.device = device
         self.compile = compile
@@ -67,7 +70,7 @@ class Bench:
         self._outputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()
-        self.taped = False  # whether rounds are played from CUDA graphs, as stages are then
+        self.taped = False
         self._tapes: dict[StageModule, Tapes] = {}
         self._played: tuple[Tapes, Seat] | None = None
 
@@ -207,6 +210,7 @@ class Bench:
 
         It is looked at while the optimizer steps: gradients in float32 all lie there then, in place of their own. While
         these are cast a bucket of them (`weights/casting.py`) lies beside it, once for a stage: that is not counted.
+        On tape the gradients' own places stay.
         """
         optimizer = self.weights.base_optimizer
         if self.device.type != "cuda" or optimizer is None:
@@ -217,7 +221,9 @@ class Bench:
             self.forward(self.whole)
             self.backward()
             before = torch.cuda.memory_allocated(self.device)
+            stay = [parameter.grad for parameter in self.weights.model_parameters if self.graphs]
             self.update()
+            del stay
             most = torch.cuda.max_memory_allocated(self.device) - before
         hook.remove()
         return max(0, most)

@@ -17,6 +17,10 @@ from vpipe.profile.overhead import measure_overhead
 COPIED, COUNT = 2 * 2**20, 16
 """Bytes of a tensor, such as a layer saves, and how many there are."""
 REPEATS = 9
+ADDED = 2**24
+"""Elements of a gradient that stages share, such as an embedding's."""
+SLACK = 10 * 2**20
+"""Half of a piece in which torch's allocator takes memory from a GPU for tensors of 1 to 10 MB."""
 _LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
@@ -26,6 +30,19 @@ def measure_device(device: torch.device = HOST) -> DeviceCost:
         total = torch.cuda.get_device_properties(device).total_memory
         return DeviceCost(total, to_host, from_host, workspace=_workspace(device), swapped_in=3)
     return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
+
+
+def measure_adding(device: torch.device, dtype: torch.dtype | None, copied: bool) -> float:
+    """Seconds a byte to add up two parts of a gradient, as `runtime/gradients.py` does; `copied`: one of them first."""
+    if device.type != "cuda":
+        return 0.0  # copying the messages takes longer
+    part, taken = torch.ones(ADDED, dtype=dtype, device=device), []
+    for _ in range(REPEATS):
+        start = _now(device)
+        own = part.clone() if copied else part
+        own.to(torch.float32, copy=True).add_(part)
+        taken.append(_now(device) - start)
+    return median(taken[1:]) / part.nbytes
 
 
 def total_memory(root: Path = Path("/")) -> int:

@@ -19,7 +19,7 @@ from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
 from vpipe.profile.company import company as kept_company
-from vpipe.profile.device import measure_device
+from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.swapping import measure_swapping
@@ -99,7 +99,7 @@ class ModelBench:
         self.compiled = compile is not None
         if in_one_go is None:
             in_one_go = RUN if place.type == "cuda" else 0
-        dtype = compute_dtype(precision)
+        self.dtype = dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
         fields = self.graph.batch_fields(example_batch)
         if dtype is not None:
@@ -109,13 +109,13 @@ class ModelBench:
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):
             self.kinds, self._kept, values = _set_up(
-                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile
+                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, cuda_graphs
             )
             run = None
             if min(in_one_go, len(self.shapes)) > 1:
                 stage = _commonest(self.graph, self.shapes, in_one_go)
                 own = {name: fields[name] for name in stage.fields}
-                run = Bench(stage, model, optimizer, dtype, values, own, place, compile)
+                run = Bench(stage, model, optimizer, dtype, values, own, place, compile, cuda_graphs)
         self.run = run
         singles = [bench for own in self.kinds.values() for bench in own]
         self.everything = singles if run is None else [*singles, run]
@@ -202,7 +202,11 @@ class ModelBench:
         return Profile(
             blocks=block_costs(self.graph, self.shapes, times, self._kept),
             device=replace(
-                device, overhead=device.overhead + (calls.forward + calls.backward) / 2, graphs=self.graphs
+                device,
+                overhead=device.overhead + (calls.forward + calls.backward) / 2,
+                adding=measure_adding(self.place, self.dtype, self.graphs) if ties(self.graph) else 0.0,
+                graphs=self.graphs,
+                slack=SLACK if self.graphs else 0,
             ),
             link=link,
             batch_size=self.batch_size,
@@ -221,6 +225,7 @@ def _set_up(
     fields: Mapping[str, Tensor],
     place: torch.device = HOST,
     compile: str | None = None,
+    graphs: bool = False,
 ) -> tuple[dict[str, list[Bench]], dict[str, Kept], dict[str, Tensor]]:
     """Benches for each kind, with the inputs that the blocks before made for them; and all these values."""
     benches: dict[str, list[Bench]] = defaultdict(list)
@@ -230,7 +235,7 @@ def _set_up(
         same = benches[shape.kind]
         if len(same) < MEMBERS:
             own = {name: fields[name] for name in stage.fields}
-            bench = Bench(stage, model, optimizer, dtype, values, own, place, compile)
+            bench = Bench(stage, model, optimizer, dtype, values, own, place, compile, graphs)
             saved, made = bench.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}

@@ -26,11 +26,14 @@ MARGIN = 1.0
 
 def profile_together(world: World, bench: ModelBench, file: Path, seconds: float = 5.0) -> Profile:
     """What rank 0 measures while all ranks of the world work on this device; it writes it to `file`."""
-    bench.round()  # what is compiled is so before anybody waits for it
-    world.all_gather("on the bench", None)
-    alone: Profile | None = None
+    world.all_gather("at the bench", None)
     if world.rank == 0:
         device, link = measure_device(bench.place), measure_link(bench.place)
+    world.all_gather("on the bench", None)
+    bench.round()  # what is compiled, or recorded, is so before anybody waits for it
+    world.all_gather("warm", None)
+    alone: Profile | None = None
+    if world.rank == 0:
         bench.work_for(seconds / 4)
         bench.forget()
         bench.work_for(seconds / 2)
@@ -58,6 +61,7 @@ def _shared(alone: Profile, together: Profile, ranks: int) -> Profile:
         memory=together.device.memory // ranks,
         shared_by=ranks,
         crowding=max(1.0, round(crowding, 4)),
+        adding=together.device.adding * max(1.0, crowding),
     )
     return replace(together, device=device)
 

@@ -250,7 +250,7 @@ class _Run:
         found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
         if self.profile.device.graphs and not any(self.costs[stage].swapped for stage in stages):
-            memory = taped_memory(fixed, self.held(rank), found, self.profile.device.workspace, self.split)
+            memory = taped_memory(fixed, self.held(rank), found, self.profile.device, self.split)
         else:
             memory = fixed._replace(
                 activations=found.activations,

@@ -5,7 +5,8 @@
     gradients  where the tapes add them up, always
     versions   as many as are ever live
     update     what the largest of its stages needs
-    workspace  what libraries hold, once more: for the stream on which tapes are recorded
+    buffers    once more what libraries hold, for the stream on which tapes are recorded, and a copy of gradients that
+               are exchanged, since the next ones are added up in their place
 
 Nothing of it is given back for something else meanwhile, so there is no moment to look for.
 """
@@ -14,18 +15,22 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from vpipe.cost import DeviceCost
 from vpipe.simulate.memory import Memory, Totals
 from vpipe.simulate.stage_cost import StageCost
 
 
 def taped_memory(
-    fixed: Memory, costs: Mapping[int, StageCost], found: Totals, workspace: int, split: bool
+    fixed: Memory, costs: Mapping[int, StageCost], found: Totals, device: DeviceCost, split: bool
 ) -> Memory:
     activations = versions = updating = 0
+    buffers = fixed.buffers + device.workspace
     for stage, cost in costs.items():
-        place = cost.held + 2 * cost.sent + cost.received + (cost.input_backward if split else 0)
+        place = cost.held + 2 * cost.sent + cost.received + device.slack
+        place += cost.input_backward if split else 0
+        buffers += cost.exchanged
         activations += found.in_flight[stage] * place + (0 if split else cost.whole_backward)
         versions += (found.live[stage] - 1) * cost.parameters
         updating = max(updating, cost.updating)
-    gradients, buffers = fixed.gradients + updating, fixed.buffers + workspace
+    gradients = fixed.gradients + updating
     return fixed._replace(activations=activations, gradients=gradients, versions=versions, buffers=buffers)
