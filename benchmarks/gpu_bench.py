@@ -270,6 +270,7 @@ class Bench:
         row: dict[str, Any] = {"case": case.name, "schedule": case.schedule, "batch": case.batch}
         row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
         row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
+        row |= {"of_each_block": None if case.policies is None else "".join(own[0] for own in case.policies)}
         row |= {"layers": case.layers or self.layers, "compile": case.compile, "issuing_us": self.issuing()}
         row |= {"cuda_graphs": self.settings.cuda_graphs}
         foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)

@@ -102,6 +102,45 @@ def test_evaluation_and_loaded_weights_are_those_of_the_tapes(schedule: str) -> 
     assert not none
 
 
+@pytest.mark.parametrize("policy", ["keep", "recompute"])
+def test_running_statistics_are_kept_on_tape(policy: str) -> None:
+    torch.manual_seed(0)
+    layers = [
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6),
+        nn.ReLU(),
+        nn.Linear(6, 6),
+        nn.BatchNorm1d(6),
+        nn.Linear(6, 2),
+    ]
+    model = nn.Sequential(*layers).double()
+    data = [(torch.randn(8, 6).double(), torch.randn(8, 2).double()) for _ in range(12)]
+
+    def work(world: Any, cuda_graphs: bool) -> tuple[list[float], dict[str, Tensor] | None]:
+        with Pipeline(
+            model,
+            data[0],
+            loss_fn=nn.functional.mse_loss,
+            optimizer=adamw,
+            minibatches=2,
+            recompute_ratio=1.0 if policy == "recompute" else 0.0,
+            world=world,
+            device=tasks.GPU,
+            cuda_graphs=cuda_graphs,
+        ) as pipe:
+            losses = [loss for _, loss in pipe.train(data)]
+            return losses, pipe.full_state_dict()
+
+    (played, state), _ = run_ranks(2, lambda world: work(world, True))
+    (issued, expected), _ = run_ranks(2, lambda world: work(world, False))
+    assert played == pytest.approx(issued, rel=1e-9)
+    assert state is not None
+    assert expected is not None
+    assert int(state["1.num_batches_tracked"]) == len(data)
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, msg=name)
+
+
 class Inverting(nn.Module):
     """Whether a matrix has an inverse is looked at by the host, which no tape can do."""
 

@@ -13,6 +13,7 @@ from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
 from vpipe.schedule import ASYNCHRONOUS, NAMES, SPLIT
+from vpipe.sizes import show_bytes
 
 AUTO = "auto"
 # Where two are equally fast the earlier is taken: synchronous ones train without stale weights. `pipedream` is
@@ -63,6 +64,11 @@ def plan(
         size = profile.batch_size if batch_size is None else batch_size
         at_least_one("batch_size", size)
         found = fastest_schedule([task(name, size) for name in names])
+    if found is None and profile.device.graphs:
+        raise VPipeError(
+            f"no plan was found with stages on CUDA graphs in a memory of {memory} bytes ({show_bytes(memory)}): give "
+            "more of it, more ranks or smaller minibatches, or leave cuda_graphs out, which take some of it"
+        )
     if found is None:
         raise VPipeError(nothing_fits([task(name, size) for name in names], profile))
     return found

@@ -1,7 +1,7 @@
 """Plans for stages that are played from CUDA graphs, which need more memory than the search counts.
 
 The search counts what lies there at each moment; on tape nothing is given back (`simulate/taped.py`). What a plan
-needs more is told by its simulation, and set aside for the next one.
+needs more is told by its simulation, and the next one has to do with so much less.
 """
 
 from __future__ import annotations
@@ -22,20 +22,22 @@ NEVER = 1e6
 
 def plan_taped(task: Task, find: Callable[[Task], PlanResult | None]) -> PlanResult | None:
     """What `find` finds within so much memory that the plan fits on tape; None if none was found."""
-    aside = 0
     blocks = tuple(replace(block, swapping=NEVER) for block in task.profile.blocks)
-    searched = task._replace(profile=replace(task.profile, blocks=blocks))
+    issued = replace(task.profile, blocks=blocks, device=replace(task.profile.device, graphs=False))
+    searched = task._replace(profile=issued)
     for _ in range(TRIES):
-        if aside >= task.memory:
-            return None
-        found = find(searched._replace(memory=task.memory - aside))
+        found = find(searched)
         if found is None:
             return None
         told = _with_memory(task, found)
-        over = max(position.memory.total for position in told.positions) - task.memory
-        if over <= 0:
+        over = [position.memory.total - task.memory for position in told.positions]
+        if max(over) <= 0:
             return told
-        aside += over
+        worst = found.positions[over.index(max(over))]
+        smaller = min(searched.memory, worst.memory.total) - max(over)
+        if smaller < 1:
+            return None
+        searched = searched._replace(memory=smaller)
     return None
 
 
