@@ -25,6 +25,7 @@ from vpipe.device_memory import forget_peak, peak_on_device
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.observe.figures import TIMES, figures_of
+from vpipe.profile.clocks import clock_of, seconds
 from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
@@ -245,8 +246,10 @@ class Bench:
             warm, measured = self.updates(per_update)
             updates = max(2, -(-BRIEF // per_update)) if case.brief else warm + measured
             marks, figures = [], []
+            clock = clock_of(self.device) if self.device.type == "cuda" else time.perf_counter
             for _ in pipe.train(self.data(case.batch, per_update * updates)):
-                marks.append(time.perf_counter())
+                # On a GPU by its own clock: the host is ahead of it, by more or by less.
+                marks.append(clock())
                 if len(marks) == warm:
                     if meet:
                         self.world.all_gather("warm", None)
@@ -258,7 +261,7 @@ class Bench:
             return Pace(0.0, peak, {}, 0)
         # The last losses come all at once, when the pipeline has been drained.
         first, last = warm, len(marks) - 1 - late
-        rate = (last - first) * per_update * case.batch / (marks[last] - marks[first])
+        rate = (last - first) * per_update * case.batch / seconds((marks[first], marks[last]))
         spent = figures[1].since(figures[0])
         # The GPU is some minibatches behind its host: its shares are known, not how many they are of.
         scale = 1e3 * case.batch / rate / sum(getattr(spent, part) for part in TIMES)

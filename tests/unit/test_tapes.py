@@ -178,9 +178,10 @@ def test_plans_for_tapes_fit(blocks: Any, schedule: str, part: float) -> None:
 
 
 def test_where_no_plan_for_tapes_fits_that_is_said() -> None:
-    made = profile(*[block(kept_bytes=30, parameter_bytes=6)] * 4)
-    taped = replace(made, device=replace(made.device, graphs=True))
-    with pytest.raises(VPipeError, match="CUDA graphs in a memory of 10 bytes .* leave cuda_graphs out"):
+    device = DeviceCost(1000, 100.0, 100.0, graphs=True)
+    blocks = (block(kept_bytes=30, parameter_bytes=6),) * 4
+    taped = Profile(blocks, device, LinkCost(1e6, 0.0), 1)
+    with pytest.raises(VPipeError, match=r"CUDA graphs in a memory of 10 bytes .* leave cuda_graphs out"):
         make_plan(taped, 2, 10, "vpipe")
 
 
