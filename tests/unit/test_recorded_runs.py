@@ -6,11 +6,12 @@ from typing import Any
 
 import pytest
 
-from vpipe.cost import KEEP, Plan, Profile, read_profile
+from vpipe.cost import POLICIES, Plan, Profile, read_profile
 from vpipe.simulate import simulate
 
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
 LIMIT = 0.05
+POLICY = {policy[0]: policy for policy in POLICIES}
 
 
 @pytest.fixture(scope="module")
@@ -20,9 +21,9 @@ def profiles() -> dict[bool, Profile]:
     return {compiled: read_profile(MEASURED / name) for compiled, name in names.items()}
 
 
-def rows() -> list[dict[str, Any]]:
-    lines = (MEASURED / "gpu_schedules.jsonl").read_text(encoding="utf-8").splitlines()
-    return [row for row in map(json.loads, lines) if "schedule" in row]
+def rows(name: str) -> list[dict[str, Any]]:
+    lines = (MEASURED / name).read_text(encoding="utf-8").splitlines()
+    return [row for row in map(json.loads, lines) if "samples_per_s" in row and "schedule" in row]
 
 
 def plan_of(row: dict[str, Any]) -> Plan:
@@ -30,7 +31,7 @@ def plan_of(row: dict[str, Any]) -> Plan:
     interval, per_update = (each, None) if row["schedule"] == "2bw" else (None, each)
     return Plan(
         partition=tuple(row["partition"]),
-        policies=(KEEP,) * sum(row["partition"]),
+        policies=tuple(POLICY[letter] for letter in row.get("of_each_block") or "k" * sum(row["partition"])),
         schedule=row["schedule"],
         minibatches=per_update,
         chunks=2 if row["schedule"] == "interleaved" else None,
@@ -39,10 +40,24 @@ def plan_of(row: dict[str, Any]) -> Plan:
     )
 
 
-@pytest.mark.parametrize("row", rows(), ids=lambda row: f"{row['case']} {row['minibatches'] or ''}".strip())
+def case_of(row: dict[str, Any]) -> str:
+    return f"{row['case']} {row['minibatches'] or ''}".strip()
+
+
+@pytest.mark.parametrize("row", rows("gpu_schedules.jsonl"), ids=case_of)
 def test_four_ranks_on_one_gpu(profiles: dict[bool, Profile], row: dict[str, Any]) -> None:
+    compare(profiles[row["compile"]], row, LIMIT)
+
+
+@pytest.mark.parametrize("row", rows("gpu_guides_graphs.jsonl"), ids=case_of)
+def test_the_guides_settings_from_cuda_graphs(row: dict[str, Any]) -> None:
+    # The profiles of that run did not tell `forward_bytes`, which one rank lacks.
+    compare(read_profile(MEASURED / f"gpu_guides_graphs_profile{row['batch']}.json"), row, 0.06)
+
+
+def compare(profile: Profile, row: dict[str, Any], memory_limit: float) -> None:
     plan = plan_of(row)
-    result = simulate(profiles[row["compile"]], plan, None, plan.minibatches or 64)
+    result = simulate(profile, plan, None, plan.minibatches or 64)
     speed = result.samples_per_second / row["samples_per_s"] - 1
     totals = [rank.memory.total for rank in result.ranks]
     memory = [foreseen / peak - 1 for foreseen, peak in zip(totals, row["peak_bytes"], strict=True)]
@@ -51,4 +66,4 @@ def test_four_ranks_on_one_gpu(profiles: dict[bool, Profile], row: dict[str, Any
         f"\n{row['samples_per_s']:.0f} samples/s, foreseen {result.samples_per_second:.0f} ({speed:+.1%}); {shown}"
     )
     assert abs(speed) <= LIMIT
-    assert all(abs(off) <= LIMIT for off in memory)
+    assert all(abs(off) <= memory_limit for off in memory)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
 from vpipe import Pipeline
-from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie
+from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, forward_bytes
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as make_plan
 from vpipe.profile.model import ModelBench
@@ -135,21 +135,32 @@ def test_gradients_gather_where_the_tapes_add_theirs(
 
 
 def test_what_is_foreseen_of_a_stage_on_tape() -> None:
-    blocks = [
-        replace(block(kept_bytes=30, parameter_bytes=6), working_bytes=7, update_bytes=5) for _ in range(3)
-    ]
-    issued = replace(profile(*blocks), tied=(Tie(2, (0, 2)),))
+    one = replace(block(kept_bytes=30, parameter_bytes=6), working_bytes=7, forward_bytes=4, update_bytes=5)
+    issued = replace(profile(one, one, one), tied=(Tie(2, (0, 2)),))
     taped = replace(issued, device=replace(issued.device, graphs=True, workspace=1000, slack=50))
     found = simulate(taped, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
-    boundary, lag = blocks[0].boundary_bytes, 3
+    boundary, lag = one.boundary_bytes, 3
     first, last = (1000 + taped.exchange_buffers(stage, stage + 1, lag) + 2 for stage in (0, 2))
     assert [rank.memory for rank in found.ranks] == [
-        Memory(6, 12, 6 + 5, 12, 3 * (80 + 2 * boundary) + 7, 1000 + 2 * boundary + first),
-        Memory(6, 6, 6 + 5, 12, 2 * (80 + 3 * boundary) + 7, 1000 + 4 * boundary + 1000),
-        Memory(6, 0, 6 + 5, 12, 1 * (80 + boundary) + 7, 1000 + 2 * boundary + last),
+        Memory(6, 12, 6 + 5, 12, 3 * (84 + 2 * boundary) + 7, 1000 + 2 * boundary + first),
+        Memory(6, 6, 6 + 5, 12, 2 * (84 + 3 * boundary) + 7, 1000 + 4 * boundary + 1000),
+        Memory(6, 0, 6 + 5, 12, 1 * (84 + boundary) + 7, 1000 + 2 * boundary + last),
     ]
     same = simulate(issued, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
     assert found.samples_per_second == same.samples_per_second  # times are the profile's
+
+
+def test_a_forward_on_tape_finds_no_room_in_what_later_blocks_will_save() -> None:
+    blocks = [
+        replace(block(kept_bytes=kept), forward_bytes=passing)
+        for kept, passing in ((30, 50), (20, 5), (10, 7))
+    ]
+    made = profile(*blocks)
+    assert forward_bytes(made, 0, ["keep"] * 3) == 50 - 20 - 10
+    assert forward_bytes(made, 1, ["keep"] * 2) == 7
+    entered = blocks[0].boundary_bytes
+    assert forward_bytes(made, 0, ["keep", "recompute", "recompute"]) == 50 - 2 * entered
+    assert forward_bytes(made, 0, ["recompute"] * 3) == 0
 
 
 @settings(max_examples=60)

@@ -2,7 +2,7 @@
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, broadcast_seconds
 from vpipe.cost.files import read_any_profile, read_profile, write_profile
-from vpipe.cost.held_bytes import backward_bytes, held_bytes, input_bytes, update_bytes
+from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import KEEP, POLICIES, RECOMPUTE, SWAP, Plan, read_plan, write_plan
 from vpipe.cost.scaling import as_scheduled, for_batch_size
@@ -22,6 +22,7 @@ __all__ = [
     "backward_bytes",
     "broadcast_seconds",
     "for_batch_size",
+    "forward_bytes",
     "held_bytes",
     "input_bytes",
     "read_any_profile",

@@ -44,6 +44,8 @@ class BlockCost:
     working_bytes: int = 0
     """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
     allocator tells."""
+    forward_bytes: int = 0
+    """The same of its forward alone."""
     update_bytes: int = 0
     """What its update makes, at most, and gives back, beyond the gradients that are there: under mixed precision these
     in float32. 0 where no allocator tells."""

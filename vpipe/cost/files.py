@@ -111,6 +111,7 @@ def _block(index: int, values: Any, path: Path) -> BlockCost:
         split_recomputing=fields.optional_number("split_recomputing", "seconds"),
         swapping=fields.number("swapping", "seconds", default=0.0),
         working_bytes=fields.count("working_bytes", "bytes", default=0),
+        forward_bytes=fields.count("forward_bytes", "bytes", default=0),
         update_bytes=fields.count("update_bytes", "bytes", default=0),
     )
 

@@ -65,6 +65,21 @@ def backward_bytes(
     return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most
 
 
+def forward_bytes(profile: Profile, start: int, policies: Sequence[str]) -> int:
+    """The most that a forward on tape needs in its minibatch's place beyond what it leaves there.
+
+    A block's own lies beside what it and those before it leave; one that is recomputed has it elsewhere.
+    """
+    blocks = profile.blocks
+    most = behind = 0
+    for number in range(start + len(policies) - 1, start - 1, -1):
+        policy = policies[number - start]
+        if policy != RECOMPUTE:
+            most = max(most, blocks[number].forward_bytes - behind)
+        behind += held_bytes(blocks, number, policy)
+    return most
+
+
 def update_bytes(blocks: Sequence[BlockCost]) -> int:
     """What the update of a stage of these blocks needs beyond its gradients."""
     return sum(block.update_bytes for block in blocks)

@@ -24,6 +24,7 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
             kept_bytes=round(block.kept_bytes * factor),
             boundary_bytes=round(block.boundary_bytes * factor),
             working_bytes=round(block.working_bytes * factor),
+            forward_bytes=round(block.forward_bytes * factor),
             deferred_bytes=None if block.deferred_bytes is None else round(block.deferred_bytes * factor),
         )
         for block in profile.blocks

@@ -184,14 +184,14 @@ class Bench:
         self.weights.skip()
         return sum(size for where, size in waiting.items() if where not in outside)
 
-    def working_bytes(self) -> int:
-        """What a forward or a backward makes and gives back, at most, beyond what was there and what is kept.
+    def working_bytes(self) -> tuple[int, int]:
+        """What a forward, and a backward, makes and gives back, at most, beyond what was there and what is kept.
 
         Gradients of weights are there from the backward before. That of the block's outputs, which another block made,
         lies there meanwhile.
         """
         if self.device.type != "cuda":
-            return 0  # nobody counts there
+            return 0, 0  # nobody counts there
         self.forward(self.whole)
         self.backward()
         torch.cuda.reset_peak_memory_stats(self.device)
@@ -203,7 +203,7 @@ class Bench:
         self.backward()
         backward = torch.cuda.max_memory_allocated(self.device) - before + received
         self.weights.skip()
-        return max(forward, backward)
+        return forward, backward
 
     def update_bytes(self) -> int:
         """What an update makes and gives back, at most, beyond the gradients that are there.

@@ -18,8 +18,8 @@ from vpipe.profile.times import Times
 class Kept(NamedTuple):
     """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
 
-    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `working` those that
-    only lie there while it runs, `updating` those of its update.
+    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `forward` and
+    `backward` those that only lie there while it runs, `updating` those of its update.
     """
 
     own: int
@@ -27,7 +27,8 @@ class Kept(NamedTuple):
     """Number of an input: bytes of its storage."""
     outputs: frozenset[int]
     deferred: int
-    working: int
+    forward: int
+    backward: int
     updating: int
 
 
@@ -36,7 +37,8 @@ def kept_in(
     saved: Mapping[int, int],
     known: Mapping[str, Any],
     deferred: int,
-    working: int,
+    forward: int,
+    backward: int,
     updating: int,
 ) -> Kept:
     left = dict(saved)
@@ -46,7 +48,7 @@ def kept_in(
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred, working, updating)
+    return Kept(sum(left.values()), inputs, outputs, deferred, forward, backward, updating)
 
 
 def block_costs(
@@ -78,7 +80,8 @@ def block_costs(
                 recomputing=time.recomputing,
                 split_recomputing=time.split_recomputing,
                 swapping=time.swapping,
-                working_bytes=memory.working,
+                working_bytes=max(memory.forward, memory.backward),
+                forward_bytes=memory.forward,
                 update_bytes=memory.updating,
             )
         )

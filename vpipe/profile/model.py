@@ -240,7 +240,7 @@ def _set_up(
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}
             if shape.kind not in kept:
-                left = bench.deferred_bytes(), bench.working_bytes(), bench.update_bytes()
+                left = bench.deferred_bytes(), *bench.working_bytes(), bench.update_bytes()
                 kept[shape.kind] = kept_in(shape, saved, known, *left)
             bench.discard()
             same.append(bench)

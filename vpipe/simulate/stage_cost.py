@@ -14,6 +14,7 @@ from vpipe.cost import (
     Plan,
     Profile,
     backward_bytes,
+    forward_bytes,
     held_bytes,
     input_bytes,
     update_bytes,
@@ -36,6 +37,8 @@ class StageCost:
     """What an update takes more if the old weights are still read."""
     held: int
     """On the device from F to the end of B or I: what is kept, and the inputs of what is recomputed."""
+    passing: int
+    """What F needs beyond that, on tape."""
     whole_backward: int
     input_backward: int
     """What B, or I, needs beyond what the minibatch holds: mostly the block that is being recomputed."""
@@ -93,6 +96,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
         update=sum(block.update for block in own),
         version=sum(block.version for block in own),
         held=held[KEEP] + held[RECOMPUTE],
+        passing=forward_bytes(profile, start, policies),
         whole_backward=backward,
         input_backward=backward_bytes(profile, start, policies, split=True),
         backward_gradients=backward_bytes(profile, start, policies, fresh=fresh) - backward,

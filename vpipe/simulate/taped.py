@@ -1,6 +1,6 @@
 """The memory of a rank whose stages are played from CUDA graphs (`graph/tape.py`): it is taken once and stays.
 
-    places     for each minibatch in flight what its forward saves, its outputs, and the gradients that come and go
+    places     for each minibatch in flight what its forward needs and saves, its outputs, gradients that come and go
     shared     what a backward needs beyond that, once for a stage; where weight gradients wait for it, in each place
     gradients  where the tapes add them up, always
     versions   as many as are ever live
@@ -27,7 +27,7 @@ def taped_memory(
     buffers = fixed.buffers + device.workspace
     for stage, cost in costs.items():
         place = cost.held + 2 * cost.sent + cost.received + device.slack
-        place += cost.input_backward if split else 0
+        place += max(cost.passing, cost.input_backward if split else 0)
         buffers += cost.exchanged
         activations += found.in_flight[stage] * place + (0 if split else cost.whole_backward)
         versions += (found.live[stage] - 1) * cost.parameters
