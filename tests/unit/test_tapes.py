@@ -11,9 +11,10 @@ from torch import Tensor, nn
 
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
-from vpipe import Pipeline
+from vpipe import Pipeline, assembly
 from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, forward_bytes
 from vpipe.errors import VPipeError
+from vpipe.graph import RandomContext
 from vpipe.plan import plan as make_plan
 from vpipe.profile.model import ModelBench
 from vpipe.runtime import tapes as module
@@ -23,18 +24,55 @@ from vpipe.threads import run_ranks
 from vpipe.weights import OptimizerWithWeightStashing
 
 
-class FakeTape:
+class FakeDeck:
     """Instead of one that takes a GPU."""
 
-    def __init__(
-        self, deck: Any, place: Any, weights: dict[str, Tensor], gradients: dict[str, Tensor]
-    ) -> None:
-        self.place, self.weights = place, weights
+    def __init__(self, module: Any, seed: int) -> None:
+        self.module, self.seed = module, seed
 
 
-class FakeDeck:
-    def __init__(self, stage: Any, seed: int) -> None:
-        self.module = stage
+class FakeTape:
+    """What is recorded is run each time that the tape is played."""
+
+    def __init__(self, deck: FakeDeck, place: Any, weights: Any, gradients: Any) -> None:
+        self.deck, self.place, self.weights = deck, place, weights
+        # By `data`: updates of other versions count as writes to this one, which nobody asks a tape about.
+        self.stand_ins = {name: nn.Parameter(tensor.data) for name, tensor in weights.items()}
+        for name, parameter in self.stand_ins.items():
+            parameter.grad = gradients[name]
+
+    def forward(self, minibatch: int) -> dict[str, Tensor]:
+        module = self.deck.module
+        needs = module.stage.needs_gradient
+        self.leaves = {name: t.detach().requires_grad_(needs(name)) for name, t in self.place.inputs.items()}
+        self.context = RandomContext(self.deck.seed, minibatch)
+        with module.reading(self.stand_ins):
+            outputs = module.forward(self.leaves, self.place.fields, self.context)
+        self.roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
+        for name, tensor in self.roots.items():
+            self.place.gradients.setdefault(name, torch.zeros_like(tensor))
+        return {name: tensor.detach().clone() for name, tensor in outputs.items()}
+
+    def backward(self, minibatch: int) -> dict[str, Tensor]:
+        gradients = [self.place.gradients[name] for name in self.roots]
+        with self.deck.module.reading(self.stand_ins):
+            torch.autograd.backward(list(self.roots.values()), gradients)
+        return {n: leaf.grad.clone() for n, leaf in self.leaves.items() if leaf.grad is not None}
+
+    def weight_gradients(self) -> None:
+        for work in self.context.deferred:
+            work()
+
+
+class FakePlace:
+    def __init__(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
+        self.inputs, self.fields = inputs, fields
+        self.gradients: dict[str, Tensor] = {}
+
+    def lay(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
+        for own, arrived in ((self.inputs, inputs), (self.fields, fields)):
+            for name, tensor in own.items():
+                tensor.copy_(arrived[name])
 
 
 class FakeStage:
@@ -47,26 +85,22 @@ class FakeModule:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> tuple[Tapes, OptimizerWithWeightStashing]:
+def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Tape", FakeTape)
     monkeypatch.setattr(module, "Deck", FakeDeck)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(module, "Place", FakePlace)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(assembly, "check_cuda_graphs", lambda device: None)
+
+
+@pytest.fixture
+def stage(fakes: None) -> tuple[Tapes, OptimizerWithWeightStashing]:
     weights = OptimizerWithWeightStashing(
         {"w": nn.Parameter(torch.zeros(3)), "v": nn.Parameter(torch.zeros(2))},
         lambda parameters: torch.optim.SGD(parameters, 1.0),
         versions=3,
     )
     return Tapes(FakeModule(), weights, 0), weights  # type: ignore[arg-type]
-
-
-class FakePlace:
-    def __init__(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
-        self.inputs, self.fields, self.gradients = inputs, fields, {}
-
-    def lay(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
-        for name, tensor in fields.items():
-            self.fields[name].copy_(tensor)
 
 
 def fields(value: float, count: int = 2) -> dict[str, Tensor]:
@@ -117,21 +151,91 @@ def test_gradients_gather_where_the_tapes_add_theirs(
     stage: tuple[Tapes, OptimizerWithWeightStashing],
 ) -> None:
     tapes, weights = stage
-    tapes.gather_gradients()
     first, second = weights.model_parameters
-    assert first.grad is not None
-    place = first.grad.data_ptr()
-    first.grad += 1
+    tapes.gather_gradients()
+    assert first.grad is None  # nobody is on tape yet
+    first.grad = torch.ones(3)
+    tapes.finished(None)
     tapes.gather_gradients()  # a second minibatch of the update: what is there stays
     assert first.grad.tolist() == [1.0, 1.0, 1.0]
+    assert second.grad is None  # no backward ever comes to it: an optimizer is to pass over it
+    place = first.grad.data_ptr()
     weights.step()
     assert weights.newest.tensors[0].tolist() == [-1.0, -1.0, -1.0]
     assert first.grad is None
     tapes.gather_gradients()
     assert first.grad is not None
-    assert second.grad is not None
     assert first.grad.data_ptr() == place
     assert first.grad.tolist() == [0.0, 0.0, 0.0]
+    first.grad += 2
+    tapes.gather_gradients()
+    assert first.grad.tolist() == [2.0, 2.0, 2.0]
+
+
+class Small(nn.Module):
+    """With dropout, a parameter that is shared, and one that is read but has no gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 6)
+        self.layers = nn.ModuleList(nn.Linear(6, 6) for _ in range(4))
+        self.norm = nn.BatchNorm1d(6)
+        self.constant = nn.Parameter(torch.ones(6))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        hidden = self.embedding(ids)
+        for layer in self.layers:
+            hidden = nn.functional.dropout(torch.tanh(layer(hidden)), 0.2, self.training)
+        hidden = self.norm(hidden) + self.constant.detach()
+        return hidden @ self.embedding.weight.T
+
+
+@pytest.mark.usefixtures("fakes")
+@pytest.mark.parametrize(
+    ("schedule", "options"),
+    [
+        ("gpipe", {"minibatches": 4, "recompute_ratio": 1.0}),
+        ("1f1b", {"minibatches": 4, "recompute_ratio": 0.5}),
+        ("zb-h1", {"minibatches": 4}),
+        ("zb-v", {"minibatches": 4}),
+        ("pipedream", {}),
+        ("2bw", {"update_interval": 2}),
+    ],
+)
+def test_a_pipeline_that_plays_trains_as_one_that_issues(schedule: str, options: dict[str, Any]) -> None:
+    """Places, versions, gradients and what is issued between: all but the recording itself."""
+    torch.manual_seed(0)
+    model = Small().double()
+    sizes = [4] * 9 + [3] + [4] * 6  # one of another shape
+    data = [(torch.randint(11, (size,)), torch.randint(11, (size,))) for size in sizes]
+
+    def work(world: Any, cuda_graphs: bool) -> tuple[list[float], dict[str, Tensor] | None, int]:
+        with Pipeline(
+            model,
+            data[0],
+            loss_fn=nn.functional.cross_entropy,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
+            schedule=schedule,
+            device="cpu",
+            world=world,
+            cuda_graphs=cuda_graphs,
+            **options,
+        ) as pipe:
+            losses = [loss for _, loss in pipe.train(data)]
+            losses.append(pipe.evaluate(data[:2]))
+            losses += [loss for _, loss in pipe.train(data)]
+            recorded = sum(stage.tapes.recorded for stage in pipe.runtime.stages.values() if stage.tapes)
+            return losses, pipe.full_state_dict(), recorded
+
+    (played, state, recorded), *_ = run_ranks(2, lambda world: work(world, True))
+    (issued, expected, none), *_ = run_ranks(2, lambda world: work(world, False))
+    assert recorded > 0
+    assert none == 0
+    assert played == pytest.approx(issued, rel=1e-12)
+    assert state is not None
+    assert expected is not None
+    for name, tensor in expected.items():
+        torch.testing.assert_close(state[name], tensor, msg=name)
 
 
 def test_what_is_foreseen_of_a_stage_on_tape() -> None:

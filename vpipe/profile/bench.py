@@ -140,9 +140,9 @@ class Bench:
         self.forward(module)
         self.backward()
         self.weight_gradients()
+        tapes.finished(None)
         self.weights.skip()
         self.taped = True
-        tapes.finished(None)
         tapes.finished(tapes.seat(self.inputs, self.fields))
         return tapes
 

@@ -17,7 +17,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from vpipe.errors import VPipeError
 from vpipe.graph import StageModule
@@ -68,18 +68,26 @@ class Tapes:
         self._free: list[Seat] = []
         self._shapes: Shapes | None = None
         self._warm = False
-        self._flats, views = flat_tensors(weights.model_parameters)
-        self._gradients = dict(zip(weights.names, views, strict=True))
+        self._flats, self._places = flat_tensors(weights.model_parameters)
+        self._graded: list[
+            tuple[nn.Parameter, Tensor]
+        ] = []  # whose gradient is not always None, and its place
         self.recorded = 0
 
     def gather_gradients(self) -> None:
         """Before a backward, on tape or not: gradients are added up where the tapes add theirs."""
-        parameters = self._weights.model_parameters
-        if parameters and parameters[0].grad is None:
-            for flat in self._flats:
-                flat.zero_()
-            for parameter, gradient in zip(parameters, self._gradients.values(), strict=True):
-                parameter.grad = gradient
+        if all(parameter.grad is None for parameter, _ in self._graded):
+            if self._graded:
+                for flat in self._flats:
+                    flat.zero_()
+        else:
+            for parameter, place in self._graded:
+                if parameter.grad is None:
+                    place.zero_()
+                elif parameter.grad.data_ptr() != place.data_ptr():  # of one that came before all tapes
+                    place.copy_(parameter.grad)
+        for parameter, place in self._graded:
+            parameter.grad = place
 
     def seat(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> Seat | None:
         """Where a minibatch is played, laid there already; None: it is issued as it stands."""
@@ -103,8 +111,15 @@ class Tapes:
         return seat
 
     def finished(self, seat: Seat | None) -> None:
-        """A minibatch has run to its end, there or as it stands: then libraries have what they make at first."""
-        self._warm = True
+        """A minibatch has run to its end, there or as it stands; its gradients are there.
+
+        After the first one libraries have what they make at first, and it is known which parameters have gradients: an
+        optimizer passes over those that have none.
+        """
+        if not self._warm:
+            pairs = zip(self._weights.model_parameters, self._places, strict=True)
+            self._graded = [(parameter, place) for parameter, place in pairs if parameter.grad is not None]
+            self._warm = True
         if seat is not None:
             self._free.append(seat)
 
@@ -116,7 +131,8 @@ class Tapes:
 
     def _record(self, place: Place, weights: Mapping[str, Tensor]) -> Tape:
         try:
-            tape = Tape(self._deck, place, weights, self._gradients)
+            gradients = dict(zip(self._weights.names, self._places, strict=True))
+            tape = Tape(self._deck, place, weights, gradients)
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
