@@ -16,7 +16,9 @@ from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, forward_bytes
 from vpipe.errors import VPipeError
 from vpipe.graph import RandomContext
 from vpipe.plan import plan as make_plan
+from vpipe.profile import model as profiled
 from vpipe.profile.model import ModelBench
+from vpipe.profile.taped_bench import TapedBench
 from vpipe.runtime import tapes as module
 from vpipe.runtime.tapes import Seat, Tapes
 from vpipe.simulate import Memory, simulate
@@ -236,6 +238,31 @@ def test_a_pipeline_that_plays_trains_as_one_that_issues(schedule: str, options:
     assert expected is not None
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, msg=name)
+
+
+@pytest.mark.usefixtures("fakes")
+def test_profiles_are_measured_as_stages_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
+    batch = (torch.randint(11, (4,)), torch.randint(11, (4,)))
+    bench = ModelBench(
+        Small(),
+        batch,
+        nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0),
+        cuda_graphs=True,
+        in_one_go=2,
+    )
+    device, link = DeviceCost(1000, 100.0, 100.0), LinkCost(1e6, 0.0)
+    made = bench.measure(0.0, device, link)
+    assert made.device.graphs
+    assert made.device.slack > 0
+    assert all(block.forward > 0 and block.backward > 0 for block in made.blocks)
+    for own in bench.everything:
+        assert isinstance(own, TapedBench)
+        tapes = list(own._tapes.values())
+        assert len(tapes) == 4  # whole and split, kept and recomputed
+        # Of a module whose weights lie in two places in turn, for an update makes a new version while one is read.
+        assert all(1 <= each.recorded <= 2 for each in tapes)
 
 
 def test_what_is_foreseen_of_a_stage_on_tape() -> None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
+from vpipe.cost import SWAP
 from vpipe.plan.model import Memory
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
@@ -27,7 +28,7 @@ def plan_taped(task: Task, find: Callable[[Task], PlanResult | None]) -> PlanRes
     searched = task._replace(profile=issued)
     for _ in range(TRIES):
         found = find(searched)
-        if found is None:
+        if found is None or SWAP in found.policies:
             return None
         told = _with_memory(task, found)
         over = [position.memory.total - task.memory for position in told.positions]

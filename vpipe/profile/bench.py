@@ -16,7 +16,6 @@ from vpipe.graph.held import address
 from vpipe.graph.split import waiting_tensors
 from vpipe.graph.swap import Swap
 from vpipe.profile.clocks import Lap, clock_of
-from vpipe.runtime.tapes import Seat, Tapes
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
@@ -43,11 +42,8 @@ class Bench:
         fields: Mapping[str, Tensor],
         device: torch.device = HOST,
         compile: str | None = None,
-        graphs: bool = False,
     ) -> None:
-        """`graphs`: rounds are played from CUDA graphs, as stages are then, once `taped` is set."""
         self.stage = stage
-        self.graphs = graphs
         self.fields = fields
         self.device = device
         self.compile = compile
@@ -70,17 +66,8 @@ class Bench:
         self._outputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()
-        self.taped = False
-        self._tapes: dict[StageModule, Tapes] = {}
-        self._played: tuple[Tapes, Seat] | None = None
 
     def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
-        if self._played:
-            tapes, seat = self._played
-            tapes.finished(seat)
-            self._played = None
-        if self.taped and swap is None:
-            return self._play_forward(module)
         self._context = RandomContext(swap=swap)
         leaves = {n: t.detach().requires_grad_(self.stage.needs_gradient(n)) for n, t in self.inputs.items()}
         start = self.clock()
@@ -89,8 +76,6 @@ class Bench:
 
     def backward(self) -> Lap:
         """Whole, or of a split module the input gradient alone."""
-        if self._played:
-            return self._play_backward(*self._played)
         roots = {name: tensor for name, tensor in self._outputs.items() if tensor.requires_grad}
         for name, tensor in roots.items():
             self._gradients.setdefault(name, torch.ones_like(tensor))
@@ -104,47 +89,10 @@ class Bench:
 
     def weight_gradients(self) -> Lap:
         start = self.clock()
-        if self._played:
-            self._played[1].weight_gradients()
         for work in self._context.deferred:
             work()
         self._context.deferred.clear()
         return start, self.clock()
-
-    def _play_forward(self, module: StageModule) -> Lap:
-        if module not in self._tapes:
-            self._tapes[module] = self._warm_tapes(module)
-        tapes = self._tapes[module]
-        start = self.clock()
-        seat = tapes.seat(self.inputs, self.fields)
-        assert seat is not None
-        self._played = tapes, seat
-        self._outputs = seat.forward(0)
-        return start, self.clock()
-
-    def _play_backward(self, tapes: Tapes, seat: Seat) -> Lap:
-        for name, tensor in seat.place.gradients.items():
-            if name not in self._gradients:
-                self._gradients[name] = torch.ones_like(tensor)
-        start = self.clock()
-        tapes.gather_gradients()
-        seat.backward(0, self._gradients, 1.0)
-        end = self.clock()
-        self._outputs = {}
-        return start, end
-
-    def _warm_tapes(self, module: StageModule) -> Tapes:
-        """Recorded already, so that the first lap is like the others."""
-        tapes = Tapes(module, self.weights, 0)
-        self.taped = False
-        self.forward(module)
-        self.backward()
-        self.weight_gradients()
-        tapes.finished(None)
-        self.weights.skip()
-        self.taped = True
-        tapes.finished(tapes.seat(self.inputs, self.fields))
-        return tapes
 
     def update(self) -> Lap:
         start = self.clock()
@@ -210,7 +158,6 @@ class Bench:
 
         It is looked at while the optimizer steps: gradients in float32 all lie there then, in place of their own. While
         these are cast a bucket of them (`weights/casting.py`) lies beside it, once for a stage: that is not counted.
-        On tape the gradients' own places stay.
         """
         optimizer = self.weights.base_optimizer
         if self.device.type != "cuda" or optimizer is None:
@@ -221,12 +168,16 @@ class Bench:
             self.forward(self.whole)
             self.backward()
             before = torch.cuda.memory_allocated(self.device)
-            stay = [parameter.grad for parameter in self.weights.model_parameters if self.graphs]
+            stay = self.gradients_that_stay()
             self.update()
             del stay
             most = torch.cuda.max_memory_allocated(self.device) - before
         hook.remove()
         return max(0, most)
+
+    def gradients_that_stay(self) -> list[Tensor]:
+        """Those whose memory an update does not give back."""
+        return []
 
     def discard(self) -> None:
         """Let go of a forward that has no backward."""

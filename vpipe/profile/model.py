@@ -23,6 +23,7 @@ from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.swapping import measure_swapping
+from vpipe.profile.taped_bench import TapedBench
 from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
 from vpipe.runtime.precision import compute_dtype, skeleton
@@ -93,6 +94,7 @@ class ModelBench:
     ) -> None:
         """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
         self.graphs = cuda_graphs
+        self._bench = TapedBench if cuda_graphs else Bench
         if cuda_graphs:
             check_cuda_graphs(place)
         self.place = place
@@ -109,18 +111,19 @@ class ModelBench:
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):
             self.kinds, self._kept, values = _set_up(
-                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, cuda_graphs
+                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, self._bench
             )
             run = None
             if min(in_one_go, len(self.shapes)) > 1:
                 stage = _commonest(self.graph, self.shapes, in_one_go)
                 own = {name: fields[name] for name in stage.fields}
-                run = Bench(stage, model, optimizer, dtype, values, own, place, compile, cuda_graphs)
+                run = self._bench(stage, model, optimizer, dtype, values, own, place, compile)
         self.run = run
         singles = [bench for own in self.kinds.values() for bench in own]
         self.everything = singles if run is None else [*singles, run]
         for bench in self.everything:
-            bench.taped = cuda_graphs
+            if isinstance(bench, TapedBench):
+                bench.taped = True
         self._rounds = self.rounds_as_often()
 
     def measure(
@@ -225,7 +228,7 @@ def _set_up(
     fields: Mapping[str, Tensor],
     place: torch.device = HOST,
     compile: str | None = None,
-    graphs: bool = False,
+    make: type[Bench] = Bench,
 ) -> tuple[dict[str, list[Bench]], dict[str, Kept], dict[str, Tensor]]:
     """Benches for each kind, with the inputs that the blocks before made for them; and all these values."""
     benches: dict[str, list[Bench]] = defaultdict(list)
@@ -235,7 +238,7 @@ def _set_up(
         same = benches[shape.kind]
         if len(same) < MEMBERS:
             own = {name: fields[name] for name in stage.fields}
-            bench = Bench(stage, model, optimizer, dtype, values, own, place, compile, graphs)
+            bench = make(stage, model, optimizer, dtype, values, own, place, compile)
             saved, made = bench.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
             known = {**bench.inputs, **bench.free, **made}
