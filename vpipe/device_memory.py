@@ -1,4 +1,4 @@
-"""The peak of a rank's GPU memory: what the allocator has given out, and what tapes reserve.
+"""A rank's GPU memory, now and at its peak: what the allocator has given out, and what tapes reserve.
 
 A tape (`graph/tape.py`) is played in memory that was given out while it was recorded. The allocator counts it then, and
 as free afterwards, though nobody else can have it: it is counted here.
@@ -35,9 +35,14 @@ def reserving(reserve: Reserve, device: torch.device) -> Iterator[None]:
     torch.cuda.reset_peak_memory_stats(device)
 
 
+def held_on_device(device: torch.device | None = None) -> int:
+    """What this process uses now."""
+    return torch.cuda.memory_allocated(device) + _reserved()
+
+
 def peak_on_device(device: torch.device) -> int:
-    """The most that this process has used."""
-    return max(_earlier, torch.cuda.max_memory_allocated(device) + sum(own.bytes for own in _reserves))
+    """The most that it has used."""
+    return max(_earlier, torch.cuda.max_memory_allocated(device) + _reserved())
 
 
 def forget_peak(device: torch.device) -> None:
@@ -45,6 +50,10 @@ def forget_peak(device: torch.device) -> None:
     global _earlier
     _earlier = 0
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def _reserved() -> int:
+    return sum(own.bytes for own in _reserves)
 
 
 def _free(device: torch.device) -> int:

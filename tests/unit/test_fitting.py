@@ -182,7 +182,7 @@ def test_what_a_rank_may_still_have_of_its_gpu(
         "get_per_process_memory_fraction": share,
     }
     for name, value in figures.items():
-        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+        monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     error = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), 1, None)
     assert error is not None
     assert (error.wanted, error.held, error.free) == (2**31, 40, free)

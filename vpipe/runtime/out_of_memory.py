@@ -6,6 +6,7 @@ from typing import NamedTuple
 
 import torch
 
+from vpipe.device_memory import held_on_device
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.host_memory import free_memory
 from vpipe.schedule import Action
@@ -44,7 +45,7 @@ def memory_now() -> Memory:
     """What this process holds, and what the machine or the device has left."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        held, kept = torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+        held, kept = held_on_device(), torch.cuda.memory_reserved()
         limit = int(total * torch.cuda.get_per_process_memory_fraction())
         words = f"it holds {held:,} bytes of the GPU, of which {free:,} of {total:,} are free"
         return Memory(held, max(0, min(free + kept, limit) - held), words)

@@ -1,0 +1,68 @@
+"""What tapes reserve on a GPU is counted, though the allocator thinks that it is free. The allocator is a stand-in."""
+
+import gc
+
+import pytest
+import torch
+
+from vpipe import device_memory
+from vpipe.device_memory import Reserve, forget_peak, held_on_device, peak_on_device, reserving
+
+GPU = torch.device("cuda", 0)
+
+
+class Allocator:
+    """Bytes given out, taken from the device, and at most given out since the peak was forgotten."""
+
+    def __init__(self) -> None:
+        self.out = self.taken = self.most = 0
+
+    def give(self, size: int) -> None:
+        self.out += size
+        self.taken = max(self.taken, self.out)
+        self.most = max(self.most, self.out)
+
+    def forget(self) -> None:
+        self.most = self.out
+
+
+@pytest.fixture
+def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
+    made = Allocator()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: made.out)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: made.most)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: made.taken)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda device: made.forget())
+    monkeypatch.setattr(device_memory, "_earlier", 0)
+    gc.collect()  # reserves of others
+    return made
+
+
+def test_what_was_given_out_while_recording_counts_as_long_as_the_tapes_live(allocator: Allocator) -> None:
+    allocator.give(100)
+    reserve = Reserve()
+    with reserving(reserve, GPU):
+        allocator.give(40)
+        allocator.give(-30)  # free, for the tape alone; 10 are its outputs
+    assert held_on_device(GPU) == 140
+    assert peak_on_device(GPU) == 140
+    allocator.give(25)
+    allocator.give(-25)
+    assert peak_on_device(GPU) == 165
+    assert held_on_device(GPU) == 140
+    del reserve
+    gc.collect()
+    assert held_on_device(GPU) == 110
+
+
+def test_a_peak_before_the_tapes_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
+    allocator.give(500)
+    allocator.give(-450)
+    reserve = Reserve()
+    with reserving(reserve, GPU):  # in what was taken before: nothing new is reserved
+        allocator.give(40)
+        allocator.give(-40)
+    assert reserve.bytes == 0
+    assert peak_on_device(GPU) == 500
+    forget_peak(GPU)
+    assert peak_on_device(GPU) == 50
