@@ -142,7 +142,7 @@ class Brute:
                 exchanged += tie.bytes
                 # Parts on their way, and of later holders their own; the sum while nothing else is there.
                 first = start <= min(tie.blocks) < stop
-                parts += tie.bytes * ((3 if first else 1 + 2 * lag) if lag else 2)
+                parts += tie.bytes * ((3 if first else 2 * lag) if lag else 2)
         left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
         fixed = parameters * (versions + (not fresh) + profile.optimizer_ratio) + 2 * (entered[0] + left)
         fixed += parts + profile.device.workspace

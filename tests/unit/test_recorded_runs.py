@@ -1,6 +1,7 @@
 """What was measured on a GPU, and what the simulator makes of the profile of that run: `-s` shows the table."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -46,16 +47,19 @@ def case_of(row: dict[str, Any]) -> str:
 
 @pytest.mark.parametrize("row", rows("gpu_schedules.jsonl"), ids=case_of)
 def test_four_ranks_on_one_gpu(profiles: dict[bool, Profile], row: dict[str, Any]) -> None:
-    compare(profiles[row["compile"]], row, LIMIT)
+    compare(profiles[row["compile"]], row)
 
 
 @pytest.mark.parametrize("row", rows("gpu_guides_graphs.jsonl"), ids=case_of)
 def test_the_guides_settings_from_cuda_graphs(row: dict[str, Any]) -> None:
-    # The profiles of that run did not tell `forward_bytes`, which one rank lacks.
-    compare(read_profile(MEASURED / f"gpu_guides_graphs_profile{row['batch']}.json"), row, 0.06)
+    found = read_profile(MEASURED / f"gpu_guides_graphs_profile{row['batch']}.json")
+    # Profiles of that day did not tell `forward_bytes`. Those of the head are the logits, two bytes for each of 30,522
+    # words and each token.
+    head = replace(found.blocks[-1], forward_bytes=row["batch"] * 128 * 30522 * 2)
+    compare(replace(found, blocks=(*found.blocks[:-1], head)), row)
 
 
-def compare(profile: Profile, row: dict[str, Any], memory_limit: float) -> None:
+def compare(profile: Profile, row: dict[str, Any]) -> None:
     plan = plan_of(row)
     result = simulate(profile, plan, None, plan.minibatches or 64)
     speed = result.samples_per_second / row["samples_per_s"] - 1
@@ -66,4 +70,4 @@ def compare(profile: Profile, row: dict[str, Any], memory_limit: float) -> None:
         f"\n{row['samples_per_s']:.0f} samples/s, foreseen {result.samples_per_second:.0f} ({speed:+.1%}); {shown}"
     )
     assert abs(speed) <= LIMIT
-    assert all(abs(off) <= memory_limit for off in memory)
+    assert all(abs(off) <= LIMIT for off in memory)

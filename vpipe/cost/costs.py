@@ -164,14 +164,14 @@ class Profile:
         """What they hold for that, where the first of these stages may be so many updates behind the last.
 
         A part on its way and the sum; the first stage a second part on its way. The others, which apply the sum so
-        much later, have the parts of all updates between, on their way and their own; the sum, which they only have
-        while they update, takes the place of one that is no longer on its way then.
+        much later, have the parts of all updates between, on their way and their own. Their sum only lies there while
+        they update, when what the backward before needed is gone.
         """
         size = 0
         for tie in self.tied:
             if 0 < tie.inside(start, stop) < len(tie.blocks):
                 first = start <= tie.blocks[0] < stop
-                size += tie.bytes * (2 + (min(lag, 1) if first else max(0, 2 * lag - 1)))
+                size += tie.bytes * (2 + (min(lag, 1) if first else max(0, 2 * lag - 2)))
         return size
 
     def exchange_seconds(self, count: int) -> float:

@@ -8,7 +8,7 @@ trains, its memory holds, summed over its slices:
     buffers      2 x what is received and 2 x what is sent across each cut to another rank: the message in use
                  and the one under way; the gradient that comes back is as large and takes the same place;
                  2 x the parameters that it shares with slices elsewhere, whose gradients are exchanged; where there
-                 is a lag 1 x more if it holds the first of them, 2 x lag more if not; once for the rank, the
+                 is a lag 1 x more if it holds the first of them, 2 x lag in all if not; once for the rank, the
                  workspace of libraries
     activations  for each minibatch in flight, that is from its F to the end of its B (or I)
         keep       kept_bytes x in_flight
