@@ -11,10 +11,12 @@ from tests.gpu import tasks
 from tests.gpu.tasks import SCHEDULES
 from tests.gpu.test_pipeline import assert_close, processes, threads
 from tests.multiprocess.pool import Pool
-from tests.multiprocess.tasks import adamw, batches, ragged_batches
+from tests.multiprocess.tasks import adamw, batches, bert, ragged_batches
 from tests.unit.test_compiled import compiler_is_missing
 from vpipe import Pipeline
+from vpipe.cost import DeviceCost, LinkCost
 from vpipe.errors import VPipeError
+from vpipe.profile.model import ModelBench
 from vpipe.threads import run_ranks
 
 
@@ -139,6 +141,19 @@ def test_running_statistics_are_kept_on_tape(policy: str) -> None:
     assert int(state["1.num_batches_tracked"]) == len(data)
     for name, tensor in expected.items():
         torch.testing.assert_close(state[name], tensor, msg=name)
+
+
+def test_a_profile_is_measured_from_tapes() -> None:
+    model, batch, loss_fn = bert()
+    place = torch.device(tasks.GPU)
+    bench = ModelBench(
+        model, batch, loss_fn, optimizer=adamw, precision="bf16", cuda_graphs=True, place=place
+    )
+    made = bench.measure(0.5, DeviceCost(2**34, 1e10, 1e10), LinkCost(1e11, 0.0))
+    assert made.device.graphs
+    assert made.device.adding > 0  # its embedding is the head's too
+    assert all(block.forward > 0 and block.backward > 0 and block.working_bytes > 0 for block in made.blocks)
+    assert max(block.forward_bytes for block in made.blocks) > 0
 
 
 class Inverting(nn.Module):
