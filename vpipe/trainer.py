@@ -115,6 +115,38 @@ class Trainer:
         `debug` names what is told of each action. Signals do again afterwards what they did before, unless training
         fails and `take_signals` says what they do from then on.
         """
+        pipe, recorder = self.pipe, self._begin(resume, debug)
+        requests = Requests(
+            self.world,
+            pipe.schedule.placement[-1][0],
+            minutes=self.config.checkpoint_minutes,
+            say=recorder.say,
+        )
+        pipe.runtime.losses.asked = requests.take
+        pipe.runtime.updates.report = recorder.say
+        try:
+            with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
+                keeper.resume(self.position_found)
+                requests.listen()
+                with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
+                    self._train(recorder, keeper)
+                keeper.save(self._position_here)
+                summary = self._summary(recorder) | {"checkpoint": str(keeper.finish())}
+        except BaseException as error:
+            recorder.error = error
+            if take_signals is not None:
+                requests.leave_to(take_signals)
+            raise
+        finally:
+            requests.close()
+            recorder.write_events(self.folder)
+            recorder.close()
+        self.place.say("its end")
+        self.world.all_gather("events", None)  # rank 0 reads everybody's
+        return summary
+
+    def _begin(self, resume: str | None, debug: Sequence[str]) -> Recorder:
+        """Restore what was saved, and say what begins."""
         pipe = self.pipe
         notes: list[str] = []
         restored = self.restore(resume, notes.append)
@@ -133,42 +165,16 @@ class Trainer:
                 recorder.say(line)
         if debug:
             attach(pipe, debug, recorder.log.line, recorder.show)
-        requests = Requests(
-            self.world,
-            pipe.schedule.placement[-1][0],
-            minutes=self.config.checkpoint_minutes,
-            say=recorder.say,
-        )
-        pipe.runtime.losses.asked = requests.take
-        pipe.runtime.updates.report = recorder.say
-        try:
-            with Keeper(pipe, self.folder, self.config, requests, recorder.say) as keeper:
-                keeper.resume(self.position_found)
-                requests.listen()
-                with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
-                    self._train(recorder, keeper)
-                keeper.save(self._position_here)
-                summary = recorder.summary() | {
-                    "schedule": pipe.schedule.name,
-                    "partition": list(pipe.layout.partition),
-                    "blocks": [
-                        [pipe.layout.graph.blocks[b].name for b in s.blocks] for s in pipe.layout.stage_graphs
-                    ],
-                    "checkpoint": str(keeper.finish()),
-                    "report": str(self.folder / "report.html"),
-                }
-        except BaseException as error:
-            recorder.error = error
-            if take_signals is not None:
-                requests.leave_to(take_signals)
-            raise
-        finally:
-            requests.close()
-            recorder.write_events(self.folder)
-            recorder.close()
-        self.place.say("its end")
-        self.world.all_gather("events", None)  # rank 0 reads everybody's
-        return summary
+        return recorder
+
+    def _summary(self, recorder: Recorder) -> dict[str, Any]:
+        layout = self.pipe.layout
+        return recorder.summary() | {
+            "schedule": self.pipe.schedule.name,
+            "partition": list(layout.partition),
+            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
+            "report": str(self.folder / "report.html"),
+        }
 
     def _train(self, recorder: Recorder, keeper: Keeper) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
