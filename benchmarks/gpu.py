@@ -1,6 +1,7 @@
 """BERT-large on four ranks that share one GPU: the limit, every schedule, settings under a memory cap, peers.
 
     python benchmarks/gpu.py [--json FILE] [--precision bf16] [--layers 24] [--batch 16] [--parts schedules,guides]
+        [--cuda-graphs]
 
 Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of the guides' size, sequence 128. Parts:
 
@@ -9,7 +10,7 @@ Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of
     guides      the guides' settings and plans of our own under one cap
     largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
     peers       torch.distributed.pipelining over vpipe's channel
-    graphs      what CUDA graphs would gain: layers issued one by one, and replayed
+    graphs      what CUDA graphs gain where nothing else is done: layers issued one by one, and replayed
 
 *The limit* is the time of all blocks on one such rank, over four; it is measured with one rank at work, and with all
 four at work each on a whole model of its own, which share the card's memory bandwidth and its power (*at once*). *The

@@ -1,4 +1,4 @@
-"""What CUDA graphs would gain: layers on each of four ranks at once, issued one by one and replayed."""
+"""What CUDA graphs gain where nothing else is done: layers on four ranks at once, issued one by one and replayed."""
 
 from __future__ import annotations
 

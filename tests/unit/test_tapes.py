@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
 from vpipe import Pipeline, assembly
-from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, forward_bytes
+from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, backward_bytes, forward_bytes
 from vpipe.errors import VPipeError
 from vpipe.graph import RandomContext
 from vpipe.plan import plan as make_plan
@@ -292,6 +292,18 @@ def test_a_forward_on_tape_finds_no_room_in_what_later_blocks_will_save() -> Non
     entered = blocks[0].boundary_bytes
     assert forward_bytes(made, 0, ["keep", "recompute", "recompute"]) == 50 - 2 * entered
     assert forward_bytes(made, 0, ["recompute"] * 3) == 0
+
+
+def test_a_backward_on_tape_is_given_nothing_of_what_it_gives_back_unless_it_is_split() -> None:
+    first, last = (
+        replace(block(kept_bytes=kept), working_bytes=working) for kept, working in ((30, 20), (10, 7))
+    )
+    issued = profile(first, last)
+    taped = replace(issued, device=replace(issued.device, graphs=True))
+    assert backward_bytes(issued, 0, ["keep", "keep"]) == max(7, 20 - 10)
+    assert backward_bytes(taped, 0, ["keep", "keep"]) == max(7, 20)
+    split = [backward_bytes(made, 0, ["keep", "keep"], split=True) for made in (issued, taped)]
+    assert split[0] == split[1]
 
 
 @settings(max_examples=60)

@@ -80,7 +80,6 @@ class DeviceCost:
     swapped_in: int = 2
     """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
     that one which leaves stays until the next forward; 2 where they are done at once."""
-
     adding: float = 0.0
     """Seconds for each byte of a gradient that stages share: what it takes to add up its parts, beyond the messages."""
     graphs: bool = False

@@ -53,13 +53,14 @@ def backward_bytes(
     """
     blocks, stop = profile.blocks, start + len(policies)
     gradients = profile.gradient_bytes(start, stop) if fresh else [0] * len(policies)
+    used_again = split or not profile.device.graphs
     most = gone = 0
     for number in range(stop - 1, start - 1, -1):
         policy = policies[number - start]
         held = held_bytes(blocks, number, policy)
         again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
         most = max(most, blocks[number].working_bytes + again - gone)
-        if not (profile.device.graphs and not split):
+        if used_again:
             gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
         most = max(most, -gone)  # gradients, or what waits for them, may need more than was held
     return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most

@@ -125,9 +125,8 @@ class Reel:
 
     def _end(self) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter(
-                "ignore"
-            )  # it is empty where a stage begins with a block that is recomputed
+            # It is empty where a stage begins with a block that is recomputed.
+            warnings.simplefilter("ignore")
             self._graphs[-1].capture_end()
 
 

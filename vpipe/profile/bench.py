@@ -67,6 +67,9 @@ class Bench:
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()
 
+    def begin(self) -> None:
+        """Sizes are measured: from now on rounds are run."""
+
     def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
         self._context = RandomContext(swap=swap)
         leaves = {n: t.detach().requires_grad_(self.stage.needs_gradient(n)) for n, t in self.inputs.items()}

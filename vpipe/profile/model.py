@@ -122,8 +122,7 @@ class ModelBench:
         singles = [bench for own in self.kinds.values() for bench in own]
         self.everything = singles if run is None else [*singles, run]
         for bench in self.everything:
-            if isinstance(bench, TapedBench):
-                bench.taped = True
+            bench.begin()
         self._rounds = self.rounds_as_often()
 
     def measure(

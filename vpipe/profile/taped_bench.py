@@ -15,20 +15,23 @@ from vpipe.runtime.tapes import Seat, Tapes
 
 
 class TapedBench(Bench):
-    """What is swapped is issued as ever, and so is everything until `taped` is set: sizes are measured that way."""
+    """What is swapped is issued as ever, and so is everything before the rounds, when sizes are measured."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
-        self.taped = False
+        self._begun = False
         self._tapes: dict[StageModule, Tapes] = {}
         self._played: tuple[Tapes, Seat] | None = None
+
+    def begin(self) -> None:
+        self._begun = True
 
     def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
         if self._played:
             tapes, seat = self._played
             tapes.finished(seat)
             self._played = None
-        if not self.taped or swap is not None:
+        if not self._begun or swap is not None:
             return super().forward(module, swap)
         if module not in self._tapes:
             self._tapes[module] = self._warm_tapes(module)

@@ -249,6 +249,7 @@ class _Run:
         sending = self.network.copying[rank] / turns / period if period else 0.0
         found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
+        # A stage that swaps is on no tape.
         if self.profile.device.graphs and not any(self.costs[stage].swapped for stage in stages):
             memory = taped_memory(fixed, self.held(rank), found, self.profile.device, self.split)
         else:
