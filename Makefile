@@ -2,7 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test fuzz faults soak bench docs clean
+.PHONY: setup train check test test-long test-all fuzz faults soak bench docs clean
+
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.ready
 
@@ -21,7 +23,12 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder  # in the order of tests/conftest.py
+	$(PYTEST) -m "not long"
+
+test-long: setup
+	$(PYTEST) -m long
+
+test-all: test test-long
 
 faults: setup
 	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: some minutes
@@ -30,6 +37,7 @@ soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200
 
 fuzz: setup
+	VPIPE_FUZZ=10000 $(PYTEST) -m hypothesis --timeout 0 tests/unit  # new examples of every property test
 	VPIPE_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz  # a minute or two of a processor for each format
 
 bench: setup

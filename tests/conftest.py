@@ -8,20 +8,13 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
 
 import vpipe.layout
-from tests import captures
+from tests import captures, drawing
 from vpipe.graph import ModelGraph
 
 torch.set_num_threads(1)
-# Tests run on busy machines: how long an example takes says nothing. Files in a test's folder may be written again.
-settings.register_profile(
-    "busy",
-    deadline=None,
-    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
-)
-settings.load_profile("busy")
+drawing.load_profile()
 
 LONG = (
     "end_to_end/test_train.py",

@@ -3,7 +3,6 @@
 `make fuzz` reads that many and tells how long it took; the suite reads a few hundred of each.
 """
 
-import os
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -13,13 +12,12 @@ from types import FrameType
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, Phase, given, seed, settings
+from hypothesis import HealthCheck, Phase, given, settings
 
+from tests.drawing import BAD_FILES
 from tests.fuzz.readers import MAKERS, all_readers
 from vpipe.errors import VPipeError
 
-COUNT = int(os.environ.get("VPIPE_FUZZ", "0"))
-"""Bad files of each format; 0: as many as the suite has time for."""
 QUICK = 150
 SLOW = {"model": 40, "tokenizer": 100, "shards": 100}
 LONGEST = 20.0
@@ -51,7 +49,7 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-@pytest.mark.timeout(0 if COUNT else 120)
+@pytest.mark.timeout(0 if BAD_FILES else 120)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("name", MAKERS)
 def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,21 +64,19 @@ def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
             assert message.count("\n") < reader.lines, message
             assert len(message) < LONGEST_MESSAGE
 
-    began, count = time.process_time(), COUNT or SLOW.get(name, QUICK)
-    for number in range(2):  # a file that is good after all does not count: some more are tried
+    began, count = time.process_time(), BAD_FILES or SLOW.get(name, QUICK)
+    for _ in range(2):  # a file that is good after all does not count: some more are tried
         strict = settings(
             max_examples=count,
-            deadline=None,
-            database=None,
             phases=[Phase.generate, Phase.shrink],
             suppress_health_check=list(HealthCheck),
         )
-        seed(number)(strict(given(reader.bad)(one)))()
-        count = 2 * (COUNT - told["refused"])
+        strict(given(reader.bad)(one))()
+        count = 2 * (BAD_FILES - told["refused"])
         if count <= 0:
             break
     assert told["refused"]
-    if COUNT:
+    if BAD_FILES:
         with capsys.disabled():
             taken = time.process_time() - began
             print(

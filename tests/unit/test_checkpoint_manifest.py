@@ -4,11 +4,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file
 
+from tests.drawing import draws
 from vpipe import checkpoint
 from vpipe.checkpoint import manifest
 from vpipe.checkpoint.files import sha256, write_tensors
@@ -22,7 +23,7 @@ json_values = st.recursive(
 
 
 @given(extra=st.dictionaries(st.text(), json_values, max_size=4), updates=st.integers(0, 10**12))
-@settings(max_examples=50)
+@draws(50)
 def test_a_manifest_is_read_as_it_was_written(tmp_path: Path, extra: dict[str, Any], updates: int) -> None:
     entry = FileEntry(size=3, sha256="0" * 64, tensors=["model.a"])
     written = Manifest(

@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from vpipe.cost import (
     BlockCost,
     DeviceCost,
@@ -177,7 +178,7 @@ anything = st.recursive(
 keys = st.sampled_from([*profile(), "links", "optimizer_ratio", "format"])
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(
     st.dictionaries(keys, anything),
     st.dictionaries(st.sampled_from([*block(), "name"]), anything),
@@ -192,7 +193,7 @@ def test_anything_else_is_a_clear_error(
         read_any_profile(file)
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(st.text() | st.text(alphabet='{}[]",:node -=\t\n1.eN').map(lambda text: "{" + text))
 def test_any_text_is_a_clear_error(file: Path, text: str) -> None:
     file.write_text(text, encoding="utf-8", errors="surrogatepass")

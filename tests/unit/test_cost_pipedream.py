@@ -4,9 +4,10 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_cost_files import examples
 from vpipe.cost import read_any_profile, read_pipedream_graph
 from vpipe.errors import VPipeError
@@ -113,7 +114,7 @@ lines = st.builds(node, numbers, st.floats(), st.floats(), st.floats() | st.text
 )
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(st.lists(lines | st.text(max_size=8), min_size=1, max_size=8))
 def test_any_text_is_a_profile_or_a_clear_error(file: Path, parts: list[str]) -> None:
     file.write_text("".join(parts), encoding="utf-8", errors="surrogatepass")
@@ -121,7 +122,7 @@ def test_any_text_is_a_profile_or_a_clear_error(file: Path, parts: list[str]) ->
         assert read_pipedream_graph(file).blocks
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     st.integers(1, 8).flatmap(
         lambda n: st.tuples(st.just(n), st.sets(st.tuples(st.integers(1, n), st.integers(1, n))))

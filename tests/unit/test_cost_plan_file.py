@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_cost_files import anything, examples
 from vpipe.cost import POLICIES, Plan, read_plan, write_plan
 from vpipe.cost.plan_file import KEYS
@@ -63,7 +64,7 @@ def test_the_ratio_is_written_where_the_policies_have_its_shape(
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(counts, st.data())
 def test_what_is_written_is_read(file: Path, partition: list[int], data: st.DataObject) -> None:
     """With and without the exact policies: the ratios stand for them where they are written."""
@@ -126,7 +127,7 @@ def test_mistakes(file: Path, values: Any, message: str) -> None:
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(anything | st.dictionaries(st.sampled_from(KEYS), anything | counts))
 def test_anything_else_is_a_clear_error(file: Path, values: Any) -> None:
     with suppress(VPipeError):

@@ -5,10 +5,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 import vpipe.data.tokenizer
+from tests.drawing import draws
 from vpipe.data import build_tokenizer, masked_text, special_id, translation_pairs
 from vpipe.data.tokenizer import Kind
 from vpipe.errors import ConfigError, VPipeError
@@ -40,7 +41,7 @@ def test_bpe_gives_any_text_back(tmp_path: Path) -> None:
     assert len(tokenizer.encode(CHINESE[0]).ids) < len(CHINESE[0].encode()) / 2
 
 
-@settings(max_examples=50)
+@draws(50)
 @given(text=st.text())
 def test_bpe_gives_every_text_back(text: str, tmp_path: Path) -> None:
     tokenizer = build_tokenizer(ENGLISH, "bpe", 300, tmp_path)

@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 import torch
 import transformers as hf
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from tests import by_hand, models
+from tests.drawing import draws
 from vpipe.errors import PartitionError
 from vpipe.graph import ModelGraph, capture, edges, tied
 from vpipe.graph.partition import balanced_partition
@@ -165,7 +166,7 @@ def test_more_stages_than_blocks_are_refused() -> None:
         captured("bert").balanced_partition(0)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(st.data())
 def test_balanced_partitions_are_optimal(data: Any) -> None:
     weights = data.draw(st.lists(st.integers(0, 20), min_size=1, max_size=9))

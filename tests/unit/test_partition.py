@@ -3,9 +3,10 @@
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from vpipe.graph.partition import _busiest, partition_for_ranks
 
 V = ((0,), (1,), (1,), (0,))
@@ -29,7 +30,7 @@ def test_small_cases(weights: list[int], placement: tuple, expected: tuple[int, 
     assert _busiest(weights, found, placement) == _busiest(weights, expected, placement)
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     weights=st.lists(st.integers(1, 20), min_size=6, max_size=11),
     placement=st.sampled_from([V, ((0, 1), (2,)), ((0,), (1, 2)), ((0,), (1,), (0,), (1,))]),

@@ -9,9 +9,10 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_plan_optimal import MINIBATCHES, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, as_scheduled
 from vpipe.errors import VPipeError
@@ -61,7 +62,7 @@ def check_auto(profile: Profile, ranks: int, cap: int, minibatches: int) -> str 
     return result.schedule
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(problems(), st.sampled_from([(1, 1.0), (2, 1.0), (2, 1.5)]), st.booleans())
 def test_auto_is_the_fastest_of_all(
     problem: tuple[Profile, int, int], sharing: tuple[int, float], far: bool
@@ -89,7 +90,7 @@ def test_auto_is_the_fastest_of_all_on_more_ranks() -> None:
     assert len(best) >= 4, best
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(
     problems(),
     st.sampled_from([name for name in TRIED if name not in ASYNCHRONOUS]),

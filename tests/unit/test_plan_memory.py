@@ -2,9 +2,10 @@
 
 from itertools import accumulate
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_plan_optimal import block
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie
 from vpipe.plan.loads import equal_loads, staircase_loads
@@ -43,7 +44,7 @@ def both(
     return planned, [simulated.ranks[piece.ranks[0]].memory.total for piece in slices]
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(
     BLOCKS,
     POLICIES,
@@ -64,7 +65,7 @@ def test_equals_the_simulated_peak(
     assert planned == simulated
 
 
-@settings(max_examples=50)
+@draws(50)
 @given(BLOCKS, POLICIES, SCHEDULES, st.sampled_from([(1, 2), (2, 1), (1, 3), (2, 1, 1), (1, 2, 1)]))
 def test_uneven_replicas_need_no_more_than_is_planned(
     blocks: list[BlockCost], policies: list[str], name: str, replicas: tuple[int, ...]
@@ -74,7 +75,7 @@ def test_uneven_replicas_need_no_more_than_is_planned(
     assert all(need >= found for need, found in zip(planned, simulated, strict=True))
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(
     st.lists(block, min_size=6, max_size=6),
     st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=6, max_size=6),

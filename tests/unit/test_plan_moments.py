@@ -3,9 +3,10 @@
 from itertools import accumulate
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_plan_optimal import block
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
 from vpipe.plan import plan
@@ -22,7 +23,7 @@ def test_the_picture() -> None:
     assert max(sum(map(sum, moment.counts)) for moment in first) == 8  # 1F1B's first rank, in half stages
 
 
-@settings(max_examples=120)
+@draws(120)
 @given(
     st.lists(block, min_size=8, max_size=12),
     st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=12, max_size=12),

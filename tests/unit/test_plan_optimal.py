@@ -18,9 +18,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
@@ -247,7 +248,7 @@ def approx(seconds: float) -> Any:
     return pytest.approx(seconds, rel=1e-6, abs=1e-12)
 
 
-quick = settings(max_examples=150)
+quick = draws(150)
 
 
 @quick
@@ -262,7 +263,7 @@ def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) ->
         assert sum(result.replicas) == ranks
 
 
-@settings(max_examples=30)
+@draws(30)
 @given(problems(least=7, most=10), st.sampled_from(SCHEDULES))
 def test_equals_brute_force_for_more_blocks(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
@@ -306,7 +307,7 @@ def test_more_memory_is_never_slower(problem: tuple[Profile, int, int], more: in
         assert planned(profile, ranks, cap, schedule) == result
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(problems(), st.sampled_from(("zb-h1", "zb-v", "interleaved", "auto")))
 def test_never_exceeds_the_cap(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
@@ -361,7 +362,7 @@ def test_the_refusal_names_the_smallest_changes(
         assert size == 1 or least(ranks, 1) > cap
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(problems(), st.sampled_from(("zb-h1", "zb-v", "interleaved", "auto")))
 def test_the_memory_that_a_refusal_names_fits(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
@@ -395,7 +396,7 @@ def split_stage(
     return total, longer, swapped
 
 
-@settings(max_examples=200)
+@draws(200)
 @given(problems(most=5), st.lists(st.none() | st.integers(0, 9), min_size=5, max_size=5), st.data())
 def test_split_backwards_equal_brute_force(
     problem: tuple[Profile, int, int], deferred: list[int | None], data: st.DataObject
@@ -439,7 +440,7 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     return float(np.where(fits, np.maximum(base + longer, swapped * per_byte), inf).min())
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(
     problems(most=12),
     st.integers(1, 4),

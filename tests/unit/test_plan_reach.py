@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from itertools import combinations, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Load
 from vpipe.plan.reach import Floor, Floors, all_moves, furthest, least_limit, reach
@@ -33,17 +35,33 @@ def test_equal_blocks_are_dealt_out(blocks: int, ranks: int) -> None:
     assert limit == pytest.approx(1 + 3 * -(-blocks // ranks), rel=2e-4)
 
 
-@settings(max_examples=200)
-@given(st.integers(1, 4), st.integers(0, 3), st.data())
-def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(
-    ranks: int, more: int, data: st.DataObject
-) -> None:
-    blocks, small = ranks + more, st.integers(0, 5)
-    lead = data.draw(st.lists(st.integers(0, 2), min_size=blocks, max_size=blocks))
-    rows = [[least + data.draw(small) for least in lead] for _ in range(ranks)]
-    fixed = data.draw(st.lists(small, min_size=ranks, max_size=ranks))
-    floor = floor_of(rows, fixed, lead)
-    bytes_ = floor_of([[data.draw(small) for _ in lead] for _ in rows], [0] * ranks, [0] * blocks, 9)
+class Problem(NamedTuple):
+    """Costs and bytes of each block by load, costs of each load, and what each block adds for all that follow."""
+
+    costs: list[list[int]]
+    bytes: list[list[int]]
+    fixed: list[int]
+    lead: list[int]
+
+
+@st.composite
+def problems(draw: st.DrawFn) -> Problem:
+    ranks = draw(st.integers(1, 4))
+    blocks, small = ranks + draw(st.integers(0, 3)), st.integers(0, 5)
+    lead = draw(st.lists(st.integers(0, 2), min_size=blocks, max_size=blocks))
+    costs = [[least + draw(small) for least in lead] for _ in range(ranks)]
+    sizes = [[draw(small) for _ in lead] for _ in range(ranks)]
+    return Problem(costs, sizes, draw(st.lists(small, min_size=ranks, max_size=ranks)), lead)
+
+
+@draws(200)
+@given(problems())
+# The furthest block at which a stage could begin costs too much by itself; one that begins earlier ends there.
+@example(Problem([[0, 0, 1]] * 3, [[0, 0, 0]] * 3, fixed=[0, 1, 0], lead=[0, 0, 1]))
+def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(problem: Problem) -> None:
+    ranks, blocks = len(problem.costs), len(problem.lead)
+    floor = floor_of(problem.costs, problem.fixed, problem.lead)
+    bytes_ = floor_of(problem.bytes, [0] * ranks, [0] * blocks, 9)
     moves, floors = all_moves(one_rank_each(ranks)), Floors([floor], [bytes_])
 
     def stage(what: Floor, start: int, stop: int, row: int) -> float:

@@ -8,9 +8,10 @@ from math import inf
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_plan_optimal import block, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.plan import branch
@@ -45,7 +46,7 @@ diverse = st.builds(
 )  # fmt: skip
 
 
-@settings(max_examples=300)
+@draws(300)
 @given(
     st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
     st.sampled_from([0.5, 4.0, 50.0]),
@@ -90,7 +91,7 @@ def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.Monke
     assert search.seconds == pytest.approx(13.0)
 
 
-@settings(max_examples=200)
+@draws(200)
 @given(
     st.lists(block, min_size=1, max_size=5) | st.lists(diverse, min_size=5, max_size=5),
     st.integers(2, 5),
@@ -115,7 +116,7 @@ def test_block_by_block_equals_brute_force(
     assert reached[0] == pytest.approx(min(seconds for needed, seconds in found if needed <= memory))
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(problems(), st.sampled_from(["pipedream", "2bw", "1f1b", "gpipe"]), st.booleans())
 def test_bounds_of_slices_are_never_above_what_they_cost(
     problem: tuple[Profile, int, int], schedule: str, dear: bool

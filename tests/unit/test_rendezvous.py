@@ -14,9 +14,10 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from vpipe.communication import rendezvous as server
 from vpipe.communication.handshake import GREETING_BYTES, INTRODUCTION_BYTES, MAGIC, YES, RefusedError
 from vpipe.communication.job import _listener
@@ -310,7 +311,7 @@ def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: l
     assert "it announced a message of 16777217 bytes" in logged[0]
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@draws(60)
 @given(noise=st.lists(st.binary(max_size=300), min_size=1, max_size=3))
 def test_noise(job: Job, noise: list[bytes]) -> None:
     with job.call() as stranger:

@@ -4,9 +4,10 @@ import pickle
 from itertools import islice, product
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.schedules import programs
 from tests.timing import quickest
 from vpipe.errors import ScheduleError
@@ -152,13 +153,13 @@ def test_interleaved_idles_less_with_more_chunks() -> None:
     assert shares == pytest.approx([3 / (chunks * 8 + 3) for chunks in (1, 2, 4)])
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(st.integers(1, 6), st.integers(1, 20), st.integers(1, 4), st.integers(1, 3))
 def test_interleaved_runs_with_any_number_of_minibatches(p: int, m: int, chunks: int, replicas: int) -> None:
     check(build("interleaved", p, m, chunks=chunks, replicas=(replicas,) * p))
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(
     st.sampled_from(UNEQUAL),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -176,13 +177,13 @@ def test_all_small_replicated_pipelines_can_run() -> None:
             check(build(name, 3, minibatches, replicas=replicas))
 
 
-@settings(max_examples=40)
+@draws(40)
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 3))
 def test_zb_v_takes_equal_replicas(stages: int, minibatches: int, replicas: int) -> None:
     check(build("zb-v", stages, minibatches, replicas=(replicas,) * stages))
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 16))
 def test_every_stage_gathers_gradients_in_the_order_of_the_minibatches(name: str, p: int, m: int) -> None:
     """Sums of floats depend on their order: with the same one, all schedules give the same bits."""
@@ -210,7 +211,7 @@ def test_2bw_has_at_most_two_versions() -> None:
     assert [stage.versions for stage in holdings(build("2bw", 4, 32))] == [2, 2, 2, 1]
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(st.lists(st.integers(1, 4), min_size=1, max_size=4))
 def test_2bw_knows_the_smallest_interval_for_two_versions(replicas: list[int]) -> None:
     """Compared with what pipedream holds, which takes any interval from the number of replicas on."""
@@ -228,7 +229,7 @@ def test_2bw_knows_the_smallest_interval_for_two_versions(replicas: list[int]) -
             build("2bw", stages, 64, replicas=replicas, update_interval=smallest - 1)
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(
     st.sampled_from(ASYNCHRONOUS),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),

@@ -3,9 +3,10 @@
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.schedules import plain_schedules, programs
 from vpipe.errors import ScheduleError
 from vpipe.schedule import Action, Op, Schedule, build, check, lower
@@ -62,7 +63,7 @@ def test_twice_is_once_too_often() -> None:
         lower(lower(build("gpipe", 2, 2)))
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(plain_schedules())
 def test_lowering_only_adds(schedule: Schedule) -> None:
     lowered = lower(schedule)
@@ -71,7 +72,7 @@ def test_lowering_only_adds(schedule: Schedule) -> None:
         assert kept == list(schedule.program(rank))
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(plain_schedules())
 def test_sends_and_receives_pair(schedule: Schedule) -> None:
     lowered = lower(schedule)
@@ -84,7 +85,7 @@ def test_sends_and_receives_pair(schedule: Schedule) -> None:
     )
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(plain_schedules())
 def test_all_replicas_reduce_in_the_same_order(schedule: Schedule) -> None:
     """Otherwise collectives that block would wait for each other."""
@@ -95,7 +96,7 @@ def test_all_replicas_reduce_in_the_same_order(schedule: Schedule) -> None:
         assert bool(orders.pop()) == (len(ranks) > 1)
 
 
-@settings(max_examples=50)
+@draws(50)
 @given(st.sampled_from(ASYNCHRONOUS), st.lists(st.integers(1, 3), min_size=1, max_size=3), st.integers(1, 20))
 def test_a_known_end_changes_nothing(name: str, replicas: list[int], end: int) -> None:
     endless = lower(build(name, len(replicas), None, replicas=replicas))

@@ -1,8 +1,9 @@
 """Schedules as CSV."""
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 
+from tests.drawing import draws
 from tests.schedules import programs, schedules
 from vpipe.errors import ScheduleError
 from vpipe.schedule import Schedule, build, check, read_table, write_table
@@ -12,7 +13,7 @@ def test_one_row_a_rank() -> None:
     assert write_table(build("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1,0STEP1\n1F0,1B0,1F1,1B1,1STEP1\n"
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(schedules())
 def test_what_is_written_is_read(schedule: Schedule) -> None:
     assert schedule.minibatches is not None

@@ -4,9 +4,10 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.schedules import schedules
 from vpipe.errors import ScheduleError
 from vpipe.schedule import Action, Deadlock, Op, Rules, Schedule, build, listed, lower, walk
@@ -86,7 +87,7 @@ def test_a_buffer_holds_something() -> None:
         walk(build("1f1b", 2, 2), buffer=0)
 
 
-@settings(max_examples=80)
+@draws(80)
 @given(schedules(), st.randoms())
 def test_the_rules_are_kept_at_any_cost(schedule: Schedule, random: Random) -> None:
     """Against the rules themselves: all that an action needs has ended when it starts."""

@@ -4,9 +4,10 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.unit.test_simulate_time import block, profile
 from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.schedule import NAMES, Action, build, holdings
@@ -253,7 +254,7 @@ blocks = st.lists(
 policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, max_size=4).map(tuple)
 
 
-@settings(max_examples=100)
+@draws(100)
 @given(blocks, policies, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 20), st.booleans())
 def test_nothing_is_left_and_nothing_is_owed(
     found: list[BlockCost], chosen: tuple[str, ...], host: float, name: str, m: int, beside: bool

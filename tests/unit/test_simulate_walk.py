@@ -4,14 +4,15 @@ from itertools import islice
 from random import Random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.schedules import schedules
 from vpipe.schedule import Action, Schedule, build, walk
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(schedules(), st.integers())
 def test_the_order_of_events_changes_no_time(schedule: Schedule, seed: int) -> None:
     def cost(action: Action) -> float:

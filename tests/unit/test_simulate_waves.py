@@ -7,9 +7,10 @@ from typing import Any
 from unittest.mock import patch
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.drawing import draws
 from tests.schedules import CHUNKED
 from tests.timing import quickest
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
@@ -52,7 +53,7 @@ def both_ways(
     return found
 
 
-@settings(max_examples=150)
+@draws(150)
 @given(st.sampled_from(NAMES), st.integers(1, 5), st.integers(1, 14), st.integers(0, 10**9))
 def test_waves_give_the_same_figures(name: str, positions: int, minibatches: int, seed: int) -> None:
     random = Random(seed)

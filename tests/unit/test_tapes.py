@@ -5,10 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.drawing import draws
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
 from vpipe import Pipeline, assembly
@@ -306,7 +307,7 @@ def test_a_backward_on_tape_is_given_nothing_of_what_it_gives_back_unless_it_is_
     assert split[0] == split[1]
 
 
-@settings(max_examples=60)
+@draws(60)
 @given(
     st.lists(any_block, min_size=4, max_size=8),
     st.sampled_from(["1f1b", "zb-h1", "gpipe", "2bw", "vpipe", "interleaved"]),

@@ -100,7 +100,8 @@ def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -
             rows = move.loads
             allowed = key[rows, start, None] + most[rows] - floor.fixed[rows]
             stop = np.minimum(stop, (floor.before[rows] <= allowed).sum(axis=1) - 1)
-        far[move.left] = np.maximum(far[move.left], np.where(stop >= start, stop, -1))
+        # Before `start`: a stage from there costs too much even without blocks, but one from before it may end there.
+        far[move.left] = np.maximum(far[move.left], stop)
     for behind in range(1, len(moves)):
         move = moves[behind]
         if move is None:
