@@ -7,6 +7,13 @@ import pytest
 import torch
 
 from tests.multiprocess.pool import Pool
+from vpipe.graph.host_store import LEAST, PinnedStore
+
+
+@pytest.fixture(autouse=True)
+def _least(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `tasks.train` swaps of small models, ranks that are threads leave set for all tests of the process."""
+    monkeypatch.setattr(PinnedStore, "least", LEAST)
 
 
 @pytest.fixture(scope="session")
