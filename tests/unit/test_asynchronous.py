@@ -17,7 +17,9 @@ from vpipe.schedule import build
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
-UPDATES = 50
+UPDATES = 12
+"""Three times as many as it takes to fill the deepest pipeline here."""
+MANY_UPDATES = pytest.param(50, marks=pytest.mark.long)
 OPTIMIZERS = {
     "sgd": optimizer_factory("sgd", 0.05, weight_decay=0.01),
     "adamw": optimizer_factory("adamw", 1e-3, weight_decay=0.1),
@@ -87,17 +89,20 @@ def check(
     assert difference < 1e-9, where
 
 
+@pytest.mark.parametrize("updates", [UPDATES, MANY_UPDATES])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
-def test_every_depth(captured: Callable, capture_once: None, schedule: str, ranks: int) -> None:
-    updates = UPDATES if schedule == "pipedream" else 12
+def test_every_depth(captured: Callable, capture_once: None, schedule: str, ranks: int, updates: int) -> None:
     check(captured, example("sequential", dropout=0.1), schedule, ranks, updates=updates)
 
 
+@pytest.mark.parametrize("updates", [UPDATES, MANY_UPDATES])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
-def test_every_optimizer(captured: Callable, capture_once: None, schedule: str, optimizer: str) -> None:
-    check(captured, example("sequential", dropout=0.1), schedule, 3, optimizer=optimizer)
+def test_every_optimizer(
+    captured: Callable, capture_once: None, schedule: str, optimizer: str, updates: int
+) -> None:
+    check(captured, example("sequential", dropout=0.1), schedule, 3, optimizer=optimizer, updates=updates)
 
 
 def test_vpipe_is_pipedreams_order(captured: Callable, capture_once: None) -> None:
@@ -109,11 +114,11 @@ def test_vpipe_is_pipedreams_order(captured: Callable, capture_once: None) -> No
 def test_tied_weights_are_one_parameter_whose_late_holder_lags(
     captured: Callable, capture_once: None, name: str, ranks: int
 ) -> None:
-    check(captured, example(name, dropout=0.1), "pipedream", ranks, updates=15)
+    check(captured, example(name, layers=2, dropout=0.1), "pipedream", ranks, updates=10)
 
 
 def test_tied_weights_in_macrobatches(captured: Callable, capture_once: None) -> None:
-    check(captured, example("bert", dropout=0.1), "2bw", 2, updates=6, update_interval=3)
+    check(captured, example("bert", layers=2, dropout=0.1), "2bw", 2, updates=6, update_interval=3)
 
 
 def test_macrobatches_of_any_length(captured: Callable, capture_once: None) -> None:
@@ -133,17 +138,17 @@ def test_replicas_update_together(captured: Callable, capture_once: None, replic
 
 
 def test_replicas_that_share_a_tied_parameter(captured: Callable, capture_once: None) -> None:
-    check(captured, example("gpt2", dropout=0.1), "pipedream", 3, updates=6, replicas=(2, 1))
+    check(captured, example("gpt2", layers=2, dropout=0.1), "pipedream", 3, updates=6, replicas=(2, 1))
 
 
 def test_recompute_sees_the_stashed_weights_and_the_same_masks(
     captured: Callable, capture_once: None
 ) -> None:
-    check(captured, example("gpt2", dropout=0.1), "pipedream", 3, updates=8, recompute_ratio=1.0)
+    check(captured, example("gpt2", layers=2, dropout=0.1), "pipedream", 3, updates=8, recompute_ratio=1.0)
 
 
 def test_each_stage_clips_by_its_own_norm(captured: Callable, capture_once: None) -> None:
-    check(captured, example("gpt2", dropout=0.1), "pipedream", 2, updates=8, clip_norm=0.05)
+    check(captured, example("gpt2", layers=2, dropout=0.1), "pipedream", 2, updates=8, clip_norm=0.05)
 
 
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])

@@ -1,7 +1,8 @@
 """Checkpoints: resuming equals never having stopped, under any layout."""
 
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import pytest
 import torch
@@ -87,14 +88,32 @@ OTHER_LAYOUTS: list[tuple[int, dict[str, Any]]] = [
 ]
 
 
+Whole: TypeAlias = "Callable[..., tuple[dict[int, float], list[Path]]]"
+
+
+@pytest.fixture(scope="module")
+def whole_run(tmp_path_factory: pytest.TempPathFactory) -> Whole:
+    """Losses and checkpoints of a run that does not stop, made for the first of the tests that compare with it."""
+    made: dict[int, tuple[dict[int, float], list[Path]]] = {}
+
+    def losses_and_steps(given: models.Example, ranks: int, **options: Any) -> Any:
+        if id(given) not in made:
+            directory = tmp_path_factory.mktemp("whole")
+            made[id(given)] = run(given, ranks, directory, **options), steps(directory)
+        return made[id(given)]
+
+    return losses_and_steps
+
+
+POLICY = learning_rate_policy("polynomial", 2, UPDATES)
+
+
 @pytest.mark.parametrize(("ranks", "options"), OTHER_LAYOUTS)
 def test_another_layout_goes_on_with_the_same_training(
-    tmp_path: Path, ranks: int, options: dict[str, Any]
+    tmp_path: Path, whole_run: Whole, ranks: int, options: dict[str, Any]
 ) -> None:
-    policy = learning_rate_policy("polynomial", 2, UPDATES)
-    whole = run(bert(), 2, tmp_path / "whole", lr_scheduler=policy, **SYNCHRONOUS)
-    middle, end = steps(tmp_path / "whole")
-    second = run(bert(), ranks, tmp_path / "second", resume=middle, lr_scheduler=policy, **options)
+    whole, (middle, end) = whole_run(bert(), 2, lr_scheduler=POLICY, **SYNCHRONOUS)
+    second = run(bert(), ranks, tmp_path / "second", resume=middle, lr_scheduler=POLICY, **options)
     assert second == pytest.approx({u: loss for u, loss in whole.items() if u >= STOP}, rel=1e-9)
     expected, got = tensors(end), tensors(steps(tmp_path / "second")[0])
     assert got.keys() == expected.keys()
@@ -103,10 +122,11 @@ def test_another_layout_goes_on_with_the_same_training(
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_another_partition_of_a_chain_is_equal_to_the_bit(tmp_path: Path, ranks: int) -> None:
+def test_another_partition_of_a_chain_is_equal_to_the_bit(
+    tmp_path: Path, whole_run: Whole, ranks: int
+) -> None:
     sequential = example("sequential", dropout=0.1)
-    whole = run(sequential, 3, tmp_path / "whole", **SYNCHRONOUS)
-    middle, end = steps(tmp_path / "whole")
+    whole, (middle, end) = whole_run(sequential, 3, **SYNCHRONOUS)
     second = run(sequential, ranks, tmp_path / "second", resume=middle, **SYNCHRONOUS)
     assert second == {u: loss for u, loss in whole.items() if u >= STOP}
     expected, got = tensors(end), tensors(steps(tmp_path / "second")[0])
@@ -116,11 +136,10 @@ def test_another_partition_of_a_chain_is_equal_to_the_bit(tmp_path: Path, ranks:
 
 @pytest.mark.parametrize("options", [{"schedule": "pipedream"}, {**SYNCHRONOUS, "replicas": (1, 2)}])
 def test_loading_into_another_layout_and_saving_again_changes_nothing(
-    tmp_path: Path, options: dict[str, Any]
+    tmp_path: Path, whole_run: Whole, options: dict[str, Any]
 ) -> None:
     gpt2 = example("gpt2", layers=1, dropout=0.1)
-    run(gpt2, 2, tmp_path / "whole", optimizer="lamb", schedule="2bw", update_interval=2)
-    end = steps(tmp_path / "whole")[-1]
+    _, (*_, end) = whole_run(gpt2, 2, optimizer="lamb", schedule="2bw", update_interval=2)
     run(gpt2, 3, tmp_path / "again", resume=end, optimizer="lamb", updates=0, **options)
     again = steps(tmp_path / "again")[0]
     expected, got = tensors(end), tensors(again)

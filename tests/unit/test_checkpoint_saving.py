@@ -135,7 +135,7 @@ def train(pipe: Pipeline, data: list[Any]) -> None:
 def held_up(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
     """Files of stages are not on the disk before this is set."""
     go_on, sync = threading.Event(), files.sync
-    monkeypatch.setattr(files, "sync", lambda path: go_on.wait(60) and sync(path))
+    monkeypatch.setattr(files, "sync", lambda path: go_on.wait(200) and sync(path))
     return go_on
 
 
@@ -171,7 +171,7 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, held_up: threading.Even
             saver = checkpoint.Saver(pipe, tmp_path)
             saver.start({})
             train(pipe, data[:2])
-            threading.Timer(0.3, held_up.set).start()
+            threading.Timer(0.1, held_up.set).start()
             saver.start({})
             assert (tmp_path / "step-00000000").exists()
             saver.finish()

@@ -114,7 +114,7 @@ lines = st.builds(node, numbers, st.floats(), st.floats(), st.floats() | st.text
 )
 
 
-@draws(150)
+@draws(60)
 @given(st.lists(lines | st.text(max_size=8), min_size=1, max_size=8))
 def test_any_text_is_a_profile_or_a_clear_error(file: Path, parts: list[str]) -> None:
     file.write_text("".join(parts), encoding="utf-8", errors="surrogatepass")

@@ -64,7 +64,7 @@ def test_the_ratio_is_written_where_the_policies_have_its_shape(
 counts = st.lists(st.integers(1, 9), min_size=1, max_size=4)
 
 
-@draws(100)
+@draws(40)
 @given(counts, st.data())
 def test_what_is_written_is_read(file: Path, partition: list[int], data: st.DataObject) -> None:
     """With and without the exact policies: the ratios stand for them where they are written."""
@@ -127,7 +127,7 @@ def test_mistakes(file: Path, values: Any, message: str) -> None:
     assert str(caught.value).startswith(f"{file}: {message}")
 
 
-@draws(150)
+@draws(60)
 @given(anything | st.dictionaries(st.sampled_from(KEYS), anything | counts))
 def test_anything_else_is_a_clear_error(file: Path, values: Any) -> None:
     with suppress(VPipeError):

@@ -1,8 +1,8 @@
 """When memory has run out: the plan that is told is one that fits what there was, and telling it never fails."""
 
 import re
-import time
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,8 +53,9 @@ def told(
 
 
 @pytest.fixture
-def cache(tmp_path: Path) -> Path:
-    """Where a profile of the run lies."""
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a profile of the run lies. Planning has time, on a busy machine too."""
+    monkeypatch.setattr(fitting, "SECONDS", 100.0)
     config = check_values(RUN, Path("run.yml"))
     write_profile(PROFILE, tmp_path / f"profile-{planning._fingerprint(config)}.json")
     return tmp_path
@@ -151,20 +152,24 @@ def test_what_is_not_known_is_not_planned_for(cache: Path) -> None:
     assert what_would_fit(error, config, nobody, RUNNING, cache, BESIDE).startswith("partition: auto with")
 
 
-@pytest.mark.parametrize("trouble", ["slow", "fails"])
-def test_a_planner_in_trouble_does_not_hide_what_happened(
-    cache: Path, monkeypatch: pytest.MonkeyPatch, trouble: str
+def test_a_planner_that_fails_does_not_hide_what_happened(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def planner(*_: Any) -> Any:
-        if trouble == "fails":
-            raise ZeroDivisionError
-        time.sleep(20)
+        raise ZeroDivisionError
 
-    monkeypatch.setattr(fitting, "SECONDS", 0.2)
     monkeypatch.setattr(fitting, "plan", planner)
-    started = time.monotonic()
     said, keys = told(cache, held=4_000_000, free=500_000)
-    assert time.monotonic() - started < 10
+    assert not keys
+    assert COMMAND.format(4_500_000) in said
+
+
+def test_nobody_waits_for_a_planner_without_an_end(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    over = Event()
+    monkeypatch.setattr(fitting, "SECONDS", 0.1)
+    monkeypatch.setattr(fitting, "plan", lambda *_: over.wait())
+    said, keys = told(cache, held=4_000_000, free=500_000)
+    over.set()
     assert not keys
     assert COMMAND.format(4_500_000) in said
 

@@ -1,8 +1,12 @@
-"""Blocks and stages: where models are cut, and who sends what to whom."""
+"""Blocks: how many a model has, what they are known by, and how they are dealt out to stages.
+
+Who sends what to whom: `test_graph_transparency.py`, where all models of the zoo are captured.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cache
 from itertools import combinations
 from typing import Any
 
@@ -16,12 +20,17 @@ from torch import Tensor, nn
 from tests import by_hand, models
 from tests.drawing import draws
 from vpipe.errors import PartitionError
-from vpipe.graph import ModelGraph, capture, edges, tied
+from vpipe.graph import ModelGraph, capture
 from vpipe.graph.partition import balanced_partition
 
 
-def captured(name: str) -> ModelGraph:
-    return by_hand.captured(name)[3]
+@cache
+def small_bert() -> ModelGraph:
+    return capture(*models.bert(layers=1))
+
+
+def seven_blocks() -> ModelGraph:
+    return by_hand.captured("sequential")[3]
 
 
 def bert_of(cls: Callable[..., nn.Module], layers: int, **sizes: int) -> tuple[nn.Module, dict[str, Tensor]]:
@@ -33,112 +42,40 @@ def bert_of(cls: Callable[..., nn.Module], layers: int, **sizes: int) -> tuple[n
     return model, batch
 
 
-def test_bert_with_24_layers_has_49_blocks() -> None:
+@pytest.mark.parametrize(
+    ("layers", "partition"), [(4, [2, 3, 3, 1]), pytest.param(24, [12, 13, 13, 11], marks=pytest.mark.long)]
+)
+def test_bert_large_has_two_blocks_a_layer_and_a_head(layers: int, partition: list[int]) -> None:
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16, "vocab_size": 30522}
-    graph = capture(*bert_of(hf.BertForPreTraining, 24, **sizes))
-    assert len(graph.blocks) == 49
-    graph.stages([12, 13, 13, 11])
+    graph = capture(*bert_of(hf.BertForPreTraining, layers, **sizes))
+    assert len(graph.blocks) == 2 * layers + 1
+    graph.stages(partition)
     assert graph.blocks[0].name == "bert.encoder.layer.0.attention"
     assert graph.blocks[7].name == "bert.encoder.layer.3/intermediate+output"
     assert "bert.embeddings.word_embeddings.weight" in graph.blocks[0].parameters
-    assert "cls.predictions.transform.dense.weight" in graph.blocks[48].parameters
+    assert "cls.predictions.transform.dense.weight" in graph.blocks[-1].parameters
     assert len({block.cut_bytes for block in graph.blocks[:-1]}) == 1
     assert graph.blocks[-1].cut_bytes == 0
 
 
-@pytest.mark.parametrize("name", ["bert", "bert_pretraining", "gpt2", "llama", "gemma2", "qwen3", "mixtral"])
-def test_two_blocks_a_layer_and_a_head(name: str) -> None:
-    graph = captured(name)
-    layers = 3 if name == "bert" else 2
-    assert len(graph.blocks) == 2 * layers + 1
-    residual = models.BATCH * models.LENGTH * 32 * 8
-    assert [block.cut_bytes for block in graph.blocks[:-2]] == [residual] * (2 * layers - 1)
-    assert graph.blocks[-2].cut_bytes in (residual, residual // 2)  # behind a norm that computes in float32
-    assert len({block.name for block in graph.blocks}) == len(graph.blocks)
-
-
-def test_t5_has_two_blocks_an_encoder_layer_and_three_a_decoder_layer() -> None:
-    assert len(captured("t5").blocks) == 2 + 2 * 3 + 1
-
-
-def test_all_parameters_that_the_loss_needs_lie_in_some_block() -> None:
-    for name in models.ZOO:
-        graph = captured(name)
-        used = {parameter for block in graph.blocks for parameter in block.parameters}
-        assert used == graph.parameters.keys(), name
-        for stages in (1, 3, len(graph.blocks)):
-            held = {p for stage in graph.stages(graph.balanced_partition(stages)) for p in stage.parameters}
-            assert held == used
-
-
-def test_masks_and_positions_are_never_sent() -> None:
-    for name in ("bert", "gpt2", "llama", "gemma2", "mixtral"):
-        graph = captured(name)
-        for stage in graph.stages([1] * len(graph.blocks)):
-            assert len(stage.reads) == (stage.index > 0)
-            assert all(stage.needs_gradient(value) for value in stage.reads)
-
-
-def test_long_skips_go_straight_to_their_readers() -> None:
-    graph = captured("unet")
-    assert len(graph.blocks) == 8  # a block a convolution
-    stages = graph.stages([1, 2, len(graph.blocks) - 5, 2])
-    assert 0 in stages[3].reads.values()
-    assert (0, 3) in edges(stages)
-    for stage in stages:
-        for value, producer in stage.reads.items():
-            assert stage.index in stages[producer].writes[value]
-
-
-def test_the_encoders_output_reaches_every_decoder_stage_from_its_maker() -> None:
-    graph = captured("t5")
-    stages = graph.stages([2, 3, 4])
-    (value,) = [value for value, readers in stages[0].writes.items() if readers == (1, 2)]
-    assert stages[2].reads[value] == 0
-    fields = graph.batch_fields(by_hand.captured("t5")[1])
-    shapes = {name: field.shape for name, field in fields.items()}
-    assert graph.shape(value, shapes) == (models.BATCH, models.LENGTH, 32)
-
-
-def test_tied_parameters_have_one_name_and_all_their_holders() -> None:
-    graph = captured("gpt2")
-    stages = graph.stages([2, 1, 2])
-    assert tied(stages) == {"transformer.wte.weight": (0, 2)}
-    assert graph.parameters["transformer.wte.weight"].aliases == ("lm_head.weight",)
-    assert "lm_head.weight" not in graph.parameters
-    assert tied(captured("llama").stages([2, 3])) == {}
-
-
-def test_statistics_belong_to_one_stage() -> None:
-    graph = captured("unet_norm")
-    buffers = [name for stage in graph.stages([1] * len(graph.blocks)) for name in stage.buffers]
-    assert len(buffers) == len(set(buffers)) == len(graph.buffers)
-
-
-def test_stages_read_only_the_fields_that_they_use() -> None:
-    graph = captured("bert")
-    first, last = graph.stages(graph.balanced_partition(2))
-    assert "labels" not in first.fields
-    assert "labels" in last.fields
-    assert [stage.is_criterion for stage in (first, last)] == [False, True]
-
-
 def test_fingerprints_tell_models_apart_and_nothing_else() -> None:
-    one = capture(*models.bert(layers=1)).fingerprint
-    assert one == capture(*bert_of(hf.BertForMaskedLM, 1)).fingerprint
-    assert one != capture(*models.bert(layers=1, dropout=0.5)).fingerprint
-    assert one != captured("bert").fingerprint
+    assert small_bert().fingerprint == capture(*bert_of(hf.BertForMaskedLM, 1)).fingerprint
+    one = capture(*models.sequential(layers=2)).fingerprint
+    assert one == capture(*models.sequential(layers=2)).fingerprint
+    assert one != capture(*models.sequential(layers=2, dropout=0.5)).fingerprint
+    assert one != capture(*models.sequential(layers=3)).fingerprint
 
 
 def test_a_plan_is_for_the_blocks_whatever_the_batch_and_the_precision() -> None:
     model, batch, _ = models.bert(layers=1)
-    one = capture(model, batch).plan_fingerprint
+    one = small_bert().plan_fingerprint
     double = {name: torch.cat([field, field]) for name, field in batch.items()}
     assert one == capture(model, double).plan_fingerprint
     assert one == capture(models.bert(layers=1, dropout=0.5)[0].bfloat16(), batch).plan_fingerprint
-    assert one != captured("bert").plan_fingerprint
     wider = bert_of(hf.BertForMaskedLM, 1, intermediate_size=80)
     assert one != capture(*wider).plan_fingerprint
+    shallow, deep = (capture(*models.sequential(layers=layers)) for layers in (2, 3))
+    assert shallow.plan_fingerprint != deep.plan_fingerprint
 
 
 @pytest.mark.parametrize(
@@ -154,16 +91,16 @@ def test_a_plan_is_for_the_blocks_whatever_the_batch_and_the_precision() -> None
 )
 def test_a_partition_that_does_not_fit_is_refused(partition: list[int], message: str) -> None:
     with pytest.raises(PartitionError, match=message):
-        captured("bert").stages(partition)
+        seven_blocks().stages(partition)
 
 
 def test_more_stages_than_blocks_are_refused() -> None:
     with pytest.raises(
         PartitionError, match=r"8 stages, but the model has only 7 blocks; use at most 7 stages"
     ):
-        captured("bert").balanced_partition(8)
+        seven_blocks().balanced_partition(8)
     with pytest.raises(PartitionError, match="0 stages"):
-        captured("bert").balanced_partition(0)
+        seven_blocks().balanced_partition(0)
 
 
 @draws(60)

@@ -1,12 +1,111 @@
-"""Every model of the zoo, cut into stages, is the unpartitioned model."""
+"""Every model of the zoo: where it is cut, who sends what to whom, and that its stages are the unpartitioned model.
+
+All that takes the whole zoo is in this file, so that a model is captured once.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
 
 from tests import by_hand, models
-from vpipe.graph import capture
+from tests.both_ways import Check
+from tests.examples import example, varied
+from tests.unit.test_policies_runtime import PATTERNS, assert_equal, policies_of, train
+from vpipe.graph import ModelGraph, capture, edges, tied
+
+
+@pytest.fixture(scope="module")
+def checker(captured: Callable[..., ModelGraph]) -> Check:
+    return Check(captured)
+
+
+@pytest.fixture
+def check_synchronous(checker: Check, capture_once: None) -> Check:
+    return checker
+
+
+def graph_of(name: str) -> ModelGraph:
+    return by_hand.captured(name)[3]
+
+
+@pytest.mark.parametrize("name", ["bert", "bert_pretraining", "gpt2", "llama", "gemma2", "qwen3", "mixtral"])
+def test_two_blocks_a_layer_and_a_head(name: str) -> None:
+    graph = graph_of(name)
+    layers = 3 if name == "bert" else 2
+    assert len(graph.blocks) == 2 * layers + 1
+    residual = models.BATCH * models.LENGTH * 32 * 8
+    assert [block.cut_bytes for block in graph.blocks[:-2]] == [residual] * (2 * layers - 1)
+    assert graph.blocks[-2].cut_bytes in (residual, residual // 2)  # behind a norm that computes in float32
+    assert len({block.name for block in graph.blocks}) == len(graph.blocks)
+
+
+def test_t5_has_two_blocks_an_encoder_layer_and_three_a_decoder_layer() -> None:
+    assert len(graph_of("t5").blocks) == 2 + 2 * 3 + 1
+
+
+def test_all_parameters_that_the_loss_needs_lie_in_some_block() -> None:
+    for name in models.ZOO:
+        graph = graph_of(name)
+        used = {parameter for block in graph.blocks for parameter in block.parameters}
+        assert used == graph.parameters.keys(), name
+        for stages in (1, 3, len(graph.blocks)):
+            held = {p for stage in graph.stages(graph.balanced_partition(stages)) for p in stage.parameters}
+            assert held == used
+
+
+def test_masks_and_positions_are_never_sent() -> None:
+    for name in ("bert", "gpt2", "llama", "gemma2", "mixtral"):
+        graph = graph_of(name)
+        for stage in graph.stages([1] * len(graph.blocks)):
+            assert len(stage.reads) == (stage.index > 0)
+            assert all(stage.needs_gradient(value) for value in stage.reads)
+
+
+def test_long_skips_go_straight_to_their_readers() -> None:
+    graph = graph_of("unet")
+    assert len(graph.blocks) == 8  # a block a convolution
+    stages = graph.stages([1, 2, len(graph.blocks) - 5, 2])
+    assert 0 in stages[3].reads.values()
+    assert (0, 3) in edges(stages)
+    for stage in stages:
+        for value, producer in stage.reads.items():
+            assert stage.index in stages[producer].writes[value]
+
+
+def test_the_encoders_output_reaches_every_decoder_stage_from_its_maker() -> None:
+    graph = graph_of("t5")
+    stages = graph.stages([2, 3, 4])
+    (value,) = [value for value, readers in stages[0].writes.items() if readers == (1, 2)]
+    assert stages[2].reads[value] == 0
+    fields = graph.batch_fields(by_hand.captured("t5")[1])
+    shapes = {name: field.shape for name, field in fields.items()}
+    assert graph.shape(value, shapes) == (models.BATCH, models.LENGTH, 32)
+
+
+def test_tied_parameters_have_one_name_and_all_their_holders() -> None:
+    graph = graph_of("gpt2")
+    stages = graph.stages([2, 1, 2])
+    assert tied(stages) == {"transformer.wte.weight": (0, 2)}
+    assert graph.parameters["transformer.wte.weight"].aliases == ("lm_head.weight",)
+    assert "lm_head.weight" not in graph.parameters
+    assert tied(graph_of("llama").stages([2, 3])) == {}
+
+
+def test_statistics_belong_to_one_stage() -> None:
+    graph = graph_of("unet_norm")
+    buffers = [name for stage in graph.stages([1] * len(graph.blocks)) for name in stage.buffers]
+    assert len(buffers) == len(set(buffers)) == len(graph.buffers)
+
+
+def test_stages_read_only_the_fields_that_they_use() -> None:
+    graph = graph_of("bert")
+    first, last = graph.stages(graph.balanced_partition(2))
+    assert "labels" not in first.fields
+    assert "labels" in last.fields
+    assert [stage.is_criterion for stage in (first, last)] == [False, True]
 
 
 @pytest.mark.parametrize("stages", [2, 3, 4])
@@ -37,8 +136,41 @@ def test_another_batch_size_and_length_than_captured(name: str) -> None:
     by_hand.assert_same(by_hand.run(graph, modules, batch), by_hand.run_eager(model, batch, loss_fn)[:2])
 
 
+@pytest.mark.parametrize("name", models.ZOO)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_every_model_in_a_pipeline(check_synchronous: Check, name: str, ranks: int) -> None:
+    check_synchronous(example(name), ranks, schedule="1f1b", updates=2)
+
+
+@pytest.mark.parametrize("name", ["t5", "unet", "lstm", "untraceable"])
+@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
+def test_long_skips_and_odd_models_in_chunks(check_synchronous: Check, name: str, schedule: str) -> None:
+    check_synchronous(example(name), 2, schedule=schedule, updates=2)
+
+
+@pytest.mark.parametrize("name", ["t5", "unet_norm", "lstm", "untraceable", "mixtral"])
+@pytest.mark.parametrize(
+    ("schedule", "patterns"),
+    [
+        ("zb-v", PATTERNS[2:3]),
+        *(pytest.param(s, PATTERNS[:3], marks=pytest.mark.long) for s in ("gpipe", "zb-v")),
+    ],
+    ids=["all policies", "gpipe", "zb-v"],
+)
+@pytest.mark.usefixtures("capture_once")
+def test_odd_models_keep_their_numbers(name: str, schedule: str, patterns: list[list[str]]) -> None:
+    """To the bit, whatever is kept, recomputed or swapped."""
+    given = example(name)
+    batches = varied(given[1], 8)
+    expected = train(given, 2, batches, schedule=schedule, minibatches=4)
+    for pattern in patterns:
+        policies = policies_of(pattern, len(graph_of(name).blocks))
+        got = train(given, 2, batches, schedule=schedule, minibatches=4, policies=policies)
+        assert_equal(got, expected)
+
+
 def test_mixtral_with_its_default_experts() -> None:
-    model, batch, _ = models.mixtral(layers=2)
+    model, batch, _ = models.mixtral(layers=1)
     model.config._experts_implementation = "grouped_mm"
     graph = capture(model, batch)
     modules = by_hand.build(graph, model, graph.balanced_partition(3))

@@ -28,11 +28,12 @@ def run(
     updates: int = 3,
     scale: float | None = None,
     name: str = "sequential",
+    layers: int = 4,
     optimizer: str = "adamw",
     **options: Any,
 ) -> list[tuple[str, Any, list[float]]]:
     """What ended each of two ranks, its weights then, and its losses."""
-    model, batch, loss_fn = example(name, torch.float32, layers=4)
+    model, batch, loss_fn = example(name, torch.float32, layers=layers)
 
     def work(world: Any) -> tuple[str, dict[str, Tensor], list[float]]:
         with Pipeline(
@@ -143,14 +144,16 @@ def test_a_host_that_looks_late_stops_with_the_same_weights(
     assert finite(others)
 
 
-@pytest.mark.parametrize(("name", "clip_norm"), [("sequential", None), ("sequential", 0.01), ("gpt2", 0.01)])
+@pytest.mark.parametrize(
+    ("name", "layers", "clip_norm"), [("sequential", 4, None), ("sequential", 4, 0.01), ("gpt2", 1, 0.01)]
+)
 def test_a_host_that_looks_late_passes_over_the_same_update(
-    poisoned: None, request: pytest.FixtureRequest, name: str, clip_norm: float | None
+    poisoned: None, request: pytest.FixtureRequest, name: str, layers: int, clip_norm: float | None
 ) -> None:
     """The weights of gpt2 that two stages share are clipped and checked by themselves. Adam would hide a clipping."""
 
     def ran() -> list[tuple[str, Any, list[float]]]:
-        options = {"name": name, "optimizer": "sgd", "clip_norm": clip_norm, **ASYNCHRONOUS}
+        options = {"name": name, "layers": layers, "optimizer": "sgd", "clip_norm": clip_norm, **ASYNCHRONOUS}
         with pytest.warns(UserWarning, match="passed over") as told:
             found = run(updates=8, on_nonfinite="skip", **options)
         assert any(f"update {BAD}, stage 0" in str(warning.message) for warning in told)

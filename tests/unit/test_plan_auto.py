@@ -9,11 +9,11 @@ from math import inf
 from random import Random
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
-from tests.unit.test_plan_optimal import MINIBATCHES, problems
+from tests.unit.test_plan_optimal import FREE, MINIBATCHES, made_of, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, as_scheduled
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
@@ -26,6 +26,7 @@ from vpipe.plan.task import Task, loads_of
 from vpipe.plan.windows import least_step, step_floors
 from vpipe.schedule import ASYNCHRONOUS, SPLIT
 
+UPDATED = replace(FREE, update=1 / 16, version=1 / 32)
 FAR = {(0, 1): LinkCost(2.0, 0.0), (1, 0): LinkCost(50.0, 0.0, sender_busy=True)}
 """Of all links these two are other ones."""
 
@@ -62,8 +63,10 @@ def check_auto(profile: Profile, ranks: int, cap: int, minibatches: int) -> str 
     return result.schedule
 
 
-@draws(60)
+@draws(20)
 @given(problems(), st.sampled_from([(1, 1.0), (2, 1.0), (2, 1.5)]), st.booleans())
+# Ranks that share a device are quicker while others wait; a limit that did not know it left the best out.
+@example((made_of(UPDATED, replace(FREE, weight_gradient=0.25, parameter_bytes=1)), 2, 2), (2, 1.5), False)
 def test_auto_is_the_fastest_of_all(
     problem: tuple[Profile, int, int], sharing: tuple[int, float], far: bool
 ) -> None:
@@ -72,10 +75,11 @@ def test_auto_is_the_fastest_of_all(
     check_auto(replace(profile, device=device, links=FAR if far else {}), ranks, cap, MINIBATCHES)
 
 
-def test_auto_is_the_fastest_of_all_on_more_ranks() -> None:
+@pytest.mark.parametrize(("count", "different"), [(6, 2), pytest.param(24, 4, marks=pytest.mark.long)])
+def test_auto_is_the_fastest_of_all_on_more_ranks(count: int, different: int) -> None:
     """Larger models, of which different schedules are the best."""
     random, best = Random(3), Counter[str]()
-    for number in range(24):
+    for number in range(count):
         blocks = tuple(
             BlockCost(
                 "b", *(random.randint(2, 9) / 4 for _ in range(3)), random.choice([0.0, 0.5, 4.0]),
@@ -87,10 +91,10 @@ def test_auto_is_the_fastest_of_all_on_more_ranks() -> None:
         profile = Profile(blocks, device, LinkCost(random.choice([1.0, 20.0]), 0.01), 1, 1.0)
         minibatches, cap = random.choice([3, 24]), random.choice([150, 300, 900])
         best[str(check_auto(profile, 4 + 2 * (number % 2), cap, minibatches))] += 1
-    assert len(best) >= 4, best
+    assert len(best) >= different, best
 
 
-@draws(100)
+@draws(40)
 @given(
     problems(),
     st.sampled_from([name for name in TRIED if name not in ASYNCHRONOUS]),
@@ -98,6 +102,8 @@ def test_auto_is_the_fastest_of_all_on_more_ranks() -> None:
     st.booleans(),
     st.sampled_from([1.0, 1.5]),
 )
+# The same, of a floor that did not know it.
+@example((made_of(FREE, UPDATED), 1, 1), "1f1b", 1, False, 1.5)
 def test_no_simulated_step_is_below_its_floor(
     problem: tuple[Profile, int, int], name: str, minibatches: int, far: bool, crowding: float
 ) -> None:
@@ -134,7 +140,7 @@ def test_the_batch_size_is_the_best_too() -> None:
     result = plan(profile, 3, 2000, "auto", 6, "auto")
     rates = [
         found.samples_per_second
-        for size in range(1, 40)
+        for size in range(1, 40, 3)
         if (found := auto(profile, 3, 2000, 6, batch_size=size)) is not None
     ]
     assert result.samples_per_second == pytest.approx(max(rates), rel=0.05)

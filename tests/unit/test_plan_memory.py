@@ -44,7 +44,7 @@ def both(
     return planned, [simulated.ranks[piece.ranks[0]].memory.total for piece in slices]
 
 
-@draws(150)
+@draws(60)
 @given(
     BLOCKS,
     POLICIES,
@@ -75,7 +75,7 @@ def test_uneven_replicas_need_no_more_than_is_planned(
     assert all(need >= found for need, found in zip(planned, simulated, strict=True))
 
 
-@draws(100)
+@draws(40)
 @given(
     st.lists(block, min_size=6, max_size=6),
     st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=6, max_size=6),

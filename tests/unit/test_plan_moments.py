@@ -23,7 +23,7 @@ def test_the_picture() -> None:
     assert max(sum(map(sum, moment.counts)) for moment in first) == 8  # 1F1B's first rank, in half stages
 
 
-@draws(120)
+@draws(50)
 @given(
     st.lists(block, min_size=8, max_size=12),
     st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=12, max_size=12),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
@@ -214,6 +214,16 @@ def problems(draw: st.DrawFn, least: int = 1, most: int = 6) -> tuple[Profile, i
     return profile, draw(st.integers(1, 4)), cap
 
 
+FREE = BlockCost("b", 0.0, 0.0, 0.0, 0.0, 0, 0, 0)
+"""A block that takes no time and no memory."""
+
+
+def made_of(*blocks: BlockCost, tied: tuple[Tie, ...] = ()) -> Profile:
+    """For counterexamples that were found."""
+    device, link = DeviceCost(1, 0.5, 1.0), LinkCost(0.5, 0.0, sender_busy=False)
+    return Profile(blocks, device, link, 1, optimizer_ratio=0.0, tied=tied)
+
+
 def planned(profile: Profile, ranks: int, cap: int, schedule: str) -> PlanResult | None:
     try:
         return plan(profile, ranks, cap, schedule, minibatches=MINIBATCHES)
@@ -248,10 +258,7 @@ def approx(seconds: float) -> Any:
     return pytest.approx(seconds, rel=1e-6, abs=1e-12)
 
 
-quick = draws(150)
-
-
-@quick
+@draws(50)
 @given(problems(), st.sampled_from(SCHEDULES))
 def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
@@ -263,18 +270,19 @@ def test_equals_brute_force(problem: tuple[Profile, int, int], schedule: str) ->
         assert sum(result.replicas) == ranks
 
 
-@draws(30)
+@draws(10)
 @given(problems(least=7, most=10), st.sampled_from(SCHEDULES))
 def test_equals_brute_force_for_more_blocks(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
     assert_best(planned(profile, ranks, cap, schedule), Brute(profile, ranks, cap, schedule))
 
 
-def test_ten_different_blocks_on_four_ranks() -> None:
+@pytest.mark.parametrize("count", [8, pytest.param(24, marks=pytest.mark.long)])
+def test_ten_different_blocks_on_four_ranks(count: int) -> None:
     """Of these problems the best plans keep, recompute and swap, with and without replicas."""
     random = Random(1)
     used: Counter[str] = Counter()
-    for number in range(24):
+    for number in range(count):
         blocks = tuple(
             BlockCost(
                 "b", *(random.randint(1, 9) / 4 for _ in range(3)), random.randint(0, 2) / 16,
@@ -292,10 +300,10 @@ def test_ten_different_blocks_on_four_ranks() -> None:
         result = plan(profile, 4, cap, schedule, minibatches=MINIBATCHES)
         assert_best(result, brute)
         used.update({*result.policies, "replicas" if max(result.replicas) > 1 else "none"})
-    assert min(used[what] for what in ("keep", "recompute", "swap", "replicas", "none")) >= 4, used
+    assert min(used[what] for what in ("keep", "recompute", "swap", "replicas", "none")) >= count / 8, used
 
 
-@quick
+@draws(50)
 @given(problems(), st.integers(1, 40), st.sampled_from((*SCHEDULES, "zb-h1")))
 def test_more_memory_is_never_slower(problem: tuple[Profile, int, int], more: int, schedule: str) -> None:
     profile, ranks, cap = problem
@@ -307,7 +315,7 @@ def test_more_memory_is_never_slower(problem: tuple[Profile, int, int], more: in
         assert planned(profile, ranks, cap, schedule) == result
 
 
-@draws(60)
+@draws(20)
 @given(problems(), st.sampled_from(("zb-h1", "zb-v", "interleaved", "auto")))
 def test_never_exceeds_the_cap(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
@@ -330,8 +338,15 @@ def told(text: str, pattern: str) -> int | None:
     return None if found is None else int(found[1])
 
 
-@quick
+@draws(50)
 @given(problems(), st.sampled_from(SCHEDULES), st.sampled_from([1, 6, 8]), st.integers(1, 4))
+# A stage that shares a parameter with an earlier one: what it holds of the others' gradients was counted differently.
+@example(
+    (made_of(*[replace(FREE, parameter_bytes=1, update_bytes=5)] * 2, tied=(Tie(1, (0, 1)),)), 2, 1),
+    "pipedream",
+    1,
+    1,
+)
 def test_the_refusal_names_the_smallest_changes(
     problem: tuple[Profile, int, int], schedule: str, size: int, part: int
 ) -> None:
@@ -362,8 +377,12 @@ def test_the_refusal_names_the_smallest_changes(
         assert size == 1 or least(ranks, 1) > cap
 
 
-@draws(60)
+@draws(20)
 @given(problems(), st.sampled_from(("zb-h1", "zb-v", "interleaved", "auto")))
+# Of stages that share a rank not all hold the most at the same time: it named too little of the first, of the second
+# more than is needed.
+@example((made_of(*[replace(FREE, kept_bytes=1, parameter_bytes=1)] * 4), 2, 1), "zb-v")
+@example((made_of(*[replace(FREE, kept_bytes=1)] * 4), 2, 1), "zb-v")
 def test_the_memory_that_a_refusal_names_fits(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
     text = refusal(profile, ranks, cap, schedule)
@@ -396,7 +415,7 @@ def split_stage(
     return total, longer, swapped
 
 
-@draws(200)
+@draws(70)
 @given(problems(most=5), st.lists(st.none() | st.integers(0, 9), min_size=5, max_size=5), st.data())
 def test_split_backwards_equal_brute_force(
     problem: tuple[Profile, int, int], deferred: list[int | None], data: st.DataObject
@@ -440,7 +459,7 @@ def fastest_of_all(profile: Profile, load: Load, cap: int) -> float:
     return float(np.where(fits, np.maximum(base + longer, swapped * per_byte), inf).min())
 
 
-@draws(40)
+@draws(14)
 @given(
     problems(most=12),
     st.integers(1, 4),

@@ -46,7 +46,7 @@ diverse = st.builds(
 )  # fmt: skip
 
 
-@draws(300)
+@draws(120)
 @given(
     st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
     st.sampled_from([0.5, 4.0, 50.0]),
@@ -91,7 +91,7 @@ def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.Monke
     assert search.seconds == pytest.approx(13.0)
 
 
-@draws(200)
+@draws(80)
 @given(
     st.lists(block, min_size=1, max_size=5) | st.lists(diverse, min_size=5, max_size=5),
     st.integers(2, 5),
@@ -116,7 +116,7 @@ def test_block_by_block_equals_brute_force(
     assert reached[0] == pytest.approx(min(seconds for needed, seconds in found if needed <= memory))
 
 
-@draws(100)
+@draws(40)
 @given(problems(), st.sampled_from(["pipedream", "2bw", "1f1b", "gpipe"]), st.booleans())
 def test_bounds_of_slices_are_never_above_what_they_cost(
     problem: tuple[Profile, int, int], schedule: str, dear: bool

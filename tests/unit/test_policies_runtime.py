@@ -64,9 +64,9 @@ def test_numbers_do_not_change(
     schedule: str, captured: Callable[..., ModelGraph], capture_once: None
 ) -> None:
     """With dropout, tied weights, stale weight versions and split backward."""
-    given = example("bert", torch.float32, layers=3, dropout=0.1)
+    given = example("bert", torch.float32, layers=2, dropout=0.1)
     blocks = len(captured(*given).blocks)
-    batches = varied(given[1], 12)
+    batches = varied(given[1], 8)
     options: dict[str, Any] = {"schedule": schedule}
     if schedule != "pipedream":
         options["minibatches"] = 4
@@ -75,37 +75,21 @@ def test_numbers_do_not_change(
         assert_equal(train(given, 2, batches, policies=policies_of(pattern, blocks), **options), expected)
 
 
-@pytest.mark.parametrize("name", ["t5", "unet_norm", "lstm", "untraceable", "mixtral"])
-def test_odd_models_keep_their_numbers(
-    name: str, captured: Callable[..., ModelGraph], capture_once: None
-) -> None:
-    given = example(name)
-    blocks = len(captured(*given).blocks)
-    batches = varied(given[1], 8)
-    for schedule in ("gpipe", "zb-v"):
-        expected = train(given, 2, batches, schedule=schedule, minibatches=4)
-        for pattern in PATTERNS[:3]:
-            policies = policies_of(pattern, blocks)
-            got = train(given, 2, batches, schedule=schedule, minibatches=4, policies=policies)
-            assert_equal(got, expected)
-
-
-def test_bfloat16(captured: Callable[..., ModelGraph], capture_once: None) -> None:
-    given = example("gpt2", torch.float32, layers=2, dropout=0.1)
-    blocks = len(captured(*given).blocks)
+def test_bfloat16(capture_once: None) -> None:
+    given = example("gpt2", torch.float32, layers=1, dropout=0.1)
     batches = varied(given[1], 8)
     options: dict[str, Any] = {"schedule": "gpipe", "minibatches": 4, "precision": "bf16"}
     expected = train(given, 1, batches, **options)
-    policies = policies_of(["swap", "recompute"], blocks)
+    policies = ("swap", "recompute", "swap")  # attention, feed-forward, head
     assert_equal(train(given, 1, batches, policies=policies, **options), expected)
 
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
-LAYERS, WIDTH, SAMPLES, LENGTH = 6, 64, 4, 16
+LAYERS, WIDTH, SAMPLES, LENGTH = 4, 64, 4, 16
 
 
 @pytest.fixture(scope="module")
-def transformer() -> tuple[models.Example, Profile]:
+def transformer(captured: Callable[..., ModelGraph]) -> tuple[models.Example, Profile]:
     """Large enough that activations outweigh masks and ids."""
     torch.manual_seed(0)
     layer = nn.TransformerEncoderLayer(WIDTH, 4, 4 * WIDTH, dropout=0.1, batch_first=True)
@@ -122,9 +106,9 @@ def transformer() -> tuple[models.Example, Profile]:
 
     batch = [models.token_ids(SAMPLES, LENGTH), models.token_ids(SAMPLES, LENGTH, seed=2)]
     given = (Stack(), batch, models.next_token_loss)
-    profile = profile_model(
-        given[0], batch, models.next_token_loss, optimizer=adamw, seconds=0, device=DEVICE, link=LINK
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vpipe.profile.model.capture", captured)
+        profile = profile_model(*given, optimizer=adamw, seconds=0, device=DEVICE, link=LINK)
     return given, profile
 
 
@@ -179,11 +163,10 @@ def test_split_backward_is_counted_until_its_weight_gradients(
     """Weight gradients that wait hold inputs and gradients: no more than all that was kept."""
     given, profile = transformer
     blocks = len(profile.blocks)
-    kept = [
-        sum(cost.kept_bytes for cost in profile.blocks[:7]),
-        sum(c.kept_bytes for c in profile.blocks[7:]),
-    ]
-    options: dict[str, Any] = {"schedule": "zb-h1", "minibatches": 6, "partition": (7, blocks - 7)}
+    first = blocks // 2 + 1
+    own = profile.blocks[:first], profile.blocks[first:]
+    kept = [sum(cost.kept_bytes for cost in costs) for costs in own]
+    options: dict[str, Any] = {"schedule": "zb-h1", "minibatches": 6, "partition": (first, blocks - first)}
     for policy in ("keep", "swap"):
         got = train(given, 2, varied(given[1], 12), policies=(policy,) * blocks, **options)
         for rank in (0, 1):
@@ -243,7 +226,7 @@ def test_host_buffers_are_used_again() -> None:
 
 
 def test_mistakes_are_named(capture_once: None, captured: Callable[..., ModelGraph]) -> None:
-    given = example("bert", torch.float32, layers=3, dropout=0.1)
+    given = example("bert", torch.float32, layers=2, dropout=0.1)
     blocks = len(captured(*given).blocks)
     for policies, options, message in [
         (("keep",) * 3, {}, f"policies has 3 entries, the model has {blocks} blocks"),

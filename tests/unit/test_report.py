@@ -181,7 +181,7 @@ def browse(page: Path, script: str = "") -> str:
     shown = subprocess.run(
         [BROWSER, "--headless=new", "--no-sandbox", "--disable-gpu", f"--user-data-dir={page.parent / 'browser'}",
          "--window-size=1300,1200", "--virtual-time-budget=4000", "--dump-dom", opened.as_uri()],
-        capture_output=True, text=True, timeout=100, check=True,
+        capture_output=True, text=True, timeout=200, check=True,
     ).stdout  # fmt: skip
     head = shown[: shown.index("<head>")]
     assert "data-error" not in head
@@ -189,10 +189,16 @@ def browse(page: Path, script: str = "") -> str:
     return html.unescape(shown)
 
 
-def test_the_page_shows_the_figures(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    report([make_run(tmp_path / "run")], page)
-    shown = browse(page)
+@pytest.fixture(scope="module")
+def opened(tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], str]:
+    """The data of a run, and its page as it is when nobody has touched it."""
+    folder = tmp_path_factory.mktemp("opened")
+    (run,) = embedded(report([make_run(folder / "run")], folder / "report.html"))["runs"]
+    return run, browse(folder / "report.html")
+
+
+def test_the_page_shows_the_figures(opened: tuple[dict[str, Any], str]) -> None:
+    _, shown = opened
     assert '<div class="figure" data-figure="samples_per_s"><b>12</b>' in shown
     assert '<div class="figure" data-figure="loss"><b>2.5000</b>' in shown
     assert re.findall(r'data-rank="\d" data-wait="([\d.]+)"', shown) == ["0.125000", "0.125000"]
@@ -307,41 +313,39 @@ def test_a_click_tells_the_life_of_a_tensor(tmp_path: Path) -> None:
     assert result["steps"] == ["0F0", "0SEND_F0", "1RECV_F0", "1F0", "1B0", "0B0"]
 
 
-def test_memory_over_time_stands_against_prediction_and_cap(tmp_path: Path) -> None:
-    page = tmp_path / "report.html"
-    (run,) = embedded(report([make_run(tmp_path / "run")], page))["runs"]
+def test_memory_over_time_stands_against_prediction_and_cap(opened: tuple[dict[str, Any], str]) -> None:
+    run, shown = opened
     counted = run["memory"][0]["counted"]
     assert (
         max(bytes_ for _, bytes_ in counted) == 2 * 1000 + 2000 + 500
     )  # one minibatch in flight, one version
     assert run["memory"][0]["process"] == [[0.0, 2**20], [0.02, 2**21]]
-    shown = browse(page)
     assert "cap 8.0 KiB" in shown
     assert "predicted peak" in shown
 
 
-@pytest.mark.timeout(300)
-def test_eight_ranks_of_ten_thousand_actions_are_drawn_without_stutter(tmp_path: Path) -> None:
-    """Each frame of moving through the record, at any width of the view, well below what an eye notices as a jerk."""
+def test_a_frame_of_a_long_record_draws_what_the_screen_can_show(tmp_path: Path) -> None:
+    """At any width of the view: what is too narrow is added up. `benchmarks/speed.py` tells how long a frame takes."""
     page = tmp_path / "report.html"
-    report([make_run(tmp_path / "run", ranks=8, minibatches=2000)], page)
+    report([make_run(tmp_path / "run", minibatches=800)], page)
     script = """
+      let drawn = 0;
+      for (const name of ["fillRect", "rect", "fillText"]) {
+        const plain = CanvasRenderingContext2D.prototype[name];
+        CanvasRenderingContext2D.prototype[name] = function (...box) { drawn++; return plain.apply(this, box); };
+      }
       const frames = [1, 10, 100, 1000].map((part) => {
-        const span = timeline.data.end / part, took = [];
-        for (let step = 0; step < 8; step++) {
-          const from = (timeline.data.end - span) * step / 8, began = performance.now();
-          timeline.show(from, from + span); timeline.paint();
-          took.push(performance.now() - began);
-        }
-        return Math.min(...took);  // others may keep the processor busy
+        drawn = 0;
+        const span = timeline.data.end / part, from = (timeline.data.end - span) / 2;
+        timeline.show(from, from + span); timeline.paint();
+        return drawn;
       });
-      return { actions: timeline.lanes.reduce((sum, lane) => sum + lane.count, 0), frames };
+      return { actions: timeline.lanes.map((lane) => lane.count), frames, width: timeline.width };
     """
     result = asked(page, script)
-    print("a frame of 80,000 actions, all, a tenth, a hundredth, a thousandth of them in view:")
-    print(", ".join(f"{frame:.1f} ms" for frame in result["frames"]))
-    assert result["actions"] == 80_000
-    assert max(result["frames"]) < 100
+    assert result["actions"] == [4000, 4000]
+    # A lane is measured or predicted; in a column of two pixels are four kinds of actions and waits.
+    assert 0 < max(result["frames"]) <= 2 * 2 * 5 * result["width"] / 2
 
 
 def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
@@ -355,7 +359,10 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     assert len(re.findall(r'data-rank="\d"', shown)) == 4
 
 
-@pytest.mark.parametrize("missing", ["summary.json", "events.*.json", "*"])
+@pytest.mark.parametrize(
+    "missing",
+    [pytest.param(name, marks=pytest.mark.long) for name in ("summary.json", "events.*.json")] + ["*"],
+)
 def test_the_page_does_without_a_part(missing: str, tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run")
     for path in folder.glob(missing):

@@ -17,6 +17,23 @@ def said() -> list[str]:
     return []
 
 
+class Clock:
+    """Seconds that pass when a test says so."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    made = Clock()
+    monkeypatch.setattr(requests, "time", made)
+    return made
+
+
 @pytest.fixture
 def leader(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
     """Of two ranks, the one that listens in this process."""
@@ -28,7 +45,7 @@ def leader(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Request
 
 
 def eventually(asked: Callable[[], int]) -> int:
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 100
     while time.monotonic() < deadline:
         if found := asked():
             return found
@@ -47,16 +64,18 @@ def test_a_signal_asks_once(leader: Requests, said: list[str], number: int, aske
 
 
 def test_a_second_signal_quits_at_once_unless_it_is_the_first_passed_on(
-    leader: Requests, monkeypatch: pytest.MonkeyPatch
+    clock: Clock, leader: Requests, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     os.kill(os.getpid(), signal.SIGINT)
-    os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, for the same Ctrl-C
     assert eventually(leader.take) == STOP
-    time.sleep(0.05)
+    clock.now += requests.AGAIN
+    os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, for the same Ctrl-C
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert eventually(leader.take) == SAVE  # it was heard after the other
     assert codes == []
-    monkeypatch.setattr(requests, "AGAIN", 0.0)
+    clock.now += 0.1
     os.kill(os.getpid(), signal.SIGTERM)
     eventually(lambda: len(codes))
     assert codes == [128 + signal.SIGTERM]
@@ -77,16 +96,20 @@ def test_an_end_that_another_rank_was_asked_for_reaches_the_leader(
         leads.close()
 
 
-def test_the_leader_keeps_the_time(said: list[str]) -> None:
+def test_the_leader_keeps_the_time(clock: Clock, said: list[str]) -> None:
     hub = InProcessHub(2)
-    leads, follows = (Requests(hub.join(rank), 0, minutes=0.001, say=said.append) for rank in range(2))
+    leads, follows = (Requests(hub.join(rank), 0, minutes=10, say=said.append) for rank in range(2))
+    clock.now += 599
     assert leads.take() == 0
-    time.sleep(0.07)
+    clock.now += 1
     assert (leads.take(), follows.take()) == (SAVE, 0)
     assert leads.take() == 0
-    time.sleep(0.07)
-    leads.saved()
+    clock.now += 599
+    leads.saved()  # for another reason: the ten minutes begin again
+    clock.now += 599
     assert leads.take() == 0
+    clock.now += 1
+    assert leads.take() == SAVE
 
 
 def test_requests_add_up(said: list[str]) -> None:

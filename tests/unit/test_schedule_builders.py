@@ -9,12 +9,12 @@ from hypothesis import strategies as st
 
 from tests.drawing import draws
 from tests.schedules import programs
-from tests.timing import quickest
 from vpipe.errors import ScheduleError
 from vpipe.schedule import NAMES, Action, Op, Schedule, bubble, build, check, draw, holdings, lower, walk
 from vpipe.schedule.builders import ASYNCHRONOUS
 
-SMALL = list(product(range(1, 9), range(1, 33)))
+SMALL = list(product(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 23, 32)))
+ALL_SMALL = list(product(range(1, 9), range(1, 33)))
 UNEQUAL = [name for name in NAMES if name not in ("interleaved", "zb-v")]
 
 
@@ -84,10 +84,17 @@ def test_a_replica_without_a_minibatch_of_the_last_group_updates_all_the_same() 
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_all_small_pipelines_can_run(name: str) -> None:
+def test_small_pipelines_can_run(name: str) -> None:
     for stages, minibatches in SMALL:
-        if minibatches <= 12 or minibatches % 5 == stages % 5:
+        if minibatches <= 8:
             check(build(name, stages, minibatches))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_all_small_pipelines_can_run(name: str) -> None:
+    for stages, minibatches in ALL_SMALL:
+        check(build(name, stages, minibatches))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -139,13 +146,9 @@ def test_zb_v_has_no_bubble_and_the_memory_of_1f1b() -> None:
             assert {last[rank] - first[rank] for rank in range(stages)} == {6 * minibatches}
 
 
-def test_zb_v_is_built_fast() -> None:
-    def count() -> int:
-        schedule = build("zb-v", 8, 32)
-        return sum(len(list(schedule.program(rank))) for rank in range(8))
-
-    assert count() == 8 * (6 * 32 + 2)
-    assert quickest(count) < 0.05
+def test_zb_v_does_everything_once() -> None:
+    schedule = build("zb-v", 8, 32)
+    assert [len(list(schedule.program(rank))) for rank in range(8)] == [6 * 32 + 2] * 8
 
 
 def test_interleaved_idles_less_with_more_chunks() -> None:
@@ -159,7 +162,7 @@ def test_interleaved_runs_with_any_number_of_minibatches(p: int, m: int, chunks:
     check(build("interleaved", p, m, chunks=chunks, replicas=(replicas,) * p))
 
 
-@draws(150)
+@draws(60)
 @given(
     st.sampled_from(UNEQUAL),
     st.lists(st.integers(1, 4), min_size=1, max_size=5),
@@ -229,7 +232,7 @@ def test_2bw_knows_the_smallest_interval_for_two_versions(replicas: list[int]) -
             build("2bw", stages, 64, replicas=replicas, update_interval=smallest - 1)
 
 
-@draws(100)
+@draws(40)
 @given(
     st.sampled_from(ASYNCHRONOUS),
     st.lists(st.integers(1, 3), min_size=1, max_size=4),
@@ -245,14 +248,10 @@ def test_a_known_end_changes_nothing(name: str, replicas: list[int], end: int, i
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v", "pipedream", "2bw"])
-def test_a_million_minibatches_are_generated_lazily(name: str) -> None:
-    schedule = build(name, 4, 10**6)
-
-    def begin() -> list[Action]:
-        return list(islice(schedule.program(1), 3))
-
-    assert begin() == [Action(1, Op.F, minibatch) for minibatch in range(3)]
-    assert quickest(begin) < 0.05
+def test_minibatches_without_number_are_generated_lazily(name: str) -> None:
+    """So many that no list would hold them, and no loop over them would end."""
+    program = build(name, 4, 10**15).program(1)
+    assert list(islice(program, 3)) == [Action(1, Op.F, minibatch) for minibatch in range(3)]
 
 
 def test_an_endless_program_reads_ahead_no_further_than_it_must() -> None:

@@ -63,7 +63,7 @@ def test_twice_is_once_too_often() -> None:
         lower(lower(build("gpipe", 2, 2)))
 
 
-@draws(100)
+@draws(40)
 @given(plain_schedules())
 def test_lowering_only_adds(schedule: Schedule) -> None:
     lowered = lower(schedule)
@@ -72,7 +72,7 @@ def test_lowering_only_adds(schedule: Schedule) -> None:
         assert kept == list(schedule.program(rank))
 
 
-@draws(100)
+@draws(40)
 @given(plain_schedules())
 def test_sends_and_receives_pair(schedule: Schedule) -> None:
     lowered = lower(schedule)
@@ -85,7 +85,7 @@ def test_sends_and_receives_pair(schedule: Schedule) -> None:
     )
 
 
-@draws(100)
+@draws(40)
 @given(plain_schedules())
 def test_all_replicas_reduce_in_the_same_order(schedule: Schedule) -> None:
     """Otherwise collectives that block would wait for each other."""

@@ -13,7 +13,7 @@ def test_one_row_a_rank() -> None:
     assert write_table(build("1f1b", 2, 2)) == "0F0,0F1,0B0,0B1,0STEP1\n1F0,1B0,1F1,1B1,1STEP1\n"
 
 
-@draws(100)
+@draws(40)
 @given(schedules())
 def test_what_is_written_is_read(schedule: Schedule) -> None:
     assert schedule.minibatches is not None

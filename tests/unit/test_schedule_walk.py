@@ -87,7 +87,7 @@ def test_a_buffer_holds_something() -> None:
         walk(build("1f1b", 2, 2), buffer=0)
 
 
-@draws(80)
+@draws(30)
 @given(schedules(), st.randoms())
 def test_the_rules_are_kept_at_any_cost(schedule: Schedule, random: Random) -> None:
     """Against the rules themselves: all that an action needs has ended when it starts."""

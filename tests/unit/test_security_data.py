@@ -184,8 +184,14 @@ def test_row_25_partitions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name
     )
 
 
-@pytest.mark.parametrize("kind", ["bert", "cpm"])
-@pytest.mark.parametrize("layers", [1, 3])
+@pytest.mark.parametrize(
+    ("kind", "layers"),
+    [
+        ("bert", 1),
+        ("cpm", 3),
+        *(pytest.param(*case, marks=pytest.mark.long) for case in (("bert", 3), ("cpm", 1))),
+    ],
+)
 def test_blocks_that_are_known_without_building_the_model(tmp_path: Path, kind: str, layers: int) -> None:
     sizes = {"hidden_size": 16, "num_heads": 2, "sequence_length": 8, "batch_size": 2}
     (tmp_path / "run.yml").write_text(yaml.safe_dump({"model_type": kind, "num_layers": layers} | sizes))

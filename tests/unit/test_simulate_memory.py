@@ -254,7 +254,7 @@ blocks = st.lists(
 policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, max_size=4).map(tuple)
 
 
-@draws(100)
+@draws(40)
 @given(blocks, policies, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 20), st.booleans())
 def test_nothing_is_left_and_nothing_is_owed(
     found: list[BlockCost], chosen: tuple[str, ...], host: float, name: str, m: int, beside: bool

@@ -298,7 +298,7 @@ policies = st.lists(st.sampled_from(["keep", "recompute", "swap"]), min_size=4, 
 links = st.builds(LinkCost, st.floats(0.5, 100), st.floats(0, 3), st.booleans())
 
 
-@draws(100)
+@draws(40)
 @given(blocks, policies, links, st.floats(0.5, 100), st.sampled_from(NAMES), st.integers(1, 40))
 @example(  # the steady part is one minibatch long, and shorter than the work of a rank that copies
     [block(1, 1, 1, update=update, boundary_bytes=size) for update, size in ((1, 0), (1, 1), (5, 0), (6, 0))],
@@ -326,7 +326,7 @@ def test_never_faster_than_the_busiest_rank(
         assert rank.compute + rank.sending + rank.bubble == pytest.approx(1)
 
 
-@draws(100)
+@draws(40)
 @given(blocks, links, st.floats(1, 50), st.sampled_from(NAMES), st.integers(1, 20))
 def test_a_faster_link_is_never_slower(
     found: list[BlockCost], link: LinkCost, factor: float, name: str, m: int

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -9,7 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+from tests.captures import capture_once
 from tests.drawing import draws
+from tests.fake_clock import FakeClock
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
 from vpipe import Pipeline, assembly
@@ -92,6 +95,7 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "Tape", FakeTape)
     monkeypatch.setattr(module, "Deck", FakeDeck)
     monkeypatch.setattr(module, "Place", FakePlace)
+    monkeypatch.setattr(module, "gc", Mock())  # half a second each time, and these tapes take no memory
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(assembly, "check_cuda_graphs", lambda device: None)
 
@@ -193,7 +197,15 @@ class Small(nn.Module):
         return hidden @ self.embedding.weight.T
 
 
-@pytest.mark.usefixtures("fakes")
+@pytest.fixture(scope="module")
+def small() -> Small:
+    """One for all tests, so that it is captured once."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        return Small().double()
+
+
+@pytest.mark.usefixtures("fakes", "capture_once")
 @pytest.mark.parametrize(
     ("schedule", "options"),
     [
@@ -205,16 +217,17 @@ class Small(nn.Module):
         ("2bw", {"update_interval": 2}),
     ],
 )
-def test_a_pipeline_that_plays_trains_as_one_that_issues(schedule: str, options: dict[str, Any]) -> None:
+def test_a_pipeline_that_plays_trains_as_one_that_issues(
+    small: Small, schedule: str, options: dict[str, Any]
+) -> None:
     """Places, versions, gradients and what is issued between: all but the recording itself."""
     torch.manual_seed(0)
-    model = Small().double()
     sizes = [4] * 9 + [3] + [4] * 6  # one of another shape
     data = [(torch.randint(11, (size,)), torch.randint(11, (size,))) for size in sizes]
 
     def work(world: Any, cuda_graphs: bool) -> tuple[list[float], dict[str, Tensor] | None, int]:
         with Pipeline(
-            model,
+            small,
             data[0],
             loss_fn=nn.functional.cross_entropy,
             optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.01, weight_decay=0.1),
@@ -241,12 +254,40 @@ def test_a_pipeline_that_plays_trains_as_one_that_issues(schedule: str, options:
         torch.testing.assert_close(state[name], tensor, msg=name)
 
 
+CLOCK = FakeClock()
+"""Moved by tapes that are played, and by nothing else."""
+CALL, FORWARD, BACKWARD, WEIGHT_GRADIENT = 0.5, 3.0, 4.0, 2.0
+"""Seconds that a tape takes to be played, and those for each block on it."""
+
+
+class TimedTape(FakeTape):
+    def forward(self, minibatch: int) -> dict[str, Tensor]:
+        self._take(FORWARD)
+        return super().forward(minibatch)
+
+    def backward(self, minibatch: int) -> dict[str, Tensor]:
+        self._take(BACKWARD)
+        return super().backward(minibatch)
+
+    def weight_gradients(self) -> None:
+        self._take(WEIGHT_GRADIENT)
+        super().weight_gradients()
+
+    def _take(self, seconds: float) -> None:
+        CLOCK.now += CALL + seconds * len(self.deck.module.stage.blocks)
+
+
 @pytest.mark.usefixtures("fakes")
-def test_profiles_are_measured_as_stages_are_played(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_profiles_are_measured_as_stages_are_played(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lap is the time of a tape, and what a call of it takes is told from what its blocks take."""
     monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
+    monkeypatch.setattr(profiled, "capture", capture_once)
+    monkeypatch.setattr(module, "Tape", TimedTape)
+    monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: CLOCK)
+    monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=1.0))
     batch = (torch.randint(11, (4,)), torch.randint(11, (4,)))
     bench = ModelBench(
-        Small(),
+        small,
         batch,
         nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0),
@@ -257,7 +298,10 @@ def test_profiles_are_measured_as_stages_are_played(monkeypatch: pytest.MonkeyPa
     made = bench.measure(0.0, device, link)
     assert made.device.graphs
     assert made.device.slack > 0
-    assert all(block.forward > 0 and block.backward > 0 for block in made.blocks)
+    assert made.device.overhead == pytest.approx(CALL)
+    share = (CALL + BACKWARD) / (CALL + BACKWARD + CALL + WEIGHT_GRADIENT)
+    expected = pytest.approx((FORWARD, BACKWARD, BACKWARD * share))
+    assert all((cost.forward, cost.backward, cost.input_gradient) == expected for cost in made.blocks)
     for own in bench.everything:
         assert isinstance(own, TapedBench)
         tapes = list(own._tapes.values())

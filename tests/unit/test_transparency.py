@@ -1,4 +1,7 @@
-"""The pipeline computes what the unpartitioned model computes: every schedule, to the last digits."""
+"""The pipeline computes what the unpartitioned model computes: every schedule, to the last digits.
+
+Every model of the zoo: `test_graph_transparency.py`.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,74 +11,13 @@ import torch
 from torch import Tensor
 
 from tests import models
+from tests.both_ways import UPDATES, Check
 from tests.examples import example, varied
-from vpipe import Pipeline, comparison, reference
 from vpipe.graph import ModelGraph
 from vpipe.runtime import count_samples
-from vpipe.threads import run_ranks
 
 SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
-UPDATES = 20
-BOUND = {torch.float64: 1e-9, torch.float32: 1e-5}
-
-
-def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, 1e-3, weight_decay=0.1)
-
-
-class Check:
-    """Trains both ways and compares every loss and every parameter."""
-
-    def __init__(self, captured: Callable[..., ModelGraph]) -> None:
-        self.captured = captured
-        self.references: dict[Any, reference.Trained] = {}
-
-    def __call__(
-        self,
-        example: models.Example,
-        ranks: int,
-        *,
-        minibatches: int = 4,
-        updates: int = UPDATES,
-        data: list[Any] | None = None,
-        weigh: Callable[[Any], float] = lambda batch: 1.0,
-        **options: Any,
-    ) -> None:
-        model, batch, loss_fn = example
-        dtype = next(model.parameters()).dtype
-        batches = data or varied(batch, minibatches * updates)
-
-        def train(world: Any) -> tuple[list[float], dict[str, Tensor] | None]:
-            with Pipeline(
-                model,
-                batch,
-                optimizer=adamw,
-                loss_fn=loss_fn,
-                minibatches=minibatches,
-                world=world,
-                **options,
-            ) as pipe:
-                losses = [loss for _, loss in pipe.train(batches)]
-                return losses, pipe.full_state_dict()
-
-        results = run_ranks(ranks, train)
-        key = None if data else (id(model), minibatches, updates, options.get("clip_norm"))
-        if key is None or key not in self.references:
-            self.references[key] = reference.train_synchronously(
-                model,
-                batches,
-                minibatches,
-                reference.Recipe(adamw, loss_fn, clip_norm=options.get("clip_norm"), loss_weight=weigh),
-                self.captured(model, batch, loss_fn),
-            )
-        expected, gradients, weights = self.references[key]
-        for losses, _ in results:
-            assert losses == pytest.approx(expected, rel=BOUND[dtype])
-        state = results[0][1]
-        assert state is not None
-        compared = weights.keys() - comparison.rounding_alone(gradients)
-        difference, where = comparison.largest_difference({n: state[n] for n in compared}, weights)
-        assert difference < BOUND[dtype], where
+MANY_UPDATES = 20
 
 
 @pytest.fixture(scope="module")
@@ -88,27 +30,37 @@ def check_synchronous(checker: Check, capture_once: None) -> Check:
     return checker
 
 
+@pytest.mark.parametrize("updates", [UPDATES, pytest.param(MANY_UPDATES, marks=pytest.mark.long)])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_every_schedule_with_dropout_and_tied_weights(
-    check_synchronous: Check, schedule: str, ranks: int
+    check_synchronous: Check, schedule: str, ranks: int, updates: int
 ) -> None:
-    check_synchronous(example("bert", layers=4, dropout=0.1), ranks, schedule=schedule)
+    check_synchronous(example("bert", layers=4, dropout=0.1), ranks, schedule=schedule, updates=updates)
 
 
+@pytest.mark.parametrize(
+    ("name", "updates"),
+    [("sequential", UPDATES), pytest.param("bert", MANY_UPDATES, marks=pytest.mark.long)],
+)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_float32(check_synchronous: Check, schedule: str) -> None:
-    check_synchronous(example("bert", torch.float32, layers=4, dropout=0.1), 2, schedule=schedule)
+def test_float32(check_synchronous: Check, schedule: str, name: str, updates: int) -> None:
+    model = example(name, torch.float32, layers=4, dropout=0.1)
+    check_synchronous(model, 2, schedule=schedule, updates=updates)
 
 
+@pytest.mark.parametrize(
+    ("name", "updates"), [("bert", UPDATES), pytest.param("gpt2", MANY_UPDATES, marks=pytest.mark.long)]
+)
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
-def test_recompute(check_synchronous: Check, schedule: str) -> None:
-    check_synchronous(example("gpt2", layers=4, dropout=0.1), 2, schedule=schedule, recompute_ratio=0.5)
+def test_recompute(check_synchronous: Check, schedule: str, name: str, updates: int) -> None:
+    model = example(name, layers=4, dropout=0.1)
+    check_synchronous(model, 2, schedule=schedule, updates=updates, recompute_ratio=0.5)
 
 
 @pytest.mark.parametrize("schedule", SYNCHRONOUS)
 def test_clipping_by_the_global_norm(check_synchronous: Check, schedule: str) -> None:
-    check_synchronous(example("bert", layers=4, dropout=0.1), 2, schedule=schedule, clip_norm=0.05, updates=8)
+    check_synchronous(example("bert", layers=4, dropout=0.1), 2, schedule=schedule, clip_norm=0.05)
 
 
 @pytest.mark.parametrize("replicas", [(2, 1), (1, 2), (3, 2), (2, 2, 1)])
@@ -120,7 +72,7 @@ def test_any_numbers_of_replicas(check_synchronous: Check, schedule: str, replic
         schedule=schedule,
         replicas=replicas,
         minibatches=5,
-        updates=6,
+        updates=3,
         clip_norm=0.5,
     )
 
@@ -128,19 +80,7 @@ def test_any_numbers_of_replicas(check_synchronous: Check, schedule: str, replic
 @pytest.mark.parametrize("schedule", ["interleaved", "zb-v"])
 def test_equal_replicas_of_chunked_schedules(check_synchronous: Check, schedule: str) -> None:
     bert = example("bert", layers=4, dropout=0.1)
-    check_synchronous(bert, 4, schedule=schedule, replicas=(2, 2), minibatches=5, updates=6)
-
-
-@pytest.mark.parametrize("name", models.ZOO)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_model(check_synchronous: Check, name: str, ranks: int) -> None:
-    check_synchronous(example(name), ranks, schedule="1f1b", updates=3)
-
-
-@pytest.mark.parametrize("name", ["t5", "unet", "lstm", "untraceable"])
-@pytest.mark.parametrize("schedule", ["zb-v", "interleaved"])
-def test_long_skips_and_odd_models_in_chunks(check_synchronous: Check, name: str, schedule: str) -> None:
-    check_synchronous(example(name), 2, schedule=schedule, updates=3)
+    check_synchronous(bert, 4, schedule=schedule, replicas=(2, 2), minibatches=5, updates=3)
 
 
 def test_fewer_minibatches_than_stages_and_a_short_last_update(check_synchronous: Check) -> None:
@@ -170,12 +110,12 @@ def test_minibatches_weigh_what_the_user_says(check_synchronous: Check) -> None:
 
 
 def test_frozen_parameters_stay_and_the_rest_is_trained(check_synchronous: Check) -> None:
-    model, batch, loss_fn = models.bert()
+    model, batch, loss_fn = models.bert(layers=2)
     for parameter in model.bert.embeddings.parameters():
         parameter.requires_grad_(False)
     for parameter in model.bert.encoder.layer[1].attention.parameters():
         parameter.requires_grad_(False)
-    check_synchronous((model.double(), batch, loss_fn), 3, schedule="1f1b", updates=5)
+    check_synchronous((model.double(), batch, loss_fn), 3, schedule="1f1b")
 
 
 def test_hand_made_partition(check_synchronous: Check) -> None:

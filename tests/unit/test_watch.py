@@ -2,9 +2,10 @@
 
 import json
 import time
-import timeit
 import urllib.request
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from tests import models
 from tests.examples import varied
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
+from vpipe.observe import hang, recorder, watch
 from vpipe.observe.hang import GONE, STOPPED, Finding, culprit, explain, fate_of, sentence
 from vpipe.observe.log import RankLog
 from vpipe.observe.metrics import scalars
 from vpipe.observe.prometheus import Endpoint, exposition
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.resident import ProcessGauge
 from vpipe.observe.status import Status, Waiting, read_statuses, stage_lines, write_status
 from vpipe.observe.top import picture, top
 from vpipe.observe.watch import Watch
@@ -26,49 +27,99 @@ from vpipe.schedule import Op, build, lower
 from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
-SLEEPS = 6.0
+HOURS = 3600.0
+
+
+def eventually(ready: Callable[[], Any]) -> Any:
+    deadline = time.monotonic() + 100
+    while not (found := ready()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
+Meanwhile = Callable[[dict[int, Pipeline]], None]
+"""What a test does during a run, with the pipelines of the ranks."""
+
+
+def nothing(pipes: dict[int, Pipeline]) -> None:
+    """For a run that is left alone."""
 
 
 def recorded(
-    folder: Path, *, hold: float = 0.0, limit: float = 60.0, port: int = 0, updates: int = 12
-) -> list[Any]:
-    """A run of two threads whose first rank sleeps for `hold` seconds in 0F4."""
-    model, batch, loss_fn = models.sequential()
+    folder: Path, *, in_0f4: Meanwhile = nothing, at_the_end: Meanwhile = nothing, port: int = 0
+) -> None:
+    """A run of two threads; `in_0f4` and `at_the_end` are done by its first rank, and the run waits for them.
 
-    def train(world: Any) -> Any:
+    Only a wait of more than an hour is a hang.
+    """
+    model, batch, loss_fn = models.sequential()
+    pipes: dict[int, Pipeline] = {}
+    updates = 12
+
+    def train(world: Any) -> None:
         optimizer = optimizer_factory("adam", 0.01, weight_decay=0.0)
         with Pipeline(
             model, batch, optimizer=optimizer, loss_fn=loss_fn, schedule="pipedream", world=world
         ) as pipe:
+            pipes[world.rank] = pipe
             recorder = Recorder(
                 pipe, folder, total=updates, samples=4, tokens=1, print_frequency=2, verbose_frequency=4,
-                hang_limit=limit, prometheus_port=port,
+                hang_limit=HOURS, prometheus_port=port,
             )  # fmt: skip
-            if world.rank == 0 and hold:
-                pipe.runtime.wrap(
-                    Op.F, lambda plain: lambda stage, m: (time.sleep(hold * (m == 4)), plain(stage, m))
-                )
+
+            def held_up(plain: Callable[..., Any]) -> Callable[..., Any]:
+                return lambda stage, m: (in_0f4(pipes) if m == 4 else None, plain(stage, m))
+
+            if world.rank == 0:
+                pipe.runtime.wrap(Op.F, held_up)
             try:
                 for update, loss in pipe.train(varied(batch, updates)):
                     recorder.update(update, loss, 0)
-                    if port and update == updates - 1:
-                        time.sleep(1.5)  # the watch writes a status a second
-                        return urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics").read().decode()
+                    if world.rank == 0 and update == updates - 1:
+                        at_the_end(pipes)
             finally:
                 recorder.write_events(folder)
                 recorder.close()
-        return None
 
-    return run_ranks(2, train)
+    run_ranks(2, train, timeout=200.0)
 
 
-@pytest.mark.timeout(60)
+@pytest.fixture
+def often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The watch looks more often: a status ten times a second."""
+    monkeypatch.setattr(watch, "BEAT", 0.01)
+
+
 def test_a_hang_is_explained_by_who_waits_for_whom(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, often: None
 ) -> None:
     for name in ("hang.request", "hang.txt"):
         (tmp_path / name).write_text("of an earlier attempt")
-    recorded(tmp_path, hold=SLEEPS, limit=1.0)
+    waited = answering = 0.0
+    clock = SimpleNamespace(
+        perf_counter=lambda: time.perf_counter() + waited, monotonic=lambda: answering, time=time.time
+    )
+    monkeypatch.setattr(watch, "time", clock)
+    monkeypatch.setattr(hang, "SILENT", HOURS)  # all ranks speak, if they get a processor
+    places = {0: "0F4", 1: "1RECV_F4"}
+
+    def answered(rank: int) -> bool:
+        log = (tmp_path / f"output.log.{rank}").read_text()
+        return "some rank waits for more than 3600 s; the stacks of this one" in log
+
+    def hang_for_hours(pipes: dict[int, Pipeline]) -> None:
+        nonlocal waited, answering
+        eventually(lambda: {each.rank: each.place for each in read_statuses(tmp_path)} == places)
+        eventually(lambda: pipes[1].handler.waiting)
+        waited = answering = 2 * HOURS
+        eventually(lambda: answered(0) and answered(1))
+        assert not (tmp_path / "hang.txt").exists()  # the others have time to answer
+        answering += HOURS
+        eventually(lambda: (tmp_path / "hang.txt").exists() and (tmp_path / "hang.txt").read_text())
+        waited = 0.0
+
+    recorded(tmp_path, in_0f4=hang_for_hours)
     said = (tmp_path / "hang.txt").read_text()
     first, *grid = said.splitlines()
     assert first.startswith("rank 1 waits for 1RECV_F4 from rank 0 (for ")
@@ -79,9 +130,7 @@ def test_a_hang_is_explained_by_who_waits_for_whom(
     assert marked[1].endswith("[1RECV_F4] << waits")
     assert said.strip() in capsys.readouterr().out
     for rank in range(2):
-        log = (tmp_path / f"output.log.{rank}").read_text()
-        assert "some rank waits for more than 1 s; the stacks of this one" in log
-        assert "test_watch.py" in log  # faulthandler's stacks
+        assert "test_watch.py" in (tmp_path / f"output.log.{rank}").read_text()  # faulthandler's stacks
     assert not (tmp_path / "hang.request").exists()  # it went on, and the next hang is another
 
 
@@ -101,22 +150,38 @@ def test_the_last_status_and_the_figures_of_each_stage(
     assert "bubble " in log
     (first, _) = stage_lines(statuses)
     shares = first["compute_share"] + first["communication_share"] + first["bubble_share"]
-    assert 0 < shares <= 1.001
+    assert 0 <= shares <= 1.001
     top(tmp_path, once=True)
     shown = capsys.readouterr().out
     assert "update 12 of 12" in shown
     assert "has ended" in shown
 
 
-def test_prometheus_reads_what_the_ranks_said(tmp_path: Path, free_port: int) -> None:
-    told = recorded(tmp_path, port=free_port)[0]
+def test_prometheus_reads_what_the_ranks_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None
+) -> None:
+    made: list[Endpoint] = []
+    told = ""
+
+    def at_a_free_port(folder: Path, port: int) -> Endpoint:
+        assert port == 9000
+        made.append(Endpoint(folder, 0))
+        return made[0]
+
+    def read(pipes: dict[int, Pipeline]) -> None:
+        nonlocal told
+        eventually(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
+        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].port}/metrics").read().decode()
+
+    monkeypatch.setattr(recorder, "Endpoint", at_a_free_port)
+    recorded(tmp_path, at_the_end=read, port=9000)
     assert "# TYPE vpipe_updates_total counter" in told
     assert 'vpipe_updates_total{rank="1"} ' in told
     assert 'vpipe_weight_versions{rank="0",stage="0"} ' in told
+    assert 'vpipe_seconds_total{rank="1",kind="wait"} ' in told
     for line in told.splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
-    with pytest.raises(OSError, match="refused"):
-        urllib.request.urlopen(f"http://127.0.0.1:{free_port}/metrics")
+    assert made[0]._server.fileno() == -1  # it is closed
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
@@ -126,13 +191,6 @@ def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
             Endpoint(tmp_path, taken.port)
     finally:
         taken.close()
-
-
-@pytest.fixture
-def free_port(tmp_path: Path) -> int:
-    probe = Endpoint(tmp_path, 0)
-    probe.close()
-    return probe.port
 
 
 def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -> Status:
@@ -191,24 +249,41 @@ def test_the_grid_of_a_late_place_is_drawn_with_its_own_minibatches(tmp_path: Pa
     assert picture(tmp_path)  # a table of the same
 
 
-def test_looking_costs_less_than_a_hundredth_of_the_time(tmp_path: Path) -> None:
-    """Ten samples of the memory and one status a second."""
+def with_watch(folder: Path, use: Callable[[Watch], Any]) -> Any:
+    """What `use` makes of the watch of a rank, whose thread has ended."""
     model, batch, loss_fn = models.sequential()
 
-    def look(world: Any) -> float:
+    def work(world: Any) -> Any:
         optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
-            log = RankLog(tmp_path / "log")
-            watch = Watch(pipe, tmp_path, log, limit=60.0, facts=dict, say=print)
-            watch.close()
-            gauge = ProcessGauge()
-            clock = time.thread_time  # of the processor: others may keep it busy
-            sample = min(timeit.repeat(gauge.read, number=100, repeat=5, timer=clock)) / 100
-            gauge.close()
-            watch._gauge = ProcessGauge()
-            return 10 * sample + min(timeit.repeat(watch._look, number=10, repeat=5, timer=clock)) / 10
+            made = Watch(pipe, folder, RankLog(folder / "log"), limit=HOURS, facts=dict, say=print)
+            made.close()
+            return use(made)
 
-    assert run_ranks(1, look)[0] < 0.01
+    return run_ranks(1, work)[0]
+
+
+def test_of_ten_looks_one_makes_a_status(tmp_path: Path) -> None:
+    """`benchmarks/speed.py` measures what they cost: less than a hundredth of the time."""
+
+    def look(made: Watch) -> tuple[int, int]:
+        before, statuses, beats = len(made.memory.times), [], iter([False] * 35)
+        made._leave = SimpleNamespace(wait=lambda seconds: next(beats, True))  # type: ignore[assignment]
+        made._gauge = SimpleNamespace(read=lambda: 2**20)  # type: ignore[assignment]
+        made._look = lambda: statuses.append("running")  # type: ignore[method-assign]
+        made.run()
+        return len(made.memory.times) - before, len(statuses)
+
+    assert with_watch(tmp_path, look) == (35, 4)
+
+
+def test_a_rank_that_waits_at_a_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def meet(made: Watch) -> Waiting | None:
+        made._pipe.world.meeting = ("training state", -1, 100.0)
+        monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: 131.0))
+        return made._waiting()
+
+    assert with_watch(tmp_path, meet) == Waiting("the meeting 'training state'", -1, 31.0)
 
 
 def test_tensorboard_has_a_scalar_for_each_rank() -> None:
