@@ -2,9 +2,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test test-long test-all fuzz faults soak bench docs clean
+.PHONY: setup train check test test-long test-all coverage fuzz faults soak bench docs clean
 
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 setup: .venv/.ready
 
@@ -23,10 +23,10 @@ check: setup
 	$(BIN)/lint-imports
 
 test: setup
-	$(PYTEST) -m "not long"
+	$(BIN)/python -m $(PYTEST) -m "not long"
 
 test-long: setup
-	$(PYTEST) -m long
+	$(BIN)/python -m $(PYTEST) -m long
 
 test-all: test test-long
 
@@ -36,8 +36,15 @@ faults: setup
 soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200
 
+coverage: export COVERAGE_FILE = $(CURDIR)/.coverage
+coverage: setup  # of the lines of vpipe/ by `make test`, in all of its processes
+	$(BIN)/coverage erase
+	-$(BIN)/coverage run -m $(PYTEST) -m "not long"
+	$(BIN)/coverage combine -q
+	$(BIN)/coverage report --skip-covered --sort=miss
+
 fuzz: setup
-	VPIPE_FUZZ=10000 $(PYTEST) -m hypothesis --timeout 0 tests/unit  # new examples of every property test
+	VPIPE_FUZZ=10000 $(BIN)/python -m $(PYTEST) -m hypothesis --timeout 0 tests/unit  # new examples of every property test
 	VPIPE_FUZZ=10000 $(BIN)/python -m pytest tests/fuzz  # a minute or two of a processor for each format
 
 bench: setup
@@ -47,4 +54,4 @@ docs: setup
 	$(BIN)/python -m vpipe.config_docs > docs/config.md
 
 clean:
-	rm -rf .venv build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .coverage* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

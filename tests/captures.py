@@ -1,15 +1,21 @@
 """Captures that are not repeated: a captured graph is never changed and holds no weights."""
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from vpipe.config_file import read_config
 from vpipe.graph import ModelGraph, capture
+from vpipe.models import build_model
 
 _made: dict[Any, tuple[ModelGraph, Any]] = {}
+_CAPTURING = threading.Lock()
+"""Ranks that are threads want the same model at once."""
 
 
 def capture_once(
@@ -17,8 +23,12 @@ def capture_once(
 ) -> ModelGraph:
     """The graph of this object, or of a model of the same configuration, captured when it is first asked for."""
     key = _key(model, example_batch, loss_fn)
-    if key not in _made:
-        _made[key] = (capture(model, example_batch, loss_fn), model)  # an object that is kept keeps its id
+    with _CAPTURING:
+        if key not in _made:
+            _made[key] = (
+                capture(model, example_batch, loss_fn),
+                model,
+            )  # an object that is kept keeps its id
     return _made[key][0]
 
 
@@ -28,6 +38,11 @@ def capture_unknown(
     """The same, but what is captured now is not kept."""
     known = _made.get(_key(model, example_batch, loss_fn))
     return capture(model, example_batch, loss_fn) if known is None else known[0]
+
+
+def capture_config(file: Path, keys: Mapping[str, Any] | None = None) -> None:
+    """The model of a run. For the process that its ranks are forked from: not each of them captures it then."""
+    capture_once(*build_model(read_config(file, keys), "meta"))
 
 
 def _key(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None) -> Any:

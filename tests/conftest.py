@@ -4,7 +4,10 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -16,24 +19,54 @@ from vpipe.graph import ModelGraph
 torch.set_num_threads(1)
 drawing.load_profile()
 
-LONG = (
-    "end_to_end/test_train.py",
-    "unit/test_transparency.py",
-    "unit/test_graph_blocks.py",
-    "unit/test_policies_runtime.py",
-    "multiprocess/test_schedules.py",
-    "unit/test_asynchronous.py",
-    "unit/test_graph_build.py",
-    "unit/test_plan_optimal.py",
-    "faults/test_network.py",
-    "faults/test_supervision.py",
+PROCESSES = ("multiprocess", "faults", "end_to_end")
+"""Folders whose tests share a server that processes are forked from."""
+MODELS = (
+    "test_graph_transparency.py",
+    "test_transparency.py",
+    "test_graph_build.py",
+    "test_graph_blocks.py",
+    "test_asynchronous.py",
+    "test_policies_runtime.py",
+    "test_pretrained.py",
+    "test_verify.py",
 )
+"""Files whose tests share captured models."""
+
+
+def room(file: Path) -> str:
+    """Tests of one room run in one worker, so that what they share is made once."""
+    if file.parent.name in PROCESSES:
+        return "processes"
+    return "models" if file.name in MODELS else str(file)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """`make test` gives files to two workers, the long ones first: both then end at about the same time."""
-    order = {name: place for place, name in enumerate(LONG)}
-    items.sort(key=lambda item: order.get(f"{item.path.parent.name}/{item.path.name}", len(order)))
+    """The two large rooms come first, one for each worker; then the workers share out the other files."""
+    order = {"processes": 0, "models": 1}
+    items.sort(key=lambda item: order.get(room(item.path), len(order)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """For `--dist loadfile`: by rooms in place of files."""
+    if config.getvalue("dist") != "loadfile":
+        return None
+    from xdist.scheduler import LoadFileScheduling
+
+    class RoomScheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return room(Path(nodeid.split("::", 1)[0]))
+
+    return RoomScheduling(config, log)
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_terminal_summary(terminalreporter: Any) -> None:
+    """How many tests were skipped, and why."""
+    reasons = Counter(report.longrepr[2] for report in terminalreporter.stats.get("skipped", ()))
+    for reason, count in reasons.most_common():
+        terminalreporter.write_line(f"{count} skipped: {reason.removeprefix('Skipped: ')}")
 
 
 @pytest.fixture(scope="session")

@@ -9,17 +9,18 @@ import importlib
 
 import vpipe.layout
 from tests.captures import capture_once, capture_unknown
-from tests.end_to_end.tiny import TINY
-from tests.faults.runs import SMALL
+from tests.end_to_end.tiny import MODEL
 from tests.multiprocess import tasks
 from vpipe.config import RunConfig
 from vpipe.models import build_model
 
-for name in ("vpipe.commands", "vpipe.export", "vpipe.trainer", "torch.utils.tensorboard"):
+for name in (
+    *("vpipe.commands", "vpipe.export", "vpipe.trainer", "torch.utils.tensorboard"),
+    *("tests.faults.runs", "tests.end_to_end.forked"),
+):
     importlib.import_module(name)
 capture_once(*tasks.bert())
-for keys in (TINY, SMALL):
-    capture_once(*build_model(RunConfig(**keys), "meta"))
+capture_once(*build_model(RunConfig(**MODEL), "meta"))
 vpipe.layout.capture = capture_unknown
 tasks.adamw(
     list(tasks.bert()[0].parameters())

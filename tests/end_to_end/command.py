@@ -4,12 +4,17 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, TypeVar
 
 from tests.end_to_end.forked import Forked
 
 TIMEOUT = 220
+"""Seconds, also of a machine that is busy with others: they only end a test that would hang."""
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -29,9 +34,10 @@ def vpipe(
     timeout: float = TIMEOUT,
     launcher: tuple[str, ...] = (),
     new: bool = False,
+    **forked: Any,
 ) -> Ended:
     """Run `vpipe` with these arguments to its end; in new interpreters, or in processes that have all imported."""
-    process = start(*arguments, cwd=cwd, launcher=launcher, new=new or bool(launcher))
+    process = start(*arguments, cwd=cwd, launcher=launcher, new=new or bool(launcher), **forked)
     try:
         out, err = process.communicate(timeout=timeout)
     finally:
@@ -41,11 +47,12 @@ def vpipe(
 
 
 def start(
-    *arguments: object, cwd: Path, launcher: tuple[str, ...] = (), new: bool = True
+    *arguments: object, cwd: Path, launcher: tuple[str, ...] = (), new: bool = True, **forked: Any
 ) -> "subprocess.Popen[str] | Forked":
+    """Start it; `forked` is what `Forked` can be given besides."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "COLUMNS": "160"}
     if not new:
-        return Forked([str(argument) for argument in arguments], cwd, environment)
+        return Forked([str(argument) for argument in arguments], cwd, environment, **forked)
     command = [sys.executable, "-m", *(launcher or ("vpipe",)), *map(str, arguments)]
     return subprocess.Popen(
         command,
@@ -70,7 +77,29 @@ def end(process: "subprocess.Popen[str] | Forked") -> None:
         os.killpg(process.pid, signal.SIGKILL)
     except ProcessLookupError:
         return
-    process.wait(10)
+    process.wait(TIMEOUT)
+
+
+def wait_until(happened: Callable[[], T], what: str) -> T:
+    """What it returns, once that is true."""
+    deadline = time.monotonic() + TIMEOUT
+    while not (found := happened()):
+        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT} s"
+        time.sleep(0.05)
+    return found
+
+
+def wait_for_line(text: str, folder: Path, rank: int = 0) -> None:
+    """Until this rank of the run that was started in this folder has said this."""
+    logs = f"runs/*/output.log.{rank}"
+    wait_until(
+        lambda: any(text in log.read_text() for log in folder.glob(logs)), f"{text!r} in {folder / logs}"
+    )
+
+
+def wait_until_gone(marker: str) -> None:
+    """A process that was killed, and that nobody waits for, is there until it has had the processor once more."""
+    wait_until(lambda: not alive(marker), f"the end of all processes of {marker}")
 
 
 def alive(marker: str) -> list[str]:

@@ -12,6 +12,7 @@ All else is as with new interpreters: a session, an environment and files of its
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -23,15 +24,24 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.server import server_context
+from vpipe.environment import LISTENER
 
 
 class Forked:
     """A running command; what `subprocess.Popen` tells of one, except that its output comes in the end."""
 
-    def __init__(self, arguments: Sequence[str], cwd: Path, environment: dict[str, str]) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[str],
+        cwd: Path,
+        environment: dict[str, str],
+        listener: socket.socket | None = None,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
+        """`listener` is for a rank that nobody launches to inherit; `prepare` is called in the process, first."""
         self._folder = tempfile.TemporaryDirectory(prefix="vpipe-said-")
         self._said = [str(Path(self._folder.name, name)) for name in ("out", "err")]
-        begin = (list(arguments), str(cwd), environment, self._said)
+        begin = (list(arguments), str(cwd), environment, self._said, listener, prepare)
         self._process = server_context().Process(target=_command, args=begin)
         self._process.start()
         assert self._process.pid is not None
@@ -54,9 +64,20 @@ class Forked:
         return out, err
 
 
-def _command(arguments: list[str], cwd: str, environment: dict[str, str], said: Sequence[str]) -> None:
+def _command(
+    arguments: list[str],
+    cwd: str,
+    environment: dict[str, str],
+    said: Sequence[str],
+    listener: socket.socket | None,
+    prepare: Callable[[], None] | None,
+) -> None:
     """What the forked process does: `python -m vpipe`, after its imports."""
     os.setsid()
+    if prepare is not None:
+        prepare()
+    if listener is not None:
+        environment = environment | {LISTENER: str(listener.detach())}
     for number, file in enumerate(said, 1):
         os.dup2(os.open(file, os.O_CREAT | os.O_WRONLY | os.O_APPEND), number)
     subprocess.Popen = ForkedRank  # type: ignore[misc]

@@ -1,9 +1,9 @@
 """Mistakes through the real command line: one line, exit code 2, no traceback, no process left."""
 
+import ctypes
 import os
 import signal
 import socket
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.end_to_end.command import alive, end, rank_process, start, vpipe
+from tests.end_to_end.command import TIMEOUT, end, rank_process, start, vpipe, wait_for_line, wait_until_gone
 from tests.end_to_end.tiny import POEM, TINY
 
 
@@ -21,14 +21,14 @@ def mistaken(tmp_path: Path) -> Callable[..., str]:
     (tmp_path / "text").mkdir()
     (tmp_path / "text" / "poem.txt").write_text(POEM * 100)
 
-    def run(*arguments: object, **keys: Any) -> str:
+    def run(*arguments: object, prepare: Callable[[], None] | None = None, **keys: Any) -> str:
         (tmp_path / "run.yml").write_text(yaml.safe_dump(TINY | {"max_updates": 2} | keys))
-        ended = vpipe("train", *(arguments or ["run.yml"]), cwd=tmp_path)
+        ended = vpipe("train", *(arguments or ["run.yml"]), cwd=tmp_path, prepare=prepare)
         assert ended.code == 2, ended.said
         assert "Traceback" not in ended.said
         (line,) = [line for line in ended.err.splitlines() if line]
         assert line.startswith("error: ")
-        assert not alive(str(tmp_path))
+        wait_until_gone(str(tmp_path))
         return line
 
     return run
@@ -79,10 +79,15 @@ def test_no_folder_can_be_made(mistaken: Callable[..., str]) -> None:
     )
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def renounce() -> None:
+    """Root may write anywhere, by a capability: this process gives up all that it has."""
+    version, none = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    assert ctypes.CDLL(None).capset(version, none) == 0
+
+
 def test_no_write_permission(mistaken: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "locked").mkdir(mode=0o500)
-    assert "log_directory is 'locked/runs'" in mistaken(log_directory="locked/runs")
+    assert "log_directory is 'locked/runs'" in mistaken(prepare=renounce, log_directory="locked/runs")
 
 
 def test_missing_container(mistaken: Callable[..., str]) -> None:
@@ -137,38 +142,33 @@ def endless(tmp_path: Path) -> None:
 def test_a_killed_rank_ends_the_run(endless: None, tmp_path: Path) -> None:
     process = start("train", "run.yml", cwd=tmp_path, new=False)
     try:
-        victim = _wait_for_rank(1, tmp_path)
+        wait_for_line("Iteration", tmp_path)
+        victim = rank_process(1, tmp_path)
+        assert victim is not None
         os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(TIMEOUT)
     finally:
         end(process)
     assert process.returncode == 1
     assert "rank 1 failed: killed by SIGKILL (stage 1, its last action was 1" in err
-    assert not alive(str(tmp_path))
+    wait_until_gone(str(tmp_path))
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGKILL])
-def test_no_rank_outlives_the_launcher(number: int, endless: None, tmp_path: Path) -> None:
-    process = start("train", "run.yml", cwd=tmp_path, new=number == signal.SIGKILL)
+@pytest.mark.parametrize(
+    ("number", "new"),
+    [
+        (signal.SIGINT, False),
+        (signal.SIGKILL, False),
+        pytest.param(signal.SIGKILL, True, marks=pytest.mark.long),
+    ],
+)
+def test_no_rank_outlives_the_launcher(number: int, new: bool, endless: None, tmp_path: Path) -> None:
+    process = start("train", "run.yml", cwd=tmp_path, new=new)
     try:
-        _wait_for_rank(0, tmp_path)
+        wait_for_line("Iteration", tmp_path)
+        assert rank_process(0, tmp_path) is not None
         os.kill(process.pid, number)
-        process.communicate(timeout=30)
-        deadline = time.monotonic() + 10
-        while alive(str(tmp_path)) and time.monotonic() < deadline:
-            time.sleep(0.1)
-        assert not alive(str(tmp_path))
+        process.communicate(TIMEOUT)
+        wait_until_gone(str(tmp_path))
     finally:
         end(process)
-
-
-def _wait_for_rank(rank: int, folder: Path) -> int:
-    """The process of a rank, once it trains."""
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        time.sleep(0.2)
-        if any("Iteration" in log.read_text() for log in folder.glob("runs/*/output.log.0")):
-            process = rank_process(rank, folder)
-            assert process is not None
-            return process
-    raise AssertionError("the run does not train")

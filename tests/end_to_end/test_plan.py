@@ -2,18 +2,26 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
-import pytest
-
-from tests.end_to_end.command import alive, vpipe
+from tests.captures import capture_config, capture_unknown
+from tests.end_to_end.command import vpipe, wait_until_gone
 from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fixture)
+from vpipe.cost import LinkCost
+from vpipe.profile import model
 
 
-@pytest.mark.timeout(240)
+def measure_briefly() -> None:
+    """For the process that plans: few rounds on the bench, and no link, which a new interpreter would answer."""
+    model.capture = capture_unknown
+    model.MOST_ROUNDS = model.LEAST_ROUNDS
+    model.measure_link = lambda place: LinkCost(1e10, 1e-5)
+
+
 def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny: Callable[..., Path]) -> None:  # noqa: F811
     folder = tiny(partition="auto", max_updates=3, gpu_memory="1GiB")
-    ended = vpipe("train", "run.yml", cwd=folder)
+    ended = vpipe("train", "run.yml", cwd=folder, prepare=measure_briefly)
     assert ended.code == 0, ended.said
     run = only_run(folder)
     plan = json.loads((run / "plan.json").read_text())
@@ -25,8 +33,8 @@ def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny: Callable[..
     assert summary["partition"] == plan["partition"]
     # The same plan, a model with as many blocks of another width: every rank finds out, one line is said.
     tiny(partition=str(run / "plan.json"), max_updates=3, hidden_size=48)
-    refused = vpipe("train", "run.yml", cwd=folder)
+    refused = vpipe("train", "run.yml", cwd=folder, prepare=partial(capture_config, folder / "run.yml"))
     assert refused.code == 2, refused.said
     assert "plan.json: is a plan for another model" in refused.err
     assert "Traceback" not in refused.said
-    assert not alive(str(folder))
+    wait_until_gone(str(folder))

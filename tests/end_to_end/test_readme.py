@@ -51,15 +51,20 @@ def commands() -> list[list[str]]:
 
 
 def test_the_snippet_trains_under_torchrun(tmp_path: Path) -> None:
+    """A script of the user's own in new interpreters, started as the README says."""
     (snippet,) = blocks("python")
     # In one piece: both ranks write to the same pipe.
-    told = 'print(f"losses {step + 1}\\n", end="", flush=True)'
+    told = 'print(f"{pipe.rank} {step} {loss!r}\\n", end="", flush=True)'
     script = tmp_path / "script.py"
     script.write_text(PRELUDE + snippet.replace("    ...", f"    {told}"))
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
     ended = vpipe(script, cwd=tmp_path, launcher=launcher)
     assert ended.code == 0, ended.said
-    assert ended.out.count("losses 6") == 2  # every rank reads them
+    lines = [line.split() for line in ended.out.splitlines()]
+    first, second = ([(step, loss) for rank, step, loss in lines if rank == which] for which in "01")
+    assert first == second  # every rank reads them
+    assert [step for step, _ in first] == list("012345")
+    assert float(first[-1][1]) < float(first[0][1])
 
 
 def test_the_drawing_is_the_commands_output(

@@ -2,13 +2,12 @@
 
 import os
 import signal
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import alive, end, start, vpipe
+from tests.end_to_end.command import TIMEOUT, end, rank_process, start, vpipe, wait_for_line, wait_until_gone
 from tests.end_to_end.test_train import only_run, tiny  # noqa: F401 (a fixture)
 from vpipe import checkpoint
 
@@ -19,42 +18,38 @@ KEYS = {
     "dropout": 0.1,
     "clip_norm": 1.0,
     "deterministic": True,
+    "heartbeat_limit": 600,
 }
-
-
-def wait_for(text: str, folder: Path) -> None:
-    deadline = time.monotonic() + 90
-    while not any(text in log.read_text() for log in folder.glob("runs/*/output.log.0")):
-        assert time.monotonic() < deadline, f"{text!r} does not appear"
-        time.sleep(0.05)
 
 
 def final(run: Path) -> checkpoint.Manifest:
     return checkpoint.verify(run / "checkpoints" / "step-00000024")
 
 
-@pytest.mark.timeout(300)
 def test_signals_save_and_end_a_run_that_then_goes_on_to_the_bit(
     tiny: Callable[..., Path],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tiny(**KEYS)
-    # Long enough in one update for signals to come in between.
-    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=9,point=step,kind=sleep,seconds=4")
+    # In the middle of an update, until the signals have been heard.
+    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=9,point=step,kind=stop")
     process = start("train", "run.yml", cwd=folder, new=False)
     try:
-        wait_for("Iteration 8", folder)
-        os.kill(process.pid, signal.SIGUSR1)
-        time.sleep(0.5)
-        os.kill(process.pid, signal.SIGTERM)
-        out, err = process.communicate(timeout=90)
+        wait_for_line("VPIPE_FAULT: stop", folder, rank=1)
+        stopped = rank_process(1, folder)
+        assert stopped is not None
+        for number in (signal.SIGUSR1, signal.SIGTERM):
+            os.kill(process.pid, number)
+            wait_for_line(f"{number.name}: ", folder)
+        os.kill(stopped, signal.SIGCONT)
+        out, err = process.communicate(TIMEOUT)
     finally:
         end(process)
     assert process.returncode == 75, out + err
     assert "Traceback" not in out + err
-    assert not alive(str(folder))
-    stopped = only_run(folder)
-    *_, saved = checkpoint.checkpoints(stopped / "checkpoints")
+    wait_until_gone(str(folder))
+    ended = only_run(folder)
+    *_, saved = checkpoint.checkpoints(ended / "checkpoints")
     made = checkpoint.verify(saved).updates
     assert 9 <= made < 24
     assert f"it has made {made} of 24 updates" in out
@@ -63,9 +58,7 @@ def test_signals_save_and_end_a_run_that_then_goes_on_to_the_bit(
     again = vpipe("train", "run.yml", "--resume", "auto", cwd=folder)
     assert again.code == 0, again.said
     assert f"resumed from {saved} after {made} updates" in again.out
-    (second,) = [
-        run for run in (folder / "runs").iterdir() if (run / "config.yml").exists() and run != stopped
-    ]
+    (second,) = [run for run in (folder / "runs").iterdir() if (run / "config.yml").exists() and run != ended]
 
     whole = vpipe("train", "run.yml", "--set", "log_directory=whole", cwd=folder)
     assert whole.code == 0, whole.said

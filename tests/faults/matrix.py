@@ -1,4 +1,4 @@
-"""Every rank x every point x kill, and the other kinds: `make faults`. Writes the table of docs/reliability.md.
+"""Every rank x every point x kill, and the other kinds: `make faults`. Writes the tables of docs/reliability.md.
 
 python -m tests.faults.matrix [--docs docs/reliability.md] [--only kill:fwd]
 """
@@ -11,11 +11,15 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from tests.faults import unwatched
 from tests.faults.runs import Measured, final_weights, measure, train, write_config
+from tests.faults.unwatched import TO_END, Gone, measure_unwatched
 from vpipe.faults import POINTS
 
 RANKS = 3
 STEP = 9
+LIMIT = 10.0
+"""The ranks' `heartbeat_limit`, in seconds."""
 BEGIN, END = "<!-- measured by make faults -->\n", "<!-- end -->\n"
 
 ABSENT = {
@@ -55,7 +59,7 @@ def main() -> None:
     found: list[Measured] = []
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_config(folder, RANKS, evaluation_interval=6)
+        write_config(folder, RANKS, evaluation_interval=6, heartbeat_limit=LIMIT)
         ended, run = train(folder)
         assert ended.code == 0, ended.said
         weights = final_weights(run)
@@ -67,7 +71,11 @@ def main() -> None:
             one = measure(folder, RANKS, case, weights if restarted(case) else None)
             found.append(one)
             print(f"{number}/{len(chosen)}", json.dumps(one.as_dict()), flush=True)
-    table = as_table(found)
+    gone: list[Gone] = []
+    if arguments.only == ":":
+        with tempfile.TemporaryDirectory() as name:
+            gone = measure_unwatched(Path(name))
+    table = as_table(found) + ("\n" + unwatched.as_table(gone) if gone else "")
     print(table)
     if arguments.docs:
         text = arguments.docs.read_text()
@@ -75,6 +83,13 @@ def main() -> None:
         _, _, after = rest.partition(END)
         arguments.docs.write_text(before + BEGIN + table + END + after)
     assert all(one.struck and one.named and one.clean for one in found), "some did not end as they should"
+    assert all(one.exit is not None and one.exit <= longest(one) for one in found), "some took too long"
+    assert all(one.seconds <= one.most for one in gone), "some took too long"
+
+
+def longest(one: Measured) -> float:
+    """Seconds until all ranks are gone: who ends is found at once, who stands still by the limit."""
+    return TO_END + (LIMIT if one.kind in ("stop", "gil") else 0.0)
 
 
 def as_table(found: list[Measured]) -> str:

@@ -15,23 +15,21 @@ import pytest
 import yaml
 
 from tests.end_to_end.command import Ended, alive, end, start
+from tests.end_to_end.tiny import MODEL
+from vpipe.communication import beats
+from vpipe.launch import last_words, local, watch
+from vpipe.launch import rank as supervised
 
-SMALL: dict[str, Any] = {
-    "model_type": "bert",
-    "hidden_size": 16,
-    "num_layers": 2,
-    "num_heads": 2,
-    "vocab_size": 64,
-    "sequence_length": 8,
-    "batch_size": 2,
+PATIENCE = 200.0
+SMALL: dict[str, Any] = MODEL | {
     "synthetic_data": True,
     "schedule": "vpipe",
     "learning_rate": 0.003,
     "max_updates": 12,
     "checkpoint_interval": 3,
     "evaluation_samples": 4,
-    "max_samples": 64,
-    "timeout": 60,
+    "max_samples": 128,
+    "timeout": 600,
 }
 
 
@@ -63,18 +61,31 @@ def write_config(folder: Path, ranks: int, **keys: Any) -> None:
     (folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
 
 
+def be_patient() -> None:
+    """For a process and the ranks that are forked from it: who ends waits as long as it takes to hear why.
+
+    A machine may be so busy that the seconds which are given for that would be over. `make faults` leaves them alone.
+    """
+    beats.TO_HEAR = beats.TO_END = PATIENCE
+    last_words.TO_SPEAK = local.GRACE = supervised.FOR_VERDICT = watch.DOUBT = PATIENCE
+
+
 def train(
     folder: Path,
     fault: str = "",
     *options: object,
     timeout: float = 300,
     look: Callable[[int], None] = lambda launcher: None,
+    prepare: Callable[[], None] | None = None,
 ) -> tuple[Ended, Path]:
-    """Run it to its end; what it said, and the folder of the run. `look` is called each second."""
+    """Run it to its end; what it said, and the folder of the run. `look` is called each second.
+
+    `prepare` is called in the launcher's process, before anything else.
+    """
     before = set(folder.glob("runs/2*"))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("VPIPE_FAULT", fault)
-        process = start("train", "run.yml", *options, cwd=folder, new=False)
+        process = start("train", "run.yml", *options, cwd=folder, new=False, prepare=prepare)
     deadline = time.monotonic() + timeout
     try:
         while time.monotonic() < deadline:

@@ -12,21 +12,23 @@ from tests.faults.runs import write_config
 @pytest.mark.parametrize(
     ("rank", "missing"),
     [
-        (0, "ranks 1, 2 did not come to 'the rendezvous' within 2 s"),
+        (0, "ranks 1, 2 did not come to 'the rendezvous' within 0.2 s"),
         (1, "rank 0 did not open the rendezvous at 127.0.0.1:"),
     ],
 )
 def test_who_is_missing_is_told(
     rank: int, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_config(tmp_path, 3, rendezvous_limit=2)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    place = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    for name, value in place.items():
-        monkeypatch.setenv(name, str(value))
-    ended = vpipe("train", "run.yml", cwd=tmp_path)
+    write_config(tmp_path, 3, rendezvous_limit=0.2)
+    with socket.socket() as place:
+        place.bind(("127.0.0.1", 0))  # from now on nobody else has the port
+        port = place.getsockname()[1]
+        if rank == 0:
+            place.listen()
+        set_up = {"RANK": rank, "WORLD_SIZE": 3, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for name, value in set_up.items():
+            monkeypatch.setenv(name, str(value))
+        ended = vpipe("train", "run.yml", cwd=tmp_path, listener=place if rank == 0 else None)
     assert ended.code == 3, ended.said
     (line,) = ended.err.splitlines()
     assert line.startswith(f"error: {missing}")

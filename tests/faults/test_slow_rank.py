@@ -1,4 +1,4 @@
-"""A rank that is ten times as slow: the losses are the same, and a warning names it."""
+"""A rank that is much slower than the others: the losses are the same, and a warning names it."""
 
 import re
 from typing import Any
@@ -7,6 +7,7 @@ import pytest
 
 from tests import models
 from tests.examples import varied
+from tests.faults.virtual import measure_virtually
 from vpipe import Pipeline, faults
 from vpipe.faults import VARIABLE
 from vpipe.observe.pace import FACTOR, WINDOW, Pace
@@ -20,6 +21,7 @@ def test_a_slow_rank_is_named_and_changes_nothing(
 ) -> None:
     model, batch, loss_fn = models.sequential()
     updates = 2 * WINDOW + 3
+    measure_virtually(monkeypatch)
 
     def train(fault: str) -> tuple[list[float], list[str]]:
         monkeypatch.setenv(VARIABLE, fault)

@@ -11,8 +11,6 @@ from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe.threads import run_ranks
 
-CHANNELS = ("gloo", "shared_memory")
-
 
 class AgainstThreads:
     """Runs a task both ways; what threads gave is kept for the other channels."""
@@ -29,7 +27,7 @@ class AgainstThreads:
             tasks.bert()  # before the threads, which would each build one
             run = run_ranks(ranks, lambda world: task(*args, world=world, **options))
             self._expected[key] = run[0]
-        results = self.pool.run(ranks, task, *args, channel=channel, timeout=60, **options)
+        results = self.pool.run(ranks, task, *args, channel=channel, **options)
         losses, state = self._expected[key]
         for seen, _ in results:
             assert [number for number, _ in seen] == [number for number, _ in losses]

@@ -17,6 +17,16 @@ def pool() -> Iterator[Pool]:
         made.close()
 
 
+@pytest.fixture
+def own_pool() -> Iterator[Pool]:
+    """For a test that kills workers, or needs some that have never trained."""
+    made = Pool()
+    try:
+        yield made
+    finally:
+        made.close()
+
+
 @pytest.fixture(scope="session")
 def shared_comparison(pool: Pool) -> AgainstThreads:
     return AgainstThreads(pool)

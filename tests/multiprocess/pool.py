@@ -24,14 +24,20 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.reduction import recv_handle, send_handle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from tests.server import server_context
+from vpipe.environment import LISTENER
 
-_START_TIMEOUT = 60.0
+TIMEOUT = 200.0
+"""Seconds, also of a machine that is busy with others: they only end a test that would hang."""
+
+TO_LEAVE = 20.0
+"""Seconds after which a worker that was told to leave is killed."""
 
 
 @dataclass(frozen=True)
@@ -66,9 +72,9 @@ class _Worker:
         self.process = context.Process(target=_serve, args=(theirs,), daemon=True)
         self.process.start()
         theirs.close()
-        if not self.connection.poll(_START_TIMEOUT):
+        if not self.connection.poll(TIMEOUT):
             self.kill()
-            raise RuntimeError(f"a worker did not start within {_START_TIMEOUT:g} s")
+            raise RuntimeError(f"a worker did not start within {TIMEOUT:g} s")
         self.connection.recv_bytes()
 
     def kill(self) -> None:
@@ -89,7 +95,7 @@ class Pool:
         self._workers: list[_Worker] = []
 
     def run(
-        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any
     ) -> list[Any]:
         """What the function returns on each rank; it must succeed on all of them."""
         outcomes = self.outcomes(ranks, function, *args, timeout=timeout, **kwargs)
@@ -98,7 +104,7 @@ class Pool:
         return [outcome.value for outcome in outcomes]
 
     def outcomes(
-        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = 60.0, **kwargs: Any
+        self, ranks: int, function: Callable[..., Any], *args: Any, timeout: float = TIMEOUT, **kwargs: Any
     ) -> list[Outcome]:
         """What became of the function on each rank. It is found by its name, so it stands in a module."""
         while len(self._workers) < ranks:
@@ -106,10 +112,13 @@ class Pool:
         workers = self._workers[:ranks]
         done: dict[int, Outcome] = {}
         try:
-            port = _free_port()
-            for rank, worker in enumerate(workers):
-                task = (function, args, kwargs, _environment(rank, ranks, port))
-                worker.connection.send_bytes(pickle.dumps(task))
+            with socket.create_server(("127.0.0.1", 0)) as listener:
+                port = listener.getsockname()[1]
+                for rank, worker in enumerate(workers):
+                    task = (function, args, kwargs, _environment(rank, ranks, port))
+                    worker.connection.send_bytes(pickle.dumps(task))
+                first = workers[0]
+                send_handle(first.connection, listener.fileno(), first.process.pid)
             for rank, outcome in self._collect(workers, timeout):
                 done[rank] = outcome
         finally:
@@ -120,7 +129,11 @@ class Pool:
         return [done[rank] for rank in range(ranks)]
 
     def close(self) -> None:
+        """The workers may leave: what measures the lines that they reached writes them down then."""
         for worker in self._workers:
+            worker.connection.close()
+        for worker in self._workers:
+            worker.process.join(TO_LEAVE)
             worker.kill()
         self._workers.clear()
 
@@ -150,12 +163,6 @@ def _ended(outcome: Outcome) -> bool:
     return outcome.error in ("Killed", "Hung")
 
 
-def _free_port() -> int:
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", 0))
-        return int(listener.getsockname()[1])
-
-
 def _environment(rank: int, ranks: int, port: int) -> dict[str, str]:
     """What torchrun would set."""
     return {
@@ -181,8 +188,14 @@ def _serve(connection: Connection) -> None:
         except EOFError:
             return
         os.environ.update(environment)
+        if environment["RANK"] == "0":
+            os.environ[LISTENER] = str(
+                recv_handle(connection)
+            )  # as our launcher would: the port is nobody else's
         # Pickled here and not by the connection, which would move tensors by shared memory.
         answer = pickle.dumps(_answer(function, args, kwargs))
+        if LISTENER in os.environ:
+            os.close(int(os.environ.pop(LISTENER)))  # a task that did not join
         connection.send_bytes(answer)
 
 

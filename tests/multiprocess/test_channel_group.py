@@ -37,7 +37,7 @@ def sgd(module: nn.Module) -> torch.optim.Optimizer:
 
 def train_as_torch_does(schedule: str, device: str = "cpu") -> list[float]:
     """Losses of the updates, on the rank that has them."""
-    world, place = ProcessWorld(timeout=60.0), torch.device(device)
+    world, place = ProcessWorld(timeout=600.0), torch.device(device)
     join_group(world, place)
     count = STAGES[schedule]
     mine = [world.rank] if count == 2 else [world.rank, world.rank + 2]
@@ -82,14 +82,14 @@ def train_plainly() -> list[float]:
 
 @pytest.mark.parametrize("schedule", STAGES)
 def test_torchs_pipelines_train_as_the_plain_model(pool: Pool, schedule: str) -> None:
-    told = [losses for losses in pool.run(2, train_as_torch_does, schedule, timeout=90) if losses]
+    told = [losses for losses in pool.run(2, train_as_torch_does, schedule) if losses]
     assert len(told) == 1, "one rank has the loss"
     assert told[0] == pytest.approx(train_plainly(), rel=1e-12)
 
 
 def call_everything() -> list[list[float]]:
     """Two messages each way before either is taken, taken out of order; then a sum over all ranks."""
-    world = ProcessWorld(timeout=60.0)
+    world = ProcessWorld(timeout=600.0)
     join_group(world, torch.device("cpu"))
     other = 1 - world.rank
     for number in (1.0, 2.0):
@@ -106,7 +106,7 @@ def call_everything() -> list[list[float]]:
 
 
 def test_messages_are_matched_by_their_order(pool: Pool) -> None:
-    assert pool.run(2, call_everything, timeout=60) == [
+    assert pool.run(2, call_everything) == [
         [[11.0, 12.0], [2.0, 1.0]],
         [[1.0, 2.0], [2.0, 1.0]],
     ]

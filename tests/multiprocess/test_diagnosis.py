@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 from typing import Any
 
@@ -11,26 +10,37 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from tests.end_to_end.command import wait_until
 from tests.examples import varied
+from tests.faults.virtual import VirtualClock, measure_virtually
 from tests.multiprocess.pool import Pool
 from vpipe import Pipeline
 from vpipe.cost import Plan, write_plan
+from vpipe.observe import hang
 from vpipe.observe.diagnosis import Finding, diagnose
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.stages import write_stages
+from vpipe.observe.status import read_statuses
 from vpipe.schedule import Op
 from vpipe.weights import optimizer_factory
 
 LAYERS = 8
 WIDTH = 32
 BLOCK = 0.006
-"""Seconds that a block sleeps, whatever else the machine does: computing would take as long as others let it."""
+"""Seconds that a block takes by the clock that measures it: computing would take as long as others let it."""
 
 
 def train(
     folder: Path, partition: list[int], *, slow: int | None = None, dies: int | None = None, updates: int = 10
 ) -> None:
     """Equal layers on two ranks; `slow` takes four times as long for everything, `dies` is killed in its F17."""
+    with pytest.MonkeyPatch.context() as patch:
+        _train(folder, partition, measure_virtually(patch), slow, dies, updates)
+
+
+def _train(
+    folder: Path, partition: list[int], clock: VirtualClock, slow: int | None, dies: int | None, updates: int
+) -> None:
     torch.manual_seed(0)
     layers = [layer for _ in range(LAYERS) for layer in (nn.Linear(WIDTH, WIDTH), nn.Tanh())]
     batch = (torch.randn(96, WIDTH), torch.randn(96, WIDTH))
@@ -39,15 +49,20 @@ def train(
         nn.Sequential(*layers[:-1]), batch, optimizer=optimizer, loss_fn=functional.mse_loss, schedule="1f1b",
         minibatches=4, partition=partition,
     ) as pipe:  # fmt: skip
+        pipe.runtime.whereabouts.say("its beginning")
         recorder = Recorder(
             pipe, folder, total=updates, samples=384, tokens=1, print_frequency=1, verbose_frequency=0,
-            hang_limit=60.0, prometheus_port=0,
+            hang_limit=600.0, prometheus_port=0,
         )  # fmt: skip
+        wait_until(
+            lambda: any(each.place == "its beginning" for each in read_statuses(folder)),
+            "a status before the first action",
+        )
         seconds = BLOCK * partition[pipe.rank] * (4 if pipe.rank == slow else 1)
         for op in (Op.F, Op.B):
-            pipe.runtime.wrap(op, lambda plain: sleepy(plain, seconds))
+            pipe.runtime.wrap(op, lambda plain: sleepy(plain, clock, seconds))
         if pipe.rank == dies:
-            pipe.runtime.wrap(Op.F, deadly)
+            pipe.runtime.wrap(Op.F, lambda plain: deadly(plain, folder, dies))
         if pipe.rank == 0:
             write_stages(pipe.layout, folder, None)
             policies = ("keep",) * len(pipe.layout.policies)
@@ -65,18 +80,21 @@ def train(
             recorder.close()
 
 
-def sleepy(plain: Any, seconds: float) -> Any:
+def sleepy(plain: Any, clock: VirtualClock, seconds: float) -> Any:
     def longer(stage: Any, minibatch: int) -> None:
-        time.sleep(seconds)
+        clock.sleep(seconds)
         plain(stage, minibatch)
 
     return longer
 
 
-def deadly(plain: Any) -> Any:
+def deadly(plain: Any, folder: Path, rank: int) -> Any:
     def ends(stage: Any, minibatch: int) -> None:
         if minibatch == 17:
-            time.sleep(1.5)  # a status a second
+            wait_until(
+                lambda: any(each.rank == rank and each.place == "1F17" for each in read_statuses(folder)),
+                "a status of this action",
+            )
             os.kill(os.getpid(), signal.SIGKILL)
         plain(stage, minibatch)
 
@@ -87,7 +105,6 @@ def by_topic(folder: Path) -> dict[str, Finding]:
     return {finding.topic: finding for finding in diagnose(folder)}
 
 
-@pytest.mark.timeout(100)
 def test_a_slowed_stage_is_not_taken_for_an_unbalanced_partition(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, train, tmp_path, [4, 4], slow=1)
     found = by_topic(tmp_path)["throughput"]
@@ -97,7 +114,6 @@ def test_a_slowed_stage_is_not_taken_for_an_unbalanced_partition(pool: Pool, tmp
     assert "rank 1 is slow" in found.text
 
 
-@pytest.mark.timeout(100)
 def test_an_unbalanced_partition_gets_a_better_one_by_simulation(pool: Pool, tmp_path: Path) -> None:
     pool.run(2, train, tmp_path, [7, 1])
     findings = by_topic(tmp_path)
@@ -112,11 +128,12 @@ def test_an_unbalanced_partition_gets_a_better_one_by_simulation(pool: Pool, tmp
         assert findings[topic].grade == "fine"
 
 
-@pytest.mark.timeout(100)
-def test_a_dead_peer_is_named_and_not_the_one_who_waited_for_it(pool: Pool, tmp_path: Path) -> None:
-    outcomes = pool.outcomes(2, train, tmp_path, [4, 4], dies=1)
+def test_a_dead_peer_is_named_and_not_the_one_who_waited_for_it(
+    own_pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcomes = own_pool.outcomes(2, train, tmp_path, [4, 4], dies=1)
     assert [outcome.error for outcome in outcomes] == ["PeerError", "Killed"]
-    time.sleep(3.2)  # from then on its own word is too old
+    monkeypatch.setattr(hang, "SILENT", 0.0)  # now its own word is too old
     found = by_topic(tmp_path)["standstill"]
     assert found.grade == "fault"
     assert found.figures["culprit"] == 1

@@ -23,16 +23,16 @@ class GroupWorld(ProcessWorld):
             store=dist.PrefixStore("groups", self._store),
             rank=self.rank,
             world_size=self.size,
-            timeout=timedelta(seconds=60),
+            timeout=timedelta(seconds=600),
         )
         self._owns_group = True
-        self._groups = StreamGroups(True, 60.0, backend="gloo")
+        self._groups = StreamGroups(True, 600.0, backend="gloo")
         others = (peer for peer in range(self.size) if peer != self.rank)
-        return {peer: GroupChannel(peer, buffer, 60.0, self._groups, everything=True) for peer in others}
+        return {peer: GroupChannel(peer, buffer, 600.0, self._groups, everything=True) for peer in others}
 
 
 def train_over_groups(schedule: str, data: list[tasks.Batch], **options: Any) -> Any:
-    return tasks.train(schedule, data, world=GroupWorld(timeout=60.0), **options)
+    return tasks.train(schedule, data, world=GroupWorld(timeout=600.0), **options)
 
 
 # Interleaved: the two ranks exchange several tensors in each direction, and do not post them in the same order.
@@ -43,7 +43,7 @@ def test_streams_keep_their_order(
     data = tasks.batches(8)
     tasks.bert()  # before the threads, which would each build one
     expected, state = run_ranks(2, lambda world: tasks.train(schedule, data, world=world, **options))[0]
-    results = pool.run(2, train_over_groups, schedule, data, timeout=90, **options)
+    results = pool.run(2, train_over_groups, schedule, data, **options)
     for losses, _ in results:
         assert [loss for _, loss in losses] == pytest.approx([loss for _, loss in expected], rel=1e-6)
     weights = results[0][1]

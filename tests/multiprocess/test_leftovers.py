@@ -3,6 +3,7 @@
 import gc
 import os
 import threading
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,13 +16,9 @@ from torch import nn
 
 from tests import models
 from tests.multiprocess import tasks
-from tests.multiprocess.against_threads import CHANNELS
 from tests.multiprocess.pool import Pool
 from vpipe import Pipeline
 from vpipe.errors import VPipeError
-
-pytestmark = pytest.mark.timeout(120)
-
 
 OURS = ("torch_", "psm_", "sem.", "vpipe")
 """Beginnings of names that torch, Python or we would give to shared memory; browsers have others."""
@@ -53,6 +50,14 @@ class Held:
             tensors=Counter(f"{type(t).__name__} {tuple(t.shape)} {t.dtype} on {t.device}" for t in tensors),
             process_group=dist.is_initialized(),
         )
+
+    def again(self) -> "Held":
+        """What it holds when it holds the same as then, or after a while: a thread that has ended is there until it
+        has had the processor once more, and others on the machine have shared memory for a moment."""
+        deadline = time.monotonic() + 20
+        while (held := Held.now()) != self and time.monotonic() < deadline:
+            time.sleep(0.1)
+        return held
 
 
 def _kind(descriptor: str) -> str:
@@ -92,7 +97,7 @@ def _use_several(name: str, schedule: str, channel: str) -> tuple[Held, Held, li
     _use_a_pipeline(name, schedule, channel)  # fills the caches of torch
     before = Held.now()
     losses = [_use_a_pipeline(name, schedule, channel) for _ in range(3)]
-    return before, Held.now(), losses
+    return before, before.again(), losses
 
 
 def _fail_to_build(schedule: str, channel: str) -> str:
@@ -120,7 +125,7 @@ def _fail_several(fail: Callable[[str, str], str], schedule: str, channel: str) 
     before = Held.now()
     for _ in range(2):
         text = fail(schedule, channel)
-    after = Held.now()
+    after = before.again()
     _use_a_pipeline("bert", schedule, channel)
     return before, after, text
 
@@ -129,9 +134,9 @@ def _fail_several(fail: Callable[[str, str], str], schedule: str, channel: str) 
     ("name", "schedule", "channel"),
     [
         ("sequential", "1f1b", "gloo"),
-        ("bert", "zb-v", "gloo"),
-        ("bert", "zb-v", "shared_memory"),
         ("bert", "pipedream", "shared_memory"),
+        pytest.param("bert", "zb-v", "gloo", marks=pytest.mark.long),
+        pytest.param("bert", "zb-v", "shared_memory", marks=pytest.mark.long),
     ],
 )
 def test_three_pipelines_leave_nothing_behind(pool: Pool, name: str, schedule: str, channel: str) -> None:
@@ -140,10 +145,17 @@ def test_three_pipelines_leave_nothing_behind(pool: Pool, name: str, schedule: s
         assert losses[0] == losses[1] == losses[2]
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
+NO_OPTIMIZER, NO_LABELS = "optimizer returned NoneType", "missing: ['labels']"
+
+
 @pytest.mark.parametrize(
-    ("fail", "told"),
-    [(_fail_to_build, "optimizer returned NoneType"), (_fail_in_training, "missing: ['labels']")],
+    ("fail", "told", "channel"),
+    [
+        (_fail_to_build, NO_OPTIMIZER, "shared_memory"),
+        (_fail_in_training, NO_LABELS, "gloo"),
+        pytest.param(_fail_to_build, NO_OPTIMIZER, "gloo", marks=pytest.mark.long),
+        pytest.param(_fail_in_training, NO_LABELS, "shared_memory", marks=pytest.mark.long),
+    ],
 )
 def test_a_pipeline_that_fails_leaves_nothing_behind(
     pool: Pool, fail: Callable[[str, str], str], told: str, channel: str

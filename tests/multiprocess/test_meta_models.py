@@ -2,18 +2,16 @@
 
 from typing import Any
 
-import pytest
 import torch
-import transformers
 from torch import nn
 from torch.nn import functional
 
-from tests import models
+from tests.end_to_end.tiny import MODEL
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe import Pipeline
-
-pytestmark = pytest.mark.timeout(90)
+from vpipe.config import RunConfig
+from vpipe.models import build_model
 
 WIDTH = 2400
 LAYERS = 8
@@ -53,9 +51,7 @@ def _build_wide(*, meta: bool) -> tuple[int, int]:
 
 
 def _train_bert() -> tuple[list[float], set[str], dict[str, torch.Tensor] | None]:
-    with torch.device("meta"):
-        model = transformers.BertForMaskedLM(models.bert_config(layers=1, dropout=0.1))
-    batch = models.language_batch()
+    model, batch, _ = build_model(RunConfig(**MODEL), "meta")
     with Pipeline(model, batch, optimizer=tasks.adamw, schedule="pipedream", seed=3) as pipe:
         names = set(pipe.state_dict())
         return [loss for _, loss in pipe.train([batch] * 12)], names, pipe.full_state_dict()

@@ -3,14 +3,17 @@
 import os
 import signal
 import subprocess
-import sys
 import time
+from multiprocessing import connection
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+from tests.end_to_end.command import wait_until
+from tests.multiprocess import pool as pools
 from tests.multiprocess.pool import Pool, TaskFailedError
-
-pytestmark = pytest.mark.timeout(60)
 
 
 def _place() -> tuple[str, str, str, int, int]:
@@ -29,12 +32,14 @@ def _fail_on(rank: int) -> int:
     return rank
 
 
-def _hang_with_child(path: str) -> None:
+def _hang_with_child(notes: Path) -> None:
+    """The second rank; the first one answers when the notes are there."""
     if os.environ["RANK"] == "1":
-        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(100)"])
-        with open(path, "w") as file:
-            file.write(f"{os.getpid()} {child.pid}")
-        time.sleep(100)
+        child = subprocess.Popen(["sleep", "300"])
+        notes.with_suffix(".new").write_text(f"{os.getpid()} {child.pid}")
+        notes.with_suffix(".new").rename(notes)
+        time.sleep(300)
+    wait_until(notes.exists, "the notes")
 
 
 def _die_on(rank: int) -> str:
@@ -71,25 +76,33 @@ def test_a_failure_is_told_with_its_class_and_text(pool: Pool) -> None:
         pool.run(2, _fail_on, 1)
 
 
-def test_a_worker_that_hangs_is_killed_with_its_children_and_replaced(pool: Pool, tmp_path: object) -> None:
-    notes = f"{tmp_path}/pids"
-    before = [place[3] for place in pool.run(2, _place)]
-    quick, hung = pool.outcomes(2, _hang_with_child, notes, timeout=2)
+def test_a_worker_that_hangs_is_killed_with_its_children_and_replaced(
+    own_pool: Pool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    notes = tmp_path / "pids"
+    before = [place[3] for place in own_pool.run(2, _place)]
+    now = 0.0
+
+    def wait(pending: list[Any], timeout: float) -> list[Any]:
+        """The time is over when the first of them has answered."""
+        nonlocal now
+        ready = connection.wait(pending, None if now == 0 else 0)
+        now = 3.0
+        return ready
+
+    with monkeypatch.context() as patch:
+        patch.setattr(pools, "wait", wait)
+        patch.setattr(pools, "time", SimpleNamespace(monotonic=lambda: now))
+        quick, hung = own_pool.outcomes(2, _hang_with_child, notes, timeout=2)
     assert (quick.error, hung.error, hung.text) == (None, "Hung", "no answer within 2 s")
-    with open(notes) as file:
-        pids = [int(pid) for pid in file.read().split()]
-    deadline = time.monotonic() + 5
-    while any(map(_is_running, pids)) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    assert not any(map(_is_running, pids))
-    after = [place[3] for place in pool.run(2, _place)]
+    pids = [int(pid) for pid in notes.read_text().split()]
+    wait_until(lambda: not any(map(_is_running, pids)), "their end")
+    after = [place[3] for place in own_pool.run(2, _place)]
     assert after[0] == before[0]
     assert after[1] != before[1]
 
 
-def test_a_worker_that_dies_is_replaced(pool: Pool) -> None:
-    started = time.monotonic()
-    dead, alive = pool.outcomes(2, _die_on, 0)
+def test_a_worker_that_dies_is_replaced(own_pool: Pool) -> None:
+    dead, alive = own_pool.outcomes(2, _die_on, 0)
     assert (dead.error, alive.value) == ("Killed", "lives")
-    assert pool.run(2, _fail_on, 5) == [5, 5]
-    assert time.monotonic() - started < 10
+    assert own_pool.run(2, _fail_on, 5) == [5, 5]

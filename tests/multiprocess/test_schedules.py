@@ -1,27 +1,64 @@
-"""Ranks that are processes train as ranks that are threads do: every schedule, every channel."""
+"""Ranks that are processes train as ranks that are threads do: every schedule, every channel.
+
+The short suite has every schedule over one channel, and each of the other occasions with a synchronous schedule and
+an asynchronous one, over another channel each.
+"""
+
+from typing import Any
 
 import pytest
 
 from tests.multiprocess import tasks
-from tests.multiprocess.against_threads import CHANNELS, AgainstThreads
-
-SCHEDULES = (*tasks.SYNCHRONOUS, "pipedream", "2bw")
-SOME = [("1f1b", "gloo"), ("2bw", "gloo"), ("pipedream", "gloo"), ("pipedream", "shared_memory")]
-
-pytestmark = pytest.mark.timeout(90)
+from tests.multiprocess.against_threads import AgainstThreads
 
 
-@pytest.mark.parametrize("channel", CHANNELS)
-@pytest.mark.parametrize("schedule", SCHEDULES)
+def long(*case: Any) -> Any:
+    return pytest.param(*case, marks=pytest.mark.long)
+
+
+SOME = [
+    ("1f1b", "gloo"),
+    ("pipedream", "shared_memory"),
+    long("2bw", "gloo"),
+    long("pipedream", "gloo"),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "channel"),
+    [
+        ("gpipe", "gloo"),
+        ("1f1b", "shared_memory"),
+        ("interleaved", "gloo"),
+        ("zb-h1", "shared_memory"),
+        ("zb-v", "shared_memory"),
+        ("pipedream", "gloo"),
+        ("2bw", "shared_memory"),
+        long("gpipe", "shared_memory"),
+        long("1f1b", "gloo"),
+        long("interleaved", "shared_memory"),
+        long("zb-h1", "gloo"),
+        long("zb-v", "gloo"),
+        long("pipedream", "shared_memory"),
+        long("2bw", "gloo"),
+    ],
+)
 def test_every_schedule_over_every_channel(
     against_threads: AgainstThreads, schedule: str, channel: str
 ) -> None:
     against_threads(2, tasks.train, schedule, tasks.batches(12), channel=channel)
 
 
-@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
 @pytest.mark.parametrize(
-    ("replicas", "channel"), [((2, 2), "shared_memory"), ((2, 1), "gloo"), ((2, 1), "shared_memory")], ids=str
+    ("schedule", "replicas", "channel"),
+    [
+        ("1f1b", (2, 1), "gloo"),
+        ("pipedream", (2, 2), "shared_memory"),
+        long("1f1b", (2, 1), "shared_memory"),
+        long("1f1b", (2, 2), "shared_memory"),
+        long("pipedream", (2, 1), "gloo"),
+        long("pipedream", (2, 1), "shared_memory"),
+    ],
 )
 def test_replicas(
     against_threads: AgainstThreads, schedule: str, replicas: tuple[int, ...], channel: str
@@ -31,7 +68,7 @@ def test_replicas(
     )
 
 
-@pytest.mark.parametrize(("schedule", "channel"), [*SOME, ("zb-v", "gloo")])
+@pytest.mark.parametrize(("schedule", "channel"), [*SOME, long("zb-v", "gloo")])
 def test_lengths_vary_the_last_minibatch_is_smaller_and_the_loader_has_no_length(
     against_threads: AgainstThreads, schedule: str, channel: str
 ) -> None:

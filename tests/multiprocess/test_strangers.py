@@ -11,7 +11,6 @@ from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe.errors import PeerError
 
-pytestmark = pytest.mark.timeout(90)
 UPDATES = 12
 LISTENING = "0A"
 LOOPBACK, LOOPBACK_6 = "0100007F", "00000000000000000000000001000000"
@@ -25,8 +24,8 @@ def _train(channel: str, strangers: bool) -> tuple[list[float], int, set[str]]:
 
     def disturb() -> None:
         nonlocal turned_away
-        while not done.is_set():
-            with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), 10) as link:
+        while not turned_away or not done.is_set():
+            with socket.create_connection(("127.0.0.1", int(os.environ["MASTER_PORT"])), 100) as link:
                 try:
                     link.sendall(os.urandom(200))
                     while link.recv(1000):
@@ -78,11 +77,12 @@ def test_row_13_strangers_do_not_disturb_a_training_and_reach_loopback_only(pool
         assert addresses <= {LOOPBACK, LOOPBACK_6}
 
 
-def _join_as(secret: str) -> str:
-    """Rank 1 comes with another job's secret."""
-    os.environ["VPIPE_SECRET"] = secret if os.environ["RANK"] == "1" else "of this job"
+def _join_as(secret: str, limit: float) -> str:
+    """Rank 1 comes with another job's secret; rank 0 waits for it for so long."""
+    first = os.environ["RANK"] == "0"
+    os.environ["VPIPE_SECRET"] = "of this job" if first else secret
     try:
-        with tasks.make_pipeline("pipedream", timeout=3.0):
+        with tasks.make_pipeline("pipedream", timeout=limit if first else 100.0):
             return "joined"
     except PeerError as error:
         return str(error)
@@ -91,7 +91,7 @@ def _join_as(secret: str) -> str:
 
 
 def test_row_12_a_rank_of_another_job_never_joins(pool: Pool) -> None:
-    first, second = pool.run(2, _join_as, "of another job")
+    first, second = pool.run(2, _join_as, "of another job", 0.3)
     assert "rank 1 did not come" in first
     assert "belongs to another job and turned rank 1 away" in second
-    assert pool.run(2, _join_as, "of this job") == ["joined", "joined"]
+    assert pool.run(2, _join_as, "of this job", 100.0) == ["joined", "joined"]

@@ -120,7 +120,7 @@ def hangs_up(link: socket.socket) -> bool:
 def test_ranks_meet_in_any_order_and_again(job: Job) -> None:
     for number in range(3):
         assert job.gather(f"meeting {number}", [2, 0, 1]) == [[0, 10, 20]] * 3
-    assert not job.rendezvous._gathered  # nothing is kept of what everybody has
+    wait_for(lambda: not job.rendezvous._gathered)  # nothing is kept of what everybody has
 
 
 def test_who_is_missing_is_told(job: Job) -> None:
