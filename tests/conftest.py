@@ -1,22 +1,24 @@
-"""What all tests share: one thread a process, and a capture that is not repeated for the same model."""
+"""What all tests share: one thread a process, and a capture that is not repeated for the same model.
+
+torch is imported by the tests: the process that only hands them out to workers does without it.
+"""
 
 import os
 
-os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ["OMP_NUM_THREADS"] = "1"
 
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pytest
-import torch
 
-import vpipe.layout
-from tests import captures, drawing
-from vpipe.graph import ModelGraph
+from tests import drawing
 
-torch.set_num_threads(1)
+if TYPE_CHECKING:
+    from vpipe.graph import ModelGraph
+
 drawing.load_profile()
 
 PROCESSES = ("multiprocess", "faults", "end_to_end")
@@ -70,11 +72,13 @@ def pytest_terminal_summary(terminalreporter: Any) -> None:
 
 
 @pytest.fixture(scope="session")
-def captured() -> Callable[..., ModelGraph]:
+def captured() -> "Callable[..., ModelGraph]":
     """Ranks that are threads, and tests that use the same model, capture it once."""
+    from tests import captures
+
     return captures.capture_once
 
 
 @pytest.fixture
-def capture_once(captured: Callable[..., ModelGraph], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vpipe.layout, "capture", captured)
+def capture_once(captured: "Callable[..., ModelGraph]", monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.layout.capture", captured)
