@@ -4,17 +4,12 @@ import os
 import signal
 import subprocess
 import sys
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from tests.end_to_end.forked import Forked
-
-TIMEOUT = 220
-"""Seconds, also of a machine that is busy with others: they only end a test that would hang."""
-T = TypeVar("T")
+from tests.waiting import TIMEOUT, wait_until
 
 
 @dataclass(frozen=True)
@@ -78,15 +73,6 @@ def end(process: "subprocess.Popen[str] | Forked") -> None:
     except ProcessLookupError:
         return
     process.wait(TIMEOUT)
-
-
-def wait_until(happened: Callable[[], T], what: str) -> T:
-    """What it returns, once that is true."""
-    deadline = time.monotonic() + TIMEOUT
-    while not (found := happened()):
-        assert time.monotonic() < deadline, f"{what}: not within {TIMEOUT} s"
-        time.sleep(0.05)
-    return found
 
 
 def wait_for_line(text: str, folder: Path, rank: int = 0) -> None:

@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import yaml
 
-from tests.end_to_end.command import TIMEOUT, end, rank_process, start, vpipe, wait_for_line, wait_until_gone
+from tests.end_to_end.command import end, rank_process, start, vpipe, wait_for_line, wait_until_gone
 from tests.end_to_end.tiny import POEM, TINY
+from tests.waiting import TIMEOUT
 
 
 @pytest.fixture

@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import TIMEOUT, end, rank_process, start, vpipe, wait_for_line, wait_until_gone
+from tests.end_to_end.command import end, rank_process, start, vpipe, wait_for_line, wait_until_gone
 from tests.end_to_end.test_train import only_run, tiny  # noqa: F401 (a fixture)
+from tests.waiting import TIMEOUT
 from vpipe import checkpoint
 
 KEYS = {

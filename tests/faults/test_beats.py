@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import wait_until
+from tests.waiting import wait_until
 from vpipe.communication import beats
 from vpipe.communication.beats import Beats, connect_beats
 

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.command import TIMEOUT, end, start, wait_for_line
+from tests.end_to_end.command import end, start, wait_for_line
 from tests.faults.hosts import FIRST, TwoHosts, enter, two_hosts
 from tests.faults.runs import write_config
+from tests.waiting import TIMEOUT
 
 LIMIT = 10.0
 

@@ -15,7 +15,8 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import alive, wait_until, wait_until_gone
+from tests.end_to_end.command import alive, wait_until_gone
+from tests.waiting import wait_until
 from vpipe.errors import RankFailedError, VPipeError
 from vpipe.launch import local, watch
 from vpipe.launch.local import Ranks, run_ranks_here

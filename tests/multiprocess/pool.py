@@ -31,10 +31,8 @@ import torch
 import torch.distributed as dist
 
 from tests.server import server_context
+from tests.waiting import TIMEOUT
 from vpipe.environment import LISTENER
-
-TIMEOUT = 200.0
-"""Seconds, also of a machine that is busy with others: they only end a test that would hang."""
 
 TO_LEAVE = 20.0
 """Seconds after which a worker that was told to leave is killed."""

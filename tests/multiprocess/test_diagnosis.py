@@ -10,10 +10,10 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from tests.end_to_end.command import wait_until
 from tests.examples import varied
 from tests.faults.virtual import VirtualClock, measure_virtually
 from tests.multiprocess.pool import Pool
+from tests.waiting import wait_until
 from vpipe import Pipeline
 from vpipe.cost import Plan, write_plan
 from vpipe.observe import hang

@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 
-from tests.end_to_end.command import wait_until
 from tests.multiprocess import pool as pools
 from tests.multiprocess.pool import Pool, TaskFailedError
+from tests.waiting import wait_until
 
 
 def _place() -> tuple[str, str, str, int, int]:

@@ -14,6 +14,7 @@ from tests.checkpoints import alone, rewrite
 from tests.examples import example
 from vpipe import Pipeline, checkpoint
 from vpipe.errors import VPipeError
+from vpipe.weights.optimizer_state import read_state, write_state
 
 pytestmark = pytest.mark.usefixtures("capture_once")
 
@@ -33,6 +34,16 @@ def test_another_model_is_refused(saved: Path) -> None:
         match=r"stage-000.safetensors: tensor '0.bias' has the shape \[24\] and the model's has \[16\]",
     ):
         alone(lambda pipe: checkpoint.load(pipe, path), (model.double(), *tiny[1:]))
+
+
+def test_state_that_belongs_to_no_group_is_named() -> None:
+    layer = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    names = {parameter: name for name, parameter in layer.named_parameters()}
+    _, record = read_state(optimizer, None, names)
+    record["groups"][0]["parameters"].remove("weight")
+    with pytest.raises(VPipeError, match="state of parameter 'weight' belongs to no group of any record"):
+        write_state(optimizer, None, names, {"weight.exp_avg": torch.zeros(2, 2)}, [record])
 
 
 def test_another_optimizer_is_refused(saved: Path) -> None:

@@ -5,8 +5,6 @@ All that takes the whole zoo is in this file, so that a model is captured once.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import pytest
 import torch
 
@@ -15,16 +13,6 @@ from tests.both_ways import Check
 from tests.examples import example, varied
 from tests.unit.test_policies_runtime import PATTERNS, assert_equal, policies_of, train
 from vpipe.graph import ModelGraph, capture, edges, tied
-
-
-@pytest.fixture(scope="module")
-def checker(captured: Callable[..., ModelGraph]) -> Check:
-    return Check(captured)
-
-
-@pytest.fixture
-def check_synchronous(checker: Check, capture_once: None) -> Check:
-    return checker
 
 
 def graph_of(name: str) -> ModelGraph:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from tests import models
 from tests.examples import example
 from tests.fake_clock import FakeClock
+from tests.waiting import wait_until
 from vpipe.communication.channel import Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.config import RunConfig
@@ -295,10 +296,7 @@ def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
         time.sleep(0.01)
 
     with company(2, work):
-        deadline = time.monotonic() + 60
-        while not done.exists() or len(set(done.read_text().split())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_until(lambda: done.exists() and len(set(done.read_text().split())) >= 2)
     children = set(map(int, done.read_text().split()))
     assert os.getpid() not in children
     assert not any(Path("/proc", str(child)).exists() for child in children)

@@ -6,7 +6,6 @@ import secrets
 import socket
 import struct
 import threading
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -18,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
+from tests.waiting import wait_until
 from vpipe.communication import meeting
 from vpipe.communication import rendezvous as server
 from vpipe.communication.handshake import GREETING_BYTES, INTRODUCTION_BYTES, MAGIC, YES, RefusedError
@@ -90,13 +90,6 @@ def logged() -> Iterator[list[str]]:
     server.log.removeHandler(handler)
 
 
-def wait_for(ready: Callable[[], Any]) -> None:
-    deadline = time.monotonic() + PATIENT
-    while not ready():
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-
-
 def exactly(link: socket.socket, count: int) -> bytes:
     said = b""
     while len(said) < count and (more := link.recv(count - len(said))):
@@ -120,7 +113,7 @@ def hangs_up(link: socket.socket) -> bool:
 def test_ranks_meet_in_any_order_and_again(job: Job) -> None:
     for number in range(3):
         assert job.gather(f"meeting {number}", [2, 0, 1]) == [[0, 10, 20]] * 3
-    wait_for(lambda: not job.rendezvous._gathered)  # nothing is kept of what everybody has
+    wait_until(lambda: not job.rendezvous._gathered)  # nothing is kept of what everybody has
 
 
 def test_who_is_missing_is_told(job: Job) -> None:
@@ -132,7 +125,7 @@ def while_two_wait(job: Job, ranks: list[int], do: Callable[[], None]) -> list[A
     """What two ranks are told that would wait for hours for the third, if something else did not happen meanwhile."""
 
     def wait_and_do() -> None:
-        wait_for(lambda: len(job.rendezvous._waiting) == 2)
+        wait_until(lambda: len(job.rendezvous._waiting) == 2)
         do()
 
     thread = threading.Thread(target=wait_and_do)
@@ -216,7 +209,7 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
     monkeypatch.setattr(server, "PATIENCE", -1.0)  # it is over
     job.ranks[0].tell("check", "")  # the rendezvous looks round when somebody asks
     assert all(map(hangs_up, links))
-    wait_for(lambda: len(logged) == len(says))
+    wait_until(lambda: len(logged) == len(says))
     assert all(
         line.startswith("rendezvous: 127.0.0.1:") and "was turned away: it d" in line for line in logged
     )
@@ -313,7 +306,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> N
     assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
     for link in flood:
         link.close()
-    wait_for(lambda: len(job.rendezvous._callers) == SIZE)
+    wait_until(lambda: len(job.rendezvous._callers) == SIZE)
     assert len(logged) == server.TOLD  # and the disk is not filled
     assert logged[-1].endswith("further ones are not told")
 
@@ -323,7 +316,7 @@ def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: l
         job.ranks[0].gather("meeting", "x" * LARGEST, "meeting", PATIENT)
     job.gather("meeting", [0, 1, 2])
     job.ranks[1]._own.link.sendall(struct.pack(">I", LARGEST + 1))
-    wait_for(lambda: logged)
+    wait_until(lambda: logged)
     assert "it announced a message of 16777217 bytes" in logged[0]
 
 
@@ -350,7 +343,7 @@ def test_even_a_rank_may_only_ask_what_there_is_to_ask(job: Job, logged: list[st
         rank._connect().sendall(struct.pack(">I", len(raw)) + raw)
         with pytest.raises(PeerError):
             rank.tell("check", "x")
-    wait_for(lambda: len(logged) == 4)
+    wait_until(lambda: len(logged) == 4)
     assert all("it sent what is no question" in line for line in logged)
     assert job.gather("again", [0, 1, 2]) == [[0, 10, 20]] * 3
 

@@ -2,11 +2,11 @@
 
 import os
 import signal
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
 
+from tests.waiting import wait_until
 from vpipe import requests
 from vpipe.communication import InProcessHub
 from vpipe.requests import GIVE_UP, SAVE, STOP, Requests
@@ -44,21 +44,12 @@ def leader(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Request
     made.close()
 
 
-def eventually(asked: Callable[[], int]) -> int:
-    deadline = time.monotonic() + 100
-    while time.monotonic() < deadline:
-        if found := asked():
-            return found
-        time.sleep(0.005)
-    raise AssertionError("nothing is asked for")
-
-
 @pytest.mark.parametrize(
     ("number", "asked"), [(signal.SIGUSR1, SAVE), (signal.SIGTERM, STOP), (signal.SIGINT, STOP)]
 )
 def test_a_signal_asks_once(leader: Requests, said: list[str], number: int, asked: int) -> None:
     os.kill(os.getpid(), number)
-    assert eventually(leader.take) == asked
+    assert wait_until(leader.take) == asked
     assert leader.take() == 0
     assert signal.Signals(number).name in said[0]
 
@@ -69,15 +60,15 @@ def test_a_second_signal_quits_at_once_unless_it_is_the_first_passed_on(
     codes: list[int] = []
     monkeypatch.setattr(os, "_exit", codes.append)
     os.kill(os.getpid(), signal.SIGINT)
-    assert eventually(leader.take) == STOP
+    assert wait_until(leader.take) == STOP
     clock.now += requests.AGAIN
     os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, for the same Ctrl-C
     os.kill(os.getpid(), signal.SIGUSR1)
-    assert eventually(leader.take) == SAVE  # it was heard after the other
+    assert wait_until(leader.take) == SAVE  # it was heard after the other
     assert codes == []
     clock.now += 0.1
     os.kill(os.getpid(), signal.SIGTERM)
-    eventually(lambda: len(codes))
+    wait_until(lambda: len(codes))
     assert codes == [128 + signal.SIGTERM]
 
 
@@ -91,7 +82,7 @@ def test_an_end_that_another_rank_was_asked_for_reaches_the_leader(
     try:
         follows.ask(SAVE)  # a matter of whoever was asked
         follows.ask(STOP)
-        assert eventually(leads.take) == STOP
+        assert wait_until(leads.take) == STOP
     finally:
         leads.close()
 

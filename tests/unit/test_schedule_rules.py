@@ -1,5 +1,7 @@
 """What must precede what."""
 
+from dataclasses import replace
+
 import pytest
 
 from vpipe.errors import ScheduleError
@@ -47,6 +49,13 @@ def test_replicas_meet_before_their_update() -> None:
     assert needed(rules, "0REDUCE3", 1) == ["1:0W3"]
     assert needed(rules, "0STEP3", 0) == ["0:0REDUCE3", "0:0W2", "1:0REDUCE3"]
     assert needed(rules, "0STEP4", 1) == ["0:0REDUCE4", "1:0REDUCE4"]
+
+
+def test_stages_that_share_some_ranks_hand_over_now_and_then() -> None:
+    """Minibatch m of the stages is on ranks m mod 2 and m mod 3: the same ones again every 6 minibatches."""
+    rules = Rules(replace(build("pipedream", 2, 12), placement=((0, 1), (0, 1, 2))))
+    assert rules.period == 6
+    assert [minibatch for minibatch in range(12) if rules.local(0, 1, minibatch)] == [0, 1, 6, 7]
 
 
 @pytest.mark.parametrize("edge", [(1, 0), (1, 1), (0, 3), (-1, 1)])

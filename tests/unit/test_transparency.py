@@ -3,7 +3,6 @@
 Every model of the zoo: `test_graph_transparency.py`.
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,21 +12,10 @@ from torch import Tensor
 from tests import models
 from tests.both_ways import UPDATES, Check
 from tests.examples import example, varied
-from vpipe.graph import ModelGraph
 from vpipe.runtime import count_samples
 
 SYNCHRONOUS = ["gpipe", "1f1b", "interleaved", "zb-h1", "zb-v"]
 MANY_UPDATES = 20
-
-
-@pytest.fixture(scope="module")
-def checker(captured: Callable[..., ModelGraph]) -> Check:
-    return Check(captured)
-
-
-@pytest.fixture
-def check_synchronous(checker: Check, capture_once: None) -> Check:
-    return checker
 
 
 @pytest.mark.parametrize("updates", [UPDATES, pytest.param(MANY_UPDATES, marks=pytest.mark.long)])

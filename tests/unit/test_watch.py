@@ -12,6 +12,7 @@ import pytest
 
 from tests import models
 from tests.examples import varied
+from tests.waiting import wait_until
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
 from vpipe.observe import hang, recorder, watch
@@ -28,14 +29,6 @@ from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 HOURS = 3600.0
-
-
-def eventually(ready: Callable[[], Any]) -> Any:
-    deadline = time.monotonic() + 100
-    while not (found := ready()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return found
 
 
 Meanwhile = Callable[[dict[int, Pipeline]], None]
@@ -110,13 +103,13 @@ def test_a_hang_is_explained_by_who_waits_for_whom(
 
     def hang_for_hours(pipes: dict[int, Pipeline]) -> None:
         nonlocal waited, answering
-        eventually(lambda: {each.rank: each.place for each in read_statuses(tmp_path)} == places)
-        eventually(lambda: pipes[1].handler.waiting)
+        wait_until(lambda: {each.rank: each.place for each in read_statuses(tmp_path)} == places)
+        wait_until(lambda: pipes[1].handler.waiting)
         waited = answering = 2 * HOURS
-        eventually(lambda: answered(0) and answered(1))
+        wait_until(lambda: answered(0) and answered(1))
         assert not (tmp_path / "hang.txt").exists()  # the others have time to answer
         answering += HOURS
-        eventually(lambda: (tmp_path / "hang.txt").exists() and (tmp_path / "hang.txt").read_text())
+        wait_until(lambda: (tmp_path / "hang.txt").exists() and (tmp_path / "hang.txt").read_text())
         waited = 0.0
 
     recorded(tmp_path, in_0f4=hang_for_hours)
@@ -170,7 +163,7 @@ def test_prometheus_reads_what_the_ranks_said(
 
     def read(pipes: dict[int, Pipeline]) -> None:
         nonlocal told
-        eventually(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
+        wait_until(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
         told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].port}/metrics").read().decode()
 
     monkeypatch.setattr(recorder, "Endpoint", at_a_free_port)
