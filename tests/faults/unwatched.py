@@ -1,8 +1,12 @@
-"""How soon all are gone where no launcher sees to it: it was killed, or there is none. A part of `make faults`."""
+"""How soon all are gone where no launcher sees to it: it was killed, or there is none. A part of `make faults`.
+
+python -m tests.faults.unwatched
+"""
 
 import os
 import signal
 import socket
+import tempfile
 import time
 from collections.abc import Collection, Iterator
 from contextlib import ExitStack, contextmanager
@@ -110,3 +114,8 @@ def _until_gone(folder: Path, but: Collection[int] = ()) -> float:
     while any(int(process) not in but for process in alive(str(folder))):
         time.sleep(0.02)
     return time.monotonic() - began
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as name:
+        print(as_table(measure_unwatched(Path(name))), end="")
