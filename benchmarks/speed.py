@@ -41,7 +41,6 @@ BLOCKS, RANKS, PLANNING = 400, 64, 10.0
 ROOMY, TIGHT, TOO_LITTLE = "64GiB", "8GiB", "1GiB"
 REFUSED = 2
 """The exit code of a command that was refused."""
-NOISE = 2.5
 BUILDING = 50.0
 """Milliseconds in which a schedule of 8 stages and 32 minibatches is built and read, or a long one begun."""
 RECORDING = 0.2
@@ -89,7 +88,7 @@ def main() -> None:
     }
     parser.add_argument("parts", nargs="*", choices=[[], *parts], metavar="part", help=", ".join(parts))
     parser.add_argument("--schedules", default=everything, help="names, with commas between them")
-    parser.add_argument("--noise", type=float, default=NOISE, help=f"times slower than a free core ({NOISE})")
+    parser.add_argument("--noise", type=float, default=1.0, help="times slower than a free core (1)")
     arguments = parser.parse_args()
     names, bounds = arguments.schedules.split(","), Bounds(arguments.noise)
     with tempfile.TemporaryDirectory() as folder:

@@ -152,7 +152,9 @@ def test_a_profile_is_measured_from_tapes() -> None:
     made = bench.measure(0.5, DeviceCost(2**34, 1e10, 1e10), LinkCost(1e11, 0.0))
     assert made.device.graphs
     assert made.device.adding > 0  # its embedding is the head's too
-    assert all(block.forward > 0 and block.backward > 0 and block.working_bytes > 0 for block in made.blocks)
+    assert all(block.working_bytes > 0 for block in made.blocks)
+    # Of one block it may be nothing: what a call takes beyond its blocks is taken away, and no time is below 0.
+    assert sum(block.forward + block.backward for block in made.blocks) > 0
     assert max(block.forward_bytes for block in made.blocks) > 0
 
 
