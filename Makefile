@@ -51,7 +51,7 @@ bench: setup
 	$(BIN)/python benchmarks/peers.py
 
 docs: setup
-	$(BIN)/python -m vpipe.config_docs > docs/config.md
+	$(BIN)/python -m vpipe.config.docs > docs/config.md
 
 clean:
 	rm -rf .venv .coverage* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

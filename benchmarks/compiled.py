@@ -21,8 +21,8 @@ import torch
 
 from vpipe import Pipeline
 from vpipe.communication import InProcessHub
-from vpipe.config_file import read_config
-from vpipe.models import build_model, synthetic_batch
+from vpipe.config.file import read_config
+from vpipe.train.models import build_model, synthetic_batch
 from vpipe.weights import optimizer_factory
 
 MINIBATCHES = 4

@@ -16,12 +16,11 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
-import vpipe.layout
+import vpipe.pipeline.layout
 import vpipe.profile.model
 from vpipe import Pipeline
 from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
-from vpipe.device_memory import forget_peak, peak_on_device
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.observe.figures import TIMES, figures_of
@@ -29,6 +28,7 @@ from vpipe.profile.clocks import clock_of, seconds
 from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
 from vpipe.simulate import simulate
+from vpipe.system.device_memory import forget_peak, peak_on_device
 
 ISSUED, ISSUED_ROUNDS = 400, 9
 """Kernels that tell how quick a host is: fewer than a GPU takes before they are done."""
@@ -110,7 +110,7 @@ class Bench:
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
         # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
         # a profile tells bytes of it.
-        vpipe.layout.capture = self._capture_of(self.batch)  # type: ignore[attr-defined]
+        vpipe.pipeline.layout.capture = self._capture_of(self.batch)  # type: ignore[attr-defined]
         vpipe.profile.model.capture = self._capture_of(None)  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:
@@ -131,7 +131,7 @@ class Bench:
     def graph(self, layers: int, size: int) -> ModelGraph:
         if (layers, size) not in self._graphs:
             model, dtype = self.model(layers), DTYPES[self.precision]
-            whole = model if dtype is None else vpipe.layout.skeleton(model, dtype)
+            whole = model if dtype is None else vpipe.pipeline.layout.skeleton(model, dtype)
             self._graphs[layers, size] = capture(whole, self.batches(size)[0])
         return self._graphs[layers, size]
 

@@ -31,7 +31,8 @@ import work
 from torch import nn
 
 import vpipe
-from vpipe.graph import RandomContext, capture
+from vpipe.graph import capture
+from vpipe.stage import RandomContext, StageModule
 from vpipe.weights import OptimizerWithWeightStashing
 
 MINIBATCHES = 16
@@ -146,7 +147,7 @@ class BareModules:
     def __init__(self) -> None:
         model, batch = tiny()
         graph = capture(model, batch, nn.functional.mse_loss)
-        self.modules = [stage.build(model) for stage in graph.stages([1, 1])]
+        self.modules = [StageModule(stage, model) for stage in graph.stages([1, 1])]
         self.fields = dict(zip(("input", "target"), batch, strict=True))
 
     def __call__(self) -> None:
@@ -165,7 +166,7 @@ def version_cost() -> dict[str, float]:
     model = work.build_model()
     batch = work.batches(1)[0]
     stage = capture(model, batch).stages([9, 8])[0]
-    module = stage.build(model)
+    module = StageModule(stage, model)
     fields = {"ids": batch[0], "labels": batch[1]}
 
     def forward_and_backward() -> None:

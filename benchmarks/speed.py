@@ -209,12 +209,12 @@ def schedules(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
 def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
     from tests import models
     from vpipe import Pipeline
-    from vpipe.observe.events import Events
-    from vpipe.observe.log import RankLog
     from vpipe.observe.resident import ProcessGauge
-    from vpipe.observe.watch import Watch
-    from vpipe.observe.whereabouts import whereabouts
-    from vpipe.threads import run_ranks
+    from vpipe.observe.watch import RankWatch
+    from vpipe.pipeline.threads import run_ranks
+    from vpipe.record.events import Events
+    from vpipe.record.log import RankLog
+    from vpipe.record.whereabouts import whereabouts
     from vpipe.weights import optimizer_factory
 
     ring, action, place = Events(0), Action(1, Op.F, 3), whereabouts(0)
@@ -228,7 +228,7 @@ def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
         model, batch, loss_fn = models.sequential()
         optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
-            watch = Watch(pipe, folder, RankLog(folder / "log"), limit=60.0, facts=dict, say=print)
+            watch = RankWatch(pipe, folder, RankLog(folder / "log"), limit=60.0, facts=dict, say=print)
             watch.close()
             watch._gauge = gauge = ProcessGauge()
             second = 10 * quickest(lambda: [gauge.read() for _ in range(100)]) / 100

@@ -9,9 +9,10 @@ from torch import Tensor
 
 from tests import models
 from tests.examples import varied
-from vpipe import Pipeline, comparison, reference
+from vpipe import Pipeline
 from vpipe.graph import ModelGraph
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
+from vpipe.verify import comparison, reference
 
 UPDATES = 4
 """As equality is to the last digits, what is wrong shows at the first update, and what is stale at the second."""

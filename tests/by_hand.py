@@ -15,15 +15,16 @@ from torch import Tensor, nn
 
 from tests.captures import capture_once
 from tests.examples import example
-from vpipe.graph import ModelGraph, RandomContext, StageModule
-from vpipe.graph.batch import Layout
+from vpipe.graph import ModelGraph
+from vpipe.graph.batch import BatchLayout
 from vpipe.graph.loss import LossModule
+from vpipe.stage import RandomContext, StageModule
 
 
 def build(
     graph: ModelGraph, model: nn.Module, partition: Sequence[int], **options: object
 ) -> list[StageModule]:
-    return [stage.build(model, **options) for stage in graph.stages(partition)]  # type: ignore[arg-type]
+    return [StageModule(stage, model, **options) for stage in graph.stages(partition)]  # type: ignore[arg-type]
 
 
 def run(
@@ -107,7 +108,7 @@ def run_eager(
     model: nn.Module, batch: Any, loss_fn: Any
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = copy.deepcopy(model).train()
-    layout = Layout.of(model, batch, loss_fn)
+    layout = BatchLayout.of(model, batch, loss_fn)
     entries = layout.entries(batch)
     loss = LossModule(model, layout, loss_fn)([entries[name] for name in layout.tensors])
     loss.backward()

@@ -9,9 +9,9 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
 from vpipe.graph import ModelGraph, capture
-from vpipe.models import build_model
+from vpipe.train.models import build_model
 
 _made: dict[Any, tuple[ModelGraph, Any]] = {}
 _CAPTURING = threading.Lock()

@@ -12,7 +12,7 @@ from tests import models
 from tests.examples import example, varied
 from vpipe import Pipeline, checkpoint
 from vpipe.checkpoint import Manifest, manifest
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 UPDATES = 8

@@ -81,4 +81,4 @@ def captured() -> "Callable[..., ModelGraph]":
 
 @pytest.fixture
 def capture_once(captured: "Callable[..., ModelGraph]", monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.layout.capture", captured)
+    monkeypatch.setattr("vpipe.pipeline.layout.capture", captured)

@@ -7,21 +7,21 @@ other model is captured where it is used.
 import gc
 import importlib
 
-import vpipe.layout
+import vpipe.pipeline.layout
 from tests.captures import capture_once, capture_unknown
 from tests.end_to_end.tiny import MODEL
 from tests.multiprocess import tasks
 from vpipe.config import RunConfig
-from vpipe.models import build_model
+from vpipe.train.models import build_model
 
 for name in (
-    *("vpipe.commands", "vpipe.export", "vpipe.trainer", "torch.utils.tensorboard"),
+    *("vpipe.train.rank", "vpipe.train.export", "vpipe.train.trainer", "torch.utils.tensorboard"),
     *("tests.faults.runs", "tests.end_to_end.forked"),
 ):
     importlib.import_module(name)
 capture_once(*tasks.bert())
 capture_once(*build_model(RunConfig(**MODEL), "meta"))
-vpipe.layout.capture = capture_unknown
+vpipe.pipeline.layout.capture = capture_unknown
 tasks.adamw(
     list(tasks.bert()[0].parameters())
 ).step()  # without gradients: imports what optimizers import late

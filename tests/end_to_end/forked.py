@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from tests.server import server_context
-from vpipe.environment import LISTENER
+from vpipe.system.environment import LISTENER
 
 
 class Forked:

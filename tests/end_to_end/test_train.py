@@ -15,7 +15,7 @@ import yaml
 from tests.captures import capture_config
 from tests.end_to_end.command import vpipe, wait_until_gone
 from tests.end_to_end.tiny import MODEL, POEM, TINY
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -14,7 +14,7 @@ from typing import Any
 from tests.faults import unwatched
 from tests.faults.runs import Measured, final_weights, measure, train, write_config
 from tests.faults.unwatched import TO_END, Gone, measure_unwatched
-from vpipe.faults import POINTS
+from vpipe.system.faults import POINTS
 
 RANKS = 3
 STEP = 9

@@ -16,8 +16,8 @@ import yaml
 
 from tests.end_to_end.command import Ended, alive, end, start
 from tests.end_to_end.tiny import MODEL
-from vpipe.communication import beats
-from vpipe.launch import last_words, local, watch
+from vpipe.communication import heartbeat
+from vpipe.launch import last_error, local, watch
 from vpipe.launch import rank as supervised
 
 PATIENCE = 200.0
@@ -66,8 +66,8 @@ def be_patient() -> None:
 
     A machine may be so busy that the seconds which are given for that would be over. `make faults` leaves them alone.
     """
-    beats.TO_HEAR = beats.TO_END = PATIENCE
-    last_words.TO_SPEAK = local.GRACE = supervised.FOR_VERDICT = watch.DOUBT = PATIENCE
+    heartbeat.TO_HEAR = heartbeat.TO_END = PATIENCE
+    last_error.TO_SPEAK = local.GRACE = supervised.FOR_VERDICT = watch.DOUBT = PATIENCE
 
 
 def train(

@@ -13,10 +13,10 @@ from contextlib import suppress
 from types import SimpleNamespace
 
 from vpipe.errors import ConfigError, PeerError
-from vpipe.faults import Fault
 from vpipe.launch import rank as supervised
-from vpipe.observe.whereabouts import Page, whereabouts
+from vpipe.record.whereabouts import Page, whereabouts
 from vpipe.schedule import Action, Op
+from vpipe.system.faults import Fault
 
 FAULTS = ("kill", "segv", "exit", "raise", "stop", "gil")
 READY, DONE = 3, 4
@@ -66,7 +66,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     what = sys.argv[3:][rank]
     # A rank that has lost another one has imported it; here it would import torch.
-    sys.modules["vpipe.communication.beats"] = SimpleNamespace(Beats=SimpleNamespace(verdict=""))  # type: ignore[assignment]
+    sys.modules["vpipe.communication.heartbeat"] = SimpleNamespace(Heartbeat=SimpleNamespace(verdict=""))  # type: ignore[assignment]
     supervised.TO_END = 0.2
     supervised.FOR_VERDICT = 0.0 if what == "follow:nobody" else 600.0
     supervised.end_with_launcher()

@@ -6,8 +6,8 @@ import pytest
 
 from vpipe.config import RunConfig
 from vpipe.errors import ConfigError
-from vpipe.launch import alike
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
+from vpipe.train import same_config
 
 
 def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list[str]:
@@ -26,7 +26,7 @@ def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list
 
     def on_rank(world: Any) -> None:
         try:
-            alike.check_alike(Versioned(world), configs[world.rank])
+            same_config.check_alike(Versioned(world), configs[world.rank])
         except ConfigError as error:
             said.append(str(error))
 

@@ -18,8 +18,8 @@ from typing import Any
 import pytest
 
 from tests.waiting import wait_until
-from vpipe.communication import beats
-from vpipe.communication.beats import Beats, connect_beats
+from vpipe.communication import heartbeat
+from vpipe.communication.heartbeat import Heartbeat, connect_beats
 
 NEVER = 10.0
 """Seconds: a limit that is not to end anything; what ends at once is noticed within a twentieth of it."""
@@ -30,7 +30,7 @@ FOUND = 5.0
 def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: str) -> None:
     """Beat until told otherwise."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    beats.TO_END = 0.1
+    heartbeat.TO_END = 0.1
 
     def gather(name: str, mine: Any) -> list[Any]:
         pipe.send(mine)
@@ -53,7 +53,7 @@ def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: 
         own.close()
     else:
         time.sleep(600)
-    pipe.send(Beats.verdict)
+    pipe.send(Heartbeat.verdict)
 
 
 class Job:
@@ -142,15 +142,15 @@ def test_a_stranger_is_turned_away(job: Callable[..., Job]) -> None:
 
 def test_a_connection_that_breaks_off_is_an_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a process that was killed before it had read all."""
-    monkeypatch.setattr(beats, "TO_END", 600.0)  # it is this process that would end
+    monkeypatch.setattr(heartbeat, "TO_END", 600.0)  # it is this process that would end
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = socket.create_connection(listener.getsockname())
         link, _ = listener.accept()
-    own = Beats(0, {1: link}, ["here", "there"], NEVER)
+    own = Heartbeat(0, {1: link}, ["here", "there"], NEVER)
     assert peer.recv(1)  # it has sent its first beat: now it listens
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()
     wait_until(lambda: own.lost, "the loss")
     own.close()
-    assert Beats.verdict == "rank 1 failed: it ended without a word (there)"
-    monkeypatch.setattr(Beats, "verdict", "")
+    assert Heartbeat.verdict == "rank 1 failed: it ended without a word (there)"
+    monkeypatch.setattr(Heartbeat, "verdict", "")

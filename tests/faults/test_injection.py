@@ -8,12 +8,13 @@ import pytest
 
 from tests import models
 from tests.examples import varied
-from vpipe import Pipeline, faults
+from vpipe import Pipeline
 from vpipe.errors import ConfigError
-from vpipe.faults import ATTEMPT, TENSOR_POINTS, VARIABLE, Fault, read_faults
+from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime.faulty import with_faults
 from vpipe.schedule import Action
-from vpipe.threads import run_ranks
+from vpipe.system import faults
+from vpipe.system.faults import ATTEMPT, TENSOR_POINTS, VARIABLE, Fault, read_faults
 from vpipe.weights import optimizer_factory
 
 

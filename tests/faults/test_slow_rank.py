@@ -8,10 +8,11 @@ import pytest
 from tests import models
 from tests.examples import varied
 from tests.faults.virtual import measure_virtually
-from vpipe import Pipeline, faults
-from vpipe.faults import VARIABLE
+from vpipe import Pipeline
 from vpipe.observe.pace import FACTOR, WINDOW, Pace
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
+from vpipe.system import faults
+from vpipe.system.faults import VARIABLE
 from vpipe.weights import optimizer_factory
 
 

@@ -20,7 +20,7 @@ from tests.waiting import wait_until
 from vpipe.errors import RankFailedError, VPipeError
 from vpipe.launch import local, watch
 from vpipe.launch.local import Ranks, run_ranks_here
-from vpipe.observe.whereabouts import Page
+from vpipe.record.whereabouts import Page
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 REPOSITORY = Path(__file__).parents[2]
@@ -153,7 +153,9 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         log = tmp_path / "log"
         log.touch()
         children: Any = [SimpleNamespace(pid=rank, poll=lambda: None) for rank in (0, 1)]
-        found = watch.Watch(children, page, [log] * 2, ["stage 0", "stage 1"], limit=10.0, patience=patience)
+        found = watch.LauncherWatch(
+            children, page, [log] * 2, ["stage 0", "stage 1"], limit=10.0, patience=patience
+        )
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(page, "beat", lambda rank: now if beats or rank == 0 else 1000.0)
         monkeypatch.setattr(

@@ -5,9 +5,9 @@ import time
 
 import pytest
 
-from vpipe import faults
 from vpipe.communication import handler
 from vpipe.runtime import recording, stage_runtime
+from vpipe.system import faults
 
 TICK = 0.001
 """Seconds between two looks at the clock: every action takes as long."""

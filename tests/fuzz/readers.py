@@ -13,20 +13,20 @@ from tests.fuzz.mutations import ODD_PIECES, bad_json, bad_text, damaged_bytes, 
 from tests.unit.test_data_shards import columns, write_hdf5
 from tests.unit.test_report import make_run
 from vpipe import Pipeline, checkpoint
-from vpipe.arguments import build_schedule
 from vpipe.checkpoint import files, pretrained
 from vpipe.checkpoint.manifest import _hash
-from vpipe.config_file import AUTO, check_values, read_config, resolved_yaml
+from vpipe.config.arguments import build_schedule
+from vpipe.config.file import AUTO, check_values, read_config, resolved_yaml
+from vpipe.config.settings import read_settings
 from vpipe.cost import read_any_profile, read_plan
 from vpipe.data import build_tokenizer, masked_text, read_documents, read_pairs, read_shards
-from vpipe.models import build_model
 from vpipe.observe.report import write_report
 from vpipe.observe.trace import write_trace
+from vpipe.pipeline.threads import run_ranks
 from vpipe.plan import plan
 from vpipe.schedule import build, check, describe, draw, read_table, write_table
-from vpipe.settings import read_settings
 from vpipe.simulate.simulation import simulate
-from vpipe.threads import run_ranks
+from vpipe.train.models import build_model
 
 POEM = "the quick brown fox jumps over the lazy dog\n汉字 and words, and more words\n" * 40
 CONFIG = b"""\

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.multiprocess.pool import Pool
-from vpipe.graph.host_store import LEAST, PinnedStore
+from vpipe.stage.host_store import LEAST, PinnedStore
 
 
 @pytest.fixture(autouse=True)

@@ -13,7 +13,7 @@ from tests import models
 from tests.multiprocess import tasks
 from vpipe import Pipeline
 from vpipe.communication import World
-from vpipe.graph.host_store import PinnedStore
+from vpipe.stage.host_store import PinnedStore
 from vpipe.weights import OptimizerFactory
 
 GPU = "cuda:0"

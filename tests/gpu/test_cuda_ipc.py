@@ -8,7 +8,7 @@ from tests.gpu.tasks import GPU
 from tests.multiprocess.pool import Pool
 from vpipe.communication import Key, ProcessWorld
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.environment import ALLOCATOR
+from vpipe.system.environment import ALLOCATOR
 
 MESSAGES, BUFFER, SIZE = 40, 4, 3001
 

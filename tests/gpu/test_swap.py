@@ -6,9 +6,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import gelu
 
-from vpipe.graph.held import Saver, address
-from vpipe.graph.host_store import LEAST, HostStore, PinnedStore, make_store
-from vpipe.graph.swap import Swap
+from vpipe.stage.held import HeldSaver, address
+from vpipe.stage.host_store import LEAST, HostStore, PinnedStore, make_store
+from vpipe.stage.swap import Swap
 
 GPU = torch.device("cuda:0")
 WIDTH, ROWS = 512, 256
@@ -44,7 +44,7 @@ def gradients(minibatches: list[Tensor], layers: list[nn.Parameter], store: Host
         else:
             store.settle()
             swap = Swap(store)
-            with swap.saving(Saver(None, {address(layer) for layer in layers}), {address(given)}):
+            with swap.saving(HeldSaver(None, {address(layer) for layer in layers}), {address(given)}):
                 loss = compute(given, layers)
             swap.leave()
         flying.append((given, loss, swap))
@@ -78,7 +78,7 @@ def test_a_swapped_minibatch_leaves_the_device_and_small_storages_stay() -> None
     assert small.nbytes < LEAST <= large.nbytes
     sizes = large.nbytes, small.nbytes
     swap = Swap(store)
-    with swap.saving(Saver(None, {address(weight)}), set()):
+    with swap.saving(HeldSaver(None, {address(weight)}), set()):
         loss = (large @ weight).sum() + (small @ weight).sum()
     del large, small
     swap.leave()

@@ -16,8 +16,8 @@ from tests.unit.test_compiled import compiler_is_missing
 from vpipe import Pipeline
 from vpipe.cost import DeviceCost, LinkCost
 from vpipe.errors import VPipeError
+from vpipe.pipeline.threads import run_ranks
 from vpipe.profile.model import ModelBench
-from vpipe.threads import run_ranks
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

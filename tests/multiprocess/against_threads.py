@@ -9,7 +9,7 @@ import torch
 
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 
 
 class AgainstThreads:

@@ -32,7 +32,7 @@ import torch.distributed as dist
 
 from tests.server import server_context
 from tests.waiting import TIMEOUT
-from vpipe.environment import LISTENER
+from vpipe.system.environment import LISTENER
 
 TO_LEAVE = 20.0
 """Seconds after which a worker that was told to leave is killed."""

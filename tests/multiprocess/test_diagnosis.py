@@ -19,9 +19,9 @@ from vpipe.cost import Plan, write_plan
 from vpipe.observe import hang
 from vpipe.observe.diagnosis import Finding, diagnose
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.stages import write_stages
-from vpipe.observe.status import read_statuses
+from vpipe.record.status import read_statuses
 from vpipe.schedule import Op
+from vpipe.train.description import write_stages
 from vpipe.weights import optimizer_factory
 
 LAYERS = 8

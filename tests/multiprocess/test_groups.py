@@ -10,8 +10,8 @@ import torch.distributed as dist
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe.communication import HOST, Channel, ProcessWorld
-from vpipe.communication.groups import GroupChannel, StreamGroups
-from vpipe.threads import run_ranks
+from vpipe.communication.nccl import GroupChannel, StreamGroups
+from vpipe.pipeline.threads import run_ranks
 
 
 class GroupWorld(ProcessWorld):

@@ -11,7 +11,7 @@ from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe import Pipeline
 from vpipe.config import RunConfig
-from vpipe.models import build_model
+from vpipe.train.models import build_model
 
 WIDTH = 2400
 LAYERS = 8

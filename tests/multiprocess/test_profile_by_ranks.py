@@ -12,10 +12,10 @@ from tests.end_to_end.tiny import MODEL
 from tests.fake_clock import FakeClock
 from tests.multiprocess.pool import Pool
 from vpipe.config import RunConfig
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
 from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.profile import model, together
-from vpipe.profile.by_ranks import profile_by_ranks
+from vpipe.train.profiling import profile_by_ranks
 
 LAP = 0.25
 """Seconds that everything takes by the clock of these ranks, alone and together."""

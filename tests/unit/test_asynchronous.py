@@ -11,10 +11,11 @@ from torch import Tensor
 
 from tests import models
 from tests.examples import example, varied
-from vpipe import Pipeline, comparison, reference
+from vpipe import Pipeline
 from vpipe.graph import ModelGraph
+from vpipe.pipeline.threads import run_ranks
 from vpipe.schedule import build
-from vpipe.threads import run_ranks
+from vpipe.verify import comparison, reference
 from vpipe.weights import optimizer_factory
 
 UPDATES = 12

@@ -15,7 +15,7 @@ from tests.unit.test_keeping import TINY, the_model
 from vpipe import Pipeline, checkpoint, cli
 from vpipe.checkpoint.files import sha256
 from vpipe.data import build_tokenizer
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 Run = Callable[..., tuple[int, str]]

@@ -15,7 +15,7 @@ from tests.examples import example, varied
 from vpipe import Pipeline, checkpoint
 from vpipe.checkpoint import files, manifest, writing
 from vpipe.errors import VPipeError
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 
 pytestmark = pytest.mark.usefixtures("capture_once")
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from vpipe.cli import main
-from vpipe.runtime import Stage
+from vpipe.stage import Stage
 
 CONFIG = """
 hidden_size: 16

@@ -14,8 +14,9 @@ from vpipe import Pipeline
 from vpipe.config import RunConfig
 from vpipe.errors import CompileError, VPipeError
 from vpipe.graph import ModelGraph
-from vpipe.graph.compiled import check_compiler
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
+from vpipe.stage import StageModule
+from vpipe.stage.compiled import check_compiler
 from vpipe.verify import verify
 
 EAGER = "aot_eager"
@@ -97,7 +98,7 @@ def test_equal_layers_are_compiled_once(captured: Callable[..., ModelGraph]) -> 
     def compiled(layers: int, split: bool) -> int:
         model, batch, loss_fn = example("bert", layers=layers, dropout=0.1)
         graph = captured(model, batch, loss_fn)
-        stage = graph.stages((len(graph.blocks),))[0].build(model, compile=EAGER, split=split)
+        stage = StageModule(graph.stages((len(graph.blocks),))[0], model, compile=EAGER, split=split)
         functions = [segment.function.graph for segment in stage._segments]
         return len({n.target for graph in functions for n in graph.nodes if n.name.startswith("compiled")})
 

@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.config import RunConfig
-from vpipe.config_file import KEYS, check_values, read_config, resolved_yaml
+from vpipe.config.file import KEYS, check_values, read_config, resolved_yaml
+from vpipe.config.settings import read_settings
 from vpipe.errors import ConfigError
-from vpipe.settings import read_settings
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 GUIDES = {
@@ -254,7 +254,7 @@ def refusal(values: dict[str, Any]) -> str | None:
 
 
 def test_torch_is_not_needed() -> None:
-    code = "import sys, vpipe.config_file, vpipe.cli; sys.exit('torch' in sys.modules)"
+    code = "import sys, vpipe.config.file, vpipe.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from vpipe.config import RunConfig
-from vpipe.config_docs import config_markdown, sections, words
+from vpipe.config.docs import config_markdown, sections, words
 
 PAGE = Path(__file__).parents[2] / "docs" / "config.md"
 

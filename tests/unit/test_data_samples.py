@@ -1,5 +1,6 @@
 """Samples: what a model reads, the same for the same seed, epoch and sample, in whatever batch."""
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,7 @@ import pytest
 import torch
 import transformers as hf
 from tokenizers import Tokenizer
+from torch import Tensor, nn
 
 from tests.models import bert_config
 from vpipe.data import (
@@ -21,7 +23,7 @@ from vpipe.data import (
     translation_pairs,
 )
 from vpipe.errors import ConfigError
-from vpipe.models import synthetic_batch
+from vpipe.train.models import synthetic_batch
 
 WORDS = [*"天地玄黄", "one", "two", "three", "four", "five", "eleven", "and", "the", "fox"]
 
@@ -162,9 +164,13 @@ def test_models_read_the_fields_of_their_synthetic_batch(masked: MaskedText, bpe
     assert torch.isfinite(made["t5"](**datasets["t5"].batch([0, 1], 0)).loss)
 
 
+def _drawn(model: nn.Module, count: int, seed: int) -> dict[str, Tensor]:
+    return synthetic_batch(model, count, 8, seed)
+
+
 def test_synthetic_data_have_the_fields_of_the_model() -> None:
     model = models()["gpt2"]
-    dataset = synthetic(model, 8, 10, seed=1)
+    dataset = synthetic(partial(_drawn, model), 10, seed=1)
     assert len(dataset) == 10
     batch = dataset.batch([3, 1], 2)
     assert {name: t.shape for name, t in batch.items()} == {
@@ -174,7 +180,7 @@ def test_synthetic_data_have_the_fields_of_the_model() -> None:
     for other in (
         dataset.batch([1, 3], 2),
         dataset.batch([3, 1], 1),
-        synthetic(model, 8, 10, 2).batch([3, 1], 2),
+        synthetic(partial(_drawn, model), 10, 2).batch([3, 1], 2),
     ):
         assert not torch.equal(batch["input_ids"], other["input_ids"])
 

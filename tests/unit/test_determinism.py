@@ -5,7 +5,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from vpipe.determinism import make_deterministic
+from vpipe.system.device import make_deterministic
 
 
 @pytest.fixture

@@ -5,8 +5,8 @@ from weakref import WeakSet
 import pytest
 import torch
 
-from vpipe import device_memory
-from vpipe.device_memory import Reserve, forget_peak, held_on_device, peak_on_device, reserving
+from vpipe.system import device_memory
+from vpipe.system.device_memory import Reserve, forget_peak, held_on_device, peak_on_device, reserving
 
 GPU = torch.device("cuda", 0)
 

@@ -5,21 +5,21 @@ from pathlib import Path
 import pytest
 import torch
 
-from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, Place, choose_kind
-from vpipe.device import choose_device, limit_memory
-from vpipe.environment import ALLOCATOR, DEVICE, GPU_SHARE
+from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, RankLocation, choose_kind
 from vpipe.errors import PeerError, VPipeError
 from vpipe.launch import mps
+from vpipe.system.device import choose_device, limit_memory
+from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
 needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a host without a GPU")
 
 
 def place(
     host: str = "a", gpu: int | None = None, reaches: tuple[int, ...] = (0,), nccl: bool = True
-) -> Place:
+) -> RankLocation:
     if gpu is None:
-        return Place(host, "", -1, [], False)
-    return Place(host, f"{host}-{gpu}", gpu, list(reaches), nccl)
+        return RankLocation(host, "", -1, [], False)
+    return RankLocation(host, f"{host}-{gpu}", gpu, list(reaches), nccl)
 
 
 BOTH = (0, 1)
@@ -41,7 +41,9 @@ BOTH = (0, 1)
         ("nccl", place(gpu=0), place(gpu=0), CUDA_IPC),  # NCCL refuses two ranks on one GPU
     ],
 )
-def test_the_best_channel_that_both_ends_have(wanted: str, mine: Place, theirs: Place, kind: str) -> None:
+def test_the_best_channel_that_both_ends_have(
+    wanted: str, mine: RankLocation, theirs: RankLocation, kind: str
+) -> None:
     assert choose_kind(wanted, mine, theirs) == choose_kind(wanted, theirs, mine) == kind
 
 
@@ -54,7 +56,9 @@ def test_the_best_channel_that_both_ends_have(wanted: str, mine: Place, theirs: 
         ("cuda_ipc", place(gpu=0), place("b", gpu=0), "use 'auto'"),
     ],
 )
-def test_a_channel_that_cannot_be_is_refused(wanted: str, mine: Place, theirs: Place, said: str) -> None:
+def test_a_channel_that_cannot_be_is_refused(
+    wanted: str, mine: RankLocation, theirs: RankLocation, said: str
+) -> None:
     with pytest.raises(PeerError, match=said):
         choose_kind(wanted, mine, theirs)
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from vpipe.observe.diagnosis import Finding, diagnose, diagnose_command
-from vpipe.observe.events import Events, StageBytes
-from vpipe.observe.status import ENDED, FAILED, Status, Waiting, write_status
+from vpipe.record.events import Events, StageBytes
+from vpipe.record.status import ENDED, FAILED, Status, Waiting, write_status
 from vpipe.schedule import Action, Op
 
 

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vpipe import doctor
-from vpipe.doctor import EXTRAS, Finding, describe, doctor_table, examine
-from vpipe.host_memory import cores, free_memory
+from vpipe.cli import doctor
+from vpipe.cli.doctor import EXTRAS, MachineFact, describe, doctor_table, examine
+from vpipe.system.host_memory import cores, free_memory
 
 
-def found(what: str) -> Finding:
+def found(what: str) -> MachineFact:
     (one,) = [finding for finding in examine() if finding.what == what]
     return one
 
 
-def shown(findings: list[Finding]) -> str:
+def shown(findings: list[MachineFact]) -> str:
     console = Console(width=200, file=io.StringIO(), record=True)
     console.print(doctor_table(findings))
     return console.export_text()
@@ -51,7 +51,7 @@ def test_everything_is_looked_at() -> None:
 
 
 def test_as_data() -> None:
-    findings = [Finding("torch", "2.13", True), Finding("h5py", "not installed", None, "no shards")]
+    findings = [MachineFact("torch", "2.13", True), MachineFact("h5py", "not installed", None, "no shards")]
     assert json.loads(json.dumps(describe(findings))) == [
         {"what": "torch", "value": "2.13", "ok": True, "advice": ""},
         {"what": "h5py", "value": "not installed", "ok": None, "advice": "no shards"},
@@ -59,11 +59,11 @@ def test_as_data() -> None:
 
 
 def test_table() -> None:
-    text = shown([Finding("torch", "2.13", True), Finding("gloo", "no", False, "pip install 'x[y]'")])
+    text = shown([MachineFact("torch", "2.13", True), MachineFact("gloo", "no", False, "pip install 'x[y]'")])
     assert "1 of these will not work" in text
     assert "✗" in text
     assert "pip install 'x[y]'" in text  # brackets are no markup
-    assert "all is well" in shown([Finding("torch", "2.13", True), Finding("nccl", "no", None)])
+    assert "all is well" in shown([MachineFact("torch", "2.13", True), MachineFact("nccl", "no", None)])
 
 
 def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,9 +88,9 @@ def cuda(**answers: Any) -> SimpleNamespace:
 
 def test_devices() -> None:
     one = SimpleNamespace(name="H200", total_memory=140 * 2**30)
-    assert doctor._devices(cuda(device_count=lambda: 2, get_device_properties=lambda number: one)) == Finding(
-        "devices", "0: H200, 140 GiB, 1: H200, 140 GiB", True
-    )
+    assert doctor._devices(
+        cuda(device_count=lambda: 2, get_device_properties=lambda number: one)
+    ) == MachineFact("devices", "0: H200, 140 GiB, 1: H200, 140 GiB", True)
     none = doctor._devices(cuda(device_count=lambda: 0))
     assert (none.value, none.ok) == ("no CUDA device", None)
     assert "CPU processes" in none.advice
@@ -141,7 +141,7 @@ def test_no_shared_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> No
 
 def test_mps(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}")
-    assert found("MPS control daemon") == Finding(
+    assert found("MPS control daemon") == MachineFact(
         "MPS control daemon", "/usr/bin/nvidia-cuda-mps-control", True
     )
 

@@ -13,16 +13,16 @@ from tests.examples import varied
 from vpipe import Pipeline
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import ConfigError
-from vpipe.observe import clocks
-from vpipe.observe.clocks import ClockOffset, align_clocks, best_offset
 from vpipe.observe.counted import counted_memory
 from vpipe.observe.counts import counts
-from vpipe.observe.events import Events, RankEvents, Recorded, StageBytes, read_events
 from vpipe.observe.figures import figures_of
 from vpipe.observe.trace import messages, write_trace
 from vpipe.observe.watch import MemorySamples
+from vpipe.pipeline.threads import run_ranks
+from vpipe.record.events import Events, RankEvents, Recorded, StageBytes, read_events
+from vpipe.runtime import clocks
+from vpipe.runtime.clocks import ClockOffset, align_clocks, best_offset
 from vpipe.schedule import Action, Op
-from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 MINIBATCHES = 12

@@ -10,13 +10,13 @@ import pytest
 import torch
 import yaml
 
-from vpipe import fitting, planning
-from vpipe.config_file import check_values
+from vpipe.config.file import check_values
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size, write_profile
 from vpipe.errors import OutOfMemoryError
-from vpipe.fitting import what_would_fit
 from vpipe.runtime.out_of_memory import explain
 from vpipe.simulate import simulate
+from vpipe.train import fitting, planning
+from vpipe.train.fitting import what_would_fit
 
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 1_000_000, 1_000, 10_000)
 PROFILE = Profile((BLOCK,) * 5, DeviceCost(2**30, 1e3, 1e3), LinkCost(1e10, 1e-5), 4, fingerprint="abc")

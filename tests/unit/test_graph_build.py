@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 from tests import by_hand, models
 from vpipe.errors import CaptureError
-from vpipe.graph import ModelGraph, RandomContext, capture, tied
+from vpipe.graph import ModelGraph, capture, tied
+from vpipe.stage import RandomContext, StageModule
 
 WITH_DROPOUT: dict[str, Any] = {
     "bert": lambda: models.bert(1, dropout=0.3),
@@ -88,7 +89,7 @@ def test_split_backward_gives_the_same_gradients(name: str, recompute: tuple[int
 def test_split_backward_postpones_the_weights_of_all_products() -> None:
     model, batch, graph = captured("gpt2")
     stage = graph.stages([len(graph.blocks)])[0]
-    module = stage.build(model, split=True)
+    module = StageModule(stage, model, split=True)
     context = RandomContext()
     module({}, graph.batch_fields(batch), context)["loss"].backward()
     waiting = {name for name, p in module.parameters_by_name.items() if p.grad is None}
@@ -116,7 +117,8 @@ def test_evaluation_is_the_model_in_eval_mode(name: str) -> None:
     modules = by_hand.build(graph, model, partition)
     by_hand.run(graph, modules, batch)  # moves the running statistics
     evaluating = [
-        stage.build(m, training=False) for stage, m in zip(graph.stages(partition), modules, strict=True)
+        StageModule(stage, m, training=False)
+        for stage, m in zip(graph.stages(partition), modules, strict=True)
     ]
     before = [buffer.clone() for m in modules for buffer in m.buffers()]
     for ours, theirs in zip(modules, evaluating, strict=True):
@@ -139,7 +141,7 @@ def test_evaluation_is_the_model_in_eval_mode(name: str) -> None:
 def test_a_stage_holds_copies_under_the_models_own_names() -> None:
     model, _, graph = captured("bert")
     for stage in graph.stages(graph.balanced_partition(3)):
-        module = stage.build(model)
+        module = StageModule(stage, model)
         assert tuple(module.parameters_by_name) == stage.parameters
         assert set(module.state_dict()) == set(stage.parameters) | set(stage.buffers)
         for name, parameter in module.parameters_by_name.items():
@@ -150,7 +152,7 @@ def test_a_stage_holds_copies_under_the_models_own_names() -> None:
 
 def test_parameters_may_be_pointed_at_other_weights_between_actions() -> None:
     model, batch, graph = captured("sequential")
-    module = graph.stages([len(graph.blocks)])[0].build(model, split=True)
+    module = StageModule(graph.stages([len(graph.blocks)])[0], model, split=True)
     context = RandomContext(seed=7)
     old = {name: p.data for name, p in module.parameters_by_name.items()}
     loss = module({}, graph.batch_fields(batch), context)["loss"]

@@ -14,8 +14,8 @@ from vpipe.config import RunConfig
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, read_profile, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import plan
-from vpipe.profile import command
 from vpipe.simulate import simulate
+from vpipe.train import profiling
 
 HOST = 10.0
 """Bytes a second, out as well as back: a block of 15 bytes swaps in 3 seconds."""
@@ -110,7 +110,7 @@ def test_the_profile_says_how_many_share(tmp_path: Path) -> None:
 def test_a_gpu_is_measured_by_as_many_as_share_it(
     machines: list[str] | None, gpus: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(sys.modules["vpipe.launch.run"], "count_gpus", lambda: gpus)
-    monkeypatch.setattr(command, "profile_by_ranks", lambda config, count, places: (count, places))
-    found: Any = command.profile_config(RunConfig(machines=machines, stages=4))
+    monkeypatch.setattr(sys.modules["vpipe.launch.mps"], "count_gpus", lambda: gpus)
+    monkeypatch.setattr(profiling, "profile_by_ranks", lambda config, count, places: (count, places))
+    found: Any = profiling.profile_config(RunConfig(machines=machines, stages=4))
     assert found == (len(measured), measured)

@@ -17,17 +17,18 @@ from typing import Any
 import pytest
 import torch
 
-from vpipe import checkpoint, requests, trainer
+from vpipe import checkpoint
 from vpipe.checkpoint import files
 from vpipe.communication import InProcessHub
 from vpipe.config import RunConfig
-from vpipe.config_file import check_values
+from vpipe.config.file import check_values
 from vpipe.errors import NonFiniteError, OutOfMemoryError, PeerError, Stopped, VPipeError
 from vpipe.observe.recorder import Recorder
-from vpipe.requests import SAVE, STOP, Requests
-from vpipe.runtime.stage import Stage
-from vpipe.threads import run_ranks
-from vpipe.trainer import Trainer
+from vpipe.pipeline.threads import run_ranks
+from vpipe.stage.stage import Stage
+from vpipe.train import requests, trainer
+from vpipe.train.requests import SAVE, STOP, Requests
+from vpipe.train.trainer import Trainer
 
 TINY = {
     "hidden_size": 16,

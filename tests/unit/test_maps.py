@@ -9,9 +9,9 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
+from vpipe.config.maps import KEYS, Maps, read_maps
 from vpipe.errors import ConfigError
-from vpipe.maps import KEYS, Maps, read_maps
 
 MODULES, RANKS, DEPTHS = KEYS
 

@@ -10,10 +10,10 @@ import transformers as hf
 
 from tests.models import bert_config
 from vpipe.config import RunConfig
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
 from vpipe.errors import ConfigError
 from vpipe.graph import capture
-from vpipe.models import build_model, synthetic_batch
+from vpipe.train.models import build_model, synthetic_batch
 
 TINY: dict[str, Any] = {
     "hidden_size": 16,

@@ -10,9 +10,9 @@ from torch import Tensor
 from tests.examples import example, varied
 from vpipe import Pipeline
 from vpipe.errors import NonFiniteError, PeerError, VPipeError
-from vpipe.runtime.stage import Stage
+from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime.updates import Updates
-from vpipe.threads import run_ranks
+from vpipe.stage.stage import Stage
 from vpipe.weights import optimizer_factory
 
 pytestmark = pytest.mark.usefixtures("capture_once")

@@ -12,7 +12,7 @@ from vpipe.communication.ordinary_memory import (
     has_expandable_segments,
     ordinary_memory,
 )
-from vpipe.environment import ALLOCATOR
+from vpipe.system.environment import ALLOCATOR
 
 
 @pytest.mark.parametrize(

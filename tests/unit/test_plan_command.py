@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from vpipe.cli.planning import plan as plan_command
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan, write_profile
 from vpipe.errors import VPipeError
 from vpipe.plan import plan
-from vpipe.plan.command import plan_command
 from vpipe.plan.report import runs
 from vpipe.schedule import NAMES
 from vpipe.simulate import simulate
-from vpipe.sizes import read_bytes, show_bytes
+from vpipe.system.units import read_bytes, show_bytes
 
 GIB = 1024**3
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000_000, 1_000_000, 10_000_000)
@@ -54,7 +54,7 @@ def test_the_plan_is_written_and_read_back(
 ) -> None:
     path = tmp_path / "plan.json"
     write_profile(replace(PROFILE, device=DeviceCost(GIB, 1.0, 1.0)), profile)
-    plan_command(profile, 4, "1.1GiB", as_json=True, output=path)
+    plan_command(profile=profile, stages=4, memory="1.1GiB", as_json=True, output=path)
     printed, written = json.loads(capsys.readouterr().out), read_plan(path)
     assert printed["partition"] == list(written.partition)
     assert printed["policies"] == list(written.policies)
@@ -66,8 +66,10 @@ def test_the_plan_is_written_and_read_back(
     assert set(printed["recompute_ratio"]) != {0}
 
 
-def test_the_table_says_what_limits(profile: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    plan_command(profile, 4, "1GiB")
+def test_the_table_says_what_limits(
+    profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plan_command(profile=profile, stages=4, memory="1GiB", output=tmp_path / "plan.json")
     shown = capsys.readouterr().out
     assert "vpipe on 4 ranks" in shown
     assert "memory of 1 GiB" in shown

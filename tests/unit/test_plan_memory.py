@@ -10,7 +10,7 @@ from tests.unit.test_plan_optimal import block
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie
 from vpipe.plan.loads import equal_loads, staircase_loads
 from vpipe.plan.model import stage_memory
-from vpipe.plan.stages import Stage, placed
+from vpipe.plan.stages import StageCut, placed
 from vpipe.simulate import simulate
 
 SCHEDULES = st.sampled_from(["pipedream", "vpipe", "2bw", "1f1b", "gpipe"])
@@ -33,7 +33,7 @@ def both(
         loads = staircase_loads(name, ranks, minibatches)
     stages, behind = [], ranks
     for end, count, own in zip(accumulate(partition), partition, replicas, strict=True):
-        stages.append(Stage(end - count, end, loads.index[behind, own], 0.0))
+        stages.append(StageCut(end - count, end, loads.index[behind, own], 0.0))
         behind -= own
     slices = placed(stages, loads)
     planned = [

@@ -6,14 +6,14 @@ from pathlib import Path
 
 import pytest
 
-from vpipe.arguments import check_plan
 from vpipe.cli import main
 from vpipe.config import RunConfig
-from vpipe.config_file import read_config
+from vpipe.config.arguments import check_plan
+from vpipe.config.file import read_config
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
 from vpipe.errors import ConfigError
-from vpipe.planning import plan_run, write_run_plan
-from vpipe.profile import command
+from vpipe.train import profiling
+from vpipe.train.planning import plan_run, write_run_plan
 
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000, 1_000, 10_000)
 PROFILE = Profile((BLOCK,) * 5, DeviceCost(2**30, 1e8, 1e8), LinkCost(1e10, 1e-5), 3, fingerprint="abc")
@@ -48,7 +48,7 @@ def profiled(monkeypatch: pytest.MonkeyPatch) -> list[RunConfig]:
         seen.append(config)
         return PROFILE
 
-    monkeypatch.setattr(command, "profile_config", measure)
+    monkeypatch.setattr(profiling, "profile_config", measure)
     return seen
 
 

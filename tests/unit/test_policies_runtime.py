@@ -14,11 +14,11 @@ from vpipe import Pipeline
 from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.errors import PartitionError
 from vpipe.graph import ModelGraph
-from vpipe.graph.held import Held, Saver, address
-from vpipe.graph.host_store import HostStore, Ticket
-from vpipe.graph.swap import Swap
+from vpipe.pipeline.threads import run_ranks
 from vpipe.profile import profile_model
-from vpipe.threads import run_ranks
+from vpipe.stage.held import Held, HeldSaver, address
+from vpipe.stage.host_store import HostStore, Ticket
+from vpipe.stage.swap import Swap
 
 Results = list[tuple[list[float], dict[str, Tensor] | None, int]]
 
@@ -179,7 +179,7 @@ def test_a_storage_is_moved_once_and_comes_back_as_it_was() -> None:
     weight = nn.Parameter(torch.randn(4, 4))
     given = torch.randn(8, 4, requires_grad=True)
     swap = Swap(store)
-    saver = Saver(held, {address(weight)})
+    saver = HeldSaver(held, {address(weight)})
     with swap.saving(saver, {address(given)}):
         made = given @ weight
         left, right = made.t().chunk(2, dim=1)

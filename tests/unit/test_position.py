@@ -7,16 +7,20 @@ import pytest
 
 from tests.unit.test_keeping import the_model
 from vpipe import data
-from vpipe.config_file import check_values
+from vpipe.config.file import check_values
 from vpipe.data import Subset
-from vpipe.position import Position
+from vpipe.train.models import synthetic_batch
+from vpipe.train.position import Position
 
 SAMPLES = 40
 
 
 def position(interval: int, **keys: Any) -> Position:
     config = check_values({"batch_size": 2, "epochs": 3} | keys, Path("run.yml"))
-    samples: Subset = data.split(data.synthetic(the_model().model, 8, SAMPLES + 10, 0), 0.2, 0)[0]
+    drawn = data.synthetic(
+        lambda count, seed: synthetic_batch(the_model().model, count, 8, seed), SAMPLES + 10, 0
+    )
+    samples: Subset = data.split(drawn, 0.2, 0)[0]
     assert len(samples) == SAMPLES
     return Position(config, samples, interval)
 

@@ -16,7 +16,7 @@ from tests import models
 from tests.examples import example, varied
 from vpipe import Pipeline, checkpoint
 from vpipe.errors import VPipeError
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 pytestmark = pytest.mark.usefixtures("capture_once")

@@ -20,9 +20,10 @@ from tests import models
 from tests.examples import example
 from tests.fake_clock import FakeClock
 from tests.waiting import wait_until
+from vpipe.cli.planning import profile as profile_command
+from vpipe.cli.planning import profile_table
 from vpipe.communication.channel import Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
-from vpipe.config import RunConfig
 from vpipe.cost import DeviceCost, LinkCost, Profile, read_profile
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, capture
@@ -30,8 +31,7 @@ from vpipe.profile import device as device_module
 from vpipe.profile import links, profile_model
 from vpipe.profile import model as model_module
 from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, run_rounds
-from vpipe.profile.command import profile_command, profile_table
-from vpipe.profile.company import company
+from vpipe.profile.contention import company
 from vpipe.profile.device import COPIED, COUNT, measure_device, total_memory
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
@@ -342,8 +342,9 @@ def test_command_writes_a_profile_that_can_be_read(
 ) -> None:
     monkeypatch.setattr(model_module, "measure_device", lambda place: DEVICE)
     monkeypatch.setattr(model_module, "measure_link", lambda place: LINK)
-    config = RunConfig(
-        hidden_size=32, num_layers=2, num_heads=2, vocab_size=64, batch_size=2, sequence_length=8, stages=2
+    config = tmp_path / "run.yml"
+    config.write_text(
+        "{hidden_size: 32, num_layers: 2, num_heads: 2, vocab_size: 64, batch_size: 2, sequence_length: 8, stages: 2}"
     )
     profile_command(config, tmp_path / "profile.json", as_json=True)
     printed = json.loads(capsys.readouterr().out)

@@ -18,13 +18,18 @@ from hypothesis import strategies as st
 
 from tests.drawing import draws
 from tests.waiting import wait_until
-from vpipe.communication import meeting
-from vpipe.communication import rendezvous as server
-from vpipe.communication.handshake import GREETING_BYTES, INTRODUCTION_BYTES, MAGIC, YES, RefusedError
-from vpipe.communication.job import _listener
-from vpipe.communication.meeting import Meeting, Place
-from vpipe.communication.rendezvous import LARGEST, Rendezvous
-from vpipe.communication.store import MeetingStore
+from vpipe.communication.rendezvous import client, server
+from vpipe.communication.rendezvous.client import RendezvousAddress, RendezvousClient
+from vpipe.communication.rendezvous.handshake import (
+    GREETING_BYTES,
+    INTRODUCTION_BYTES,
+    MAGIC,
+    YES,
+    RefusedError,
+)
+from vpipe.communication.rendezvous.job import _listener
+from vpipe.communication.rendezvous.server import LARGEST, Rendezvous
+from vpipe.communication.rendezvous.store import MeetingStore
 from vpipe.errors import ConfigError, PeerError
 from vpipe.launch.local import listen_here
 
@@ -45,8 +50,8 @@ class Job:
         for rank in self.ranks:
             rank.tell("check", "")  # each has a connection of this thread, which stays
 
-    def meeting(self, rank: int, secret: bytes = SECRET) -> Meeting:
-        return Meeting(rank, lambda: Place("127.0.0.1", self.port, secret), PATIENT)
+    def meeting(self, rank: int, secret: bytes = SECRET) -> RendezvousClient:
+        return RendezvousClient(rank, lambda: RendezvousAddress("127.0.0.1", self.port, secret), PATIENT)
 
     def gather(self, name: str, ranks: list[int], timeout: float = PATIENT) -> list[Any]:
         """What each of these ranks gets when it brings ten times its number."""
@@ -74,7 +79,7 @@ class Job:
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """One whose rendezvous waits for a rank that gets no processor for a while, as a rank waits for it."""
     monkeypatch.setattr(server, "PATIENCE", PATIENT)
-    monkeypatch.setattr(meeting, "GRACE", PATIENT)
+    monkeypatch.setattr(client, "GRACE", PATIENT)
     made = Job()
     yield made
     made.close()
@@ -151,7 +156,7 @@ def test_nobody_opens_the_rendezvous() -> None:
     with closing(socket.socket()) as silent:  # it has a port, which nobody else gets, and does not listen
         silent.bind(("127.0.0.1", 0))
         port = silent.getsockname()[1]
-        lonely = Meeting(1, lambda: Place("127.0.0.1", port, SECRET), 0.3)
+        lonely = RendezvousClient(1, lambda: RendezvousAddress("127.0.0.1", port, SECRET), 0.3)
         with pytest.raises(
             PeerError, match=rf"rank 0 did not open the rendezvous at 127.0.0.1:{port} within 0.3 s"
         ):
@@ -250,7 +255,9 @@ def test_what_was_overheard_is_of_no_use(job: Job) -> None:
 
     thread = threading.Thread(target=pass_on)
     thread.start()
-    victim = Meeting(0, lambda: Place("127.0.0.1", between.getsockname()[1], SECRET), PATIENT)
+    victim = RendezvousClient(
+        0, lambda: RendezvousAddress("127.0.0.1", between.getsockname()[1], SECRET), PATIENT
+    )
     with pytest.raises(PeerError):
         victim.gather("meeting", None, "meeting", 0.1)
     thread.join()
@@ -276,7 +283,9 @@ def test_a_rank_tells_nothing_to_a_rendezvous_that_does_not_know_the_secret() ->
     with closing(listen_here(0)) as listener:
         thread = threading.Thread(target=pretend, args=(listener,))
         thread.start()
-        rank = Meeting(1, lambda: Place("127.0.0.1", listener.getsockname()[1], SECRET), PATIENT)
+        rank = RendezvousClient(
+            1, lambda: RendezvousAddress("127.0.0.1", listener.getsockname()[1], SECRET), PATIENT
+        )
         with pytest.raises(RefusedError, match="does not know this job's secret: it is told nothing"):
             rank.gather("meeting", "confidential", "meeting", PATIENT)
         thread.join()
@@ -295,7 +304,9 @@ def test_another_program_on_the_port() -> None:
 
         thread = threading.Thread(target=answer)
         thread.start()
-        rank = Meeting(1, lambda: Place("127.0.0.1", listener.getsockname()[1], SECRET), PATIENT)
+        rank = RendezvousClient(
+            1, lambda: RendezvousAddress("127.0.0.1", listener.getsockname()[1], SECRET), PATIENT
+        )
         with pytest.raises(RefusedError, match="is no rendezvous of vpipe: give the job another port"):
             rank.gather("meeting", None, "meeting", PATIENT)
         thread.join()

@@ -11,7 +11,7 @@ from tests import models
 from tests.checkpoints import check_resumes, steps, tensors
 from tests.examples import varied
 from vpipe import Pipeline
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 pytestmark = pytest.mark.usefixtures("capture_once")

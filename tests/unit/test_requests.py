@@ -7,9 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from tests.waiting import wait_until
-from vpipe import requests
 from vpipe.communication import InProcessHub
-from vpipe.requests import GIVE_UP, SAVE, STOP, Requests
+from vpipe.train import requests
+from vpipe.train.requests import GIVE_UP, SAVE, STOP, Requests
 
 
 @pytest.fixture

@@ -20,14 +20,14 @@ from tests.checkpoints import alone, rewrite
 from tests.examples import example
 from vpipe import checkpoint
 from vpipe.checkpoint import files
-from vpipe.config_file import read_config
+from vpipe.config.file import read_config
+from vpipe.config.settings import read_settings
 from vpipe.errors import ConfigError, VPipeError
-from vpipe.models import build_model
-from vpipe.resume import find_checkpoint
-from vpipe.settings import read_settings
+from vpipe.train.models import build_model
+from vpipe.train.save_policy import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("capture_once")
-launching = importlib.import_module("vpipe.launch.run")
+launching = importlib.import_module("vpipe.train.run")
 
 
 class Trap:

@@ -12,18 +12,18 @@ import yaml
 from tests.examples import example, varied
 from tests.unit.test_data_shards import columns
 from vpipe import Pipeline
-from vpipe.arguments import known_blocks
-from vpipe.config_file import read_config
+from vpipe.config.arguments import known_blocks
+from vpipe.config.file import read_config
 from vpipe.data import Batches, Sampler, read_documents, read_shards, split
-from vpipe.datasets import make_datasets
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.graph import capture
-from vpipe.models import build_model
-from vpipe.threads import run_ranks
+from vpipe.pipeline.threads import run_ranks
+from vpipe.train.datasets import make_datasets
+from vpipe.train.models import build_model
 from vpipe.weights import optimizer_factory
 
 pytestmark = pytest.mark.usefixtures("capture_once")
-launching = importlib.import_module("vpipe.launch.run")
+launching = importlib.import_module("vpipe.train.run")
 
 
 def train(data: Any, ranks: int = 2, **options: Any) -> list[list[tuple[int, float]]]:

@@ -11,7 +11,7 @@ from tests.drawing import draws
 from tests.unit.test_simulate_time import block, profile
 from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.schedule import NAMES, Action, build, holdings
-from vpipe.simulate import Memory, RankFigures, Simulation, simulate
+from vpipe.simulate import RankMemory, RankPrediction, Simulation, simulate
 from vpipe.simulate.arrange import arrange, fresh_gradients
 
 
@@ -33,9 +33,9 @@ def test_1f1b_holds_what_is_in_flight(p: int, m: int) -> None:
 def test_what_makes_up_the_peak() -> None:
     result = simulate(chain(3), plan("keep", "keep", "keep"), "pipedream", 12)
     assert [rank.memory for rank in result.ranks] == [
-        Memory(weights=100, versions=200, gradients=100, optimizer=200, activations=20, buffers=8),
-        Memory(weights=100, versions=100, gradients=100, optimizer=200, activations=10, buffers=16),
-        Memory(weights=100, versions=0, gradients=90, optimizer=200, activations=10, buffers=8),
+        RankMemory(weights=100, versions=200, gradients=100, optimizer=200, activations=20, buffers=8),
+        RankMemory(weights=100, versions=100, gradients=100, optimizer=200, activations=10, buffers=16),
+        RankMemory(weights=100, versions=0, gradients=90, optimizer=200, activations=10, buffers=8),
     ]
     assert result.ranks[0].memory.total == 628
     assert [rank.most_activations for rank in result.ranks] == [30, 20, 10]
@@ -43,7 +43,7 @@ def test_what_makes_up_the_peak() -> None:
     # Within a backward what comes beyond the most that it needs without them is told as gradients: 90, not 100.
     # Gradients to which several minibatches add are always there.
     adding = simulate(chain(3), plan("keep", "keep", "keep"), "2bw", 12)
-    assert adding.ranks[0].memory == Memory(100, 100, 100, 200, 30, 8)
+    assert adding.ranks[0].memory == RankMemory(100, 100, 100, 200, 30, 8)
 
 
 def test_gradients_come_with_a_backward_and_go_with_its_update() -> None:
@@ -59,18 +59,18 @@ def test_gradients_come_with_a_backward_and_go_with_its_update() -> None:
     first, second = block(kept_bytes=30, parameter_bytes=6), block(kept_bytes=20, parameter_bytes=25)
     first, second = (replace(one, working_bytes=7) for one in (first, second))
 
-    def peak(*blocks: BlockCost, schedule: str = "pipedream") -> Memory:
+    def peak(*blocks: BlockCost, schedule: str = "pipedream") -> RankMemory:
         used = Plan((1, 2), ("keep",) * 3)
         return simulate(profile(block(), *blocks), used, schedule, 12).ranks[1].memory
 
-    assert peak(first, second) == Memory(31, 0, 5, 62, 57, 8)
-    assert peak(first, replace(second, parameter_bytes=15)) == Memory(21, 0, 0, 42, 57, 8)
+    assert peak(first, second) == RankMemory(31, 0, 5, 62, 57, 8)
+    assert peak(first, replace(second, parameter_bytes=15)) == RankMemory(21, 0, 0, 42, 57, 8)
     updating = [replace(one, update_bytes=20) for one in (first, second)]
-    assert peak(*updating) == Memory(31, 0, 31 + 40, 62, 0, 8)
+    assert peak(*updating) == RankMemory(31, 0, 31 + 40, 62, 0, 8)
     # Nothing else is in flight there when an update is made, nor anywhere in a synchronous schedule.
-    assert peak(*updating, schedule="gpipe") == Memory(31, 0, 31, 62, 12 * 50 + 7, 8)
+    assert peak(*updating, schedule="gpipe") == RankMemory(31, 0, 31, 62, 12 * 50 + 7, 8)
     large = [replace(one, update_bytes=400) for one in (first, second)]
-    assert peak(*large, schedule="gpipe") == Memory(31, 0, 31 + 800, 62, 0, 8)
+    assert peak(*large, schedule="gpipe") == RankMemory(31, 0, 31 + 800, 62, 0, 8)
 
 
 def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None:
@@ -78,7 +78,7 @@ def test_an_update_lies_beside_the_other_minibatches_and_their_weights() -> None
     gradients of 100 in place of one minibatch, and what the update makes of them."""
     costs = chain(3, update_bytes=50, update=1.0)
     result = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12, timeline=True)
-    assert result.ranks[0].memory == Memory(100, 200, 100 + 50, 200, 20, 8)
+    assert result.ranks[0].memory == RankMemory(100, 200, 100 + 50, 200, 20, 8)
     assert result.timeline is not None
     first = dict(event[1:3] for event in result.timeline.events if event.rank == 0)
     start = first[Action.parse("0STEP6")]
@@ -107,7 +107,7 @@ def test_an_update_without_a_backward_leaves_no_debt() -> None:
 
 def _with_times(
     one: Simulation, other: Simulation
-) -> Iterator[tuple[RankFigures, RankFigures, float, float]]:
+) -> Iterator[tuple[RankPrediction, RankPrediction, float, float]]:
     for a, b in zip(one.ranks, other.ranks, strict=True):
         yield a, b, one.step_time, other.step_time
 
@@ -116,7 +116,7 @@ def test_a_shared_parameter_is_held_once_and_its_gradients_wait() -> None:
     """Blocks 0 and 2 share 60 of their 100 bytes: one copy on one rank, an exchange between two."""
     costs = replace(chain(3), tied=(Tie(60, (0, 2)),), link=LinkCost(60.0, 0.5, sender_busy=True))
     (alone,) = simulate(costs, Plan((3,), ("keep",) * 3), "1f1b", 4).ranks
-    assert alone.memory == Memory(240, 0, 240, 480, 30, 0)
+    assert alone.memory == RankMemory(240, 0, 240, 480, 30, 0)
     bare = simulate(replace(costs, tied=()), plan("keep", "keep", "keep"), "pipedream", 12)
     tied = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12)
     lag = build("pipedream", 3, 12).lag

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.unit.test_cost_files import examples
+from vpipe.cli.planning import simulate as simulate_command
 from vpipe.errors import VPipeError
 from vpipe.schedule import NAMES
-from vpipe.simulate.command import simulate_command
-from vpipe.simulate.report import duration
+from vpipe.system.units import duration
 
 Files = tuple[Path, Path]
 

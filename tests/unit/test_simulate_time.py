@@ -14,7 +14,7 @@ from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
 from vpipe.schedule import NAMES, Action, Event, Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
-from vpipe.simulate.company import company_of
+from vpipe.simulate.contention import company_of
 
 FREE = LinkCost(inf, 0.0)
 

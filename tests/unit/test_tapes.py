@@ -15,18 +15,19 @@ from tests.drawing import draws
 from tests.fake_clock import FakeClock
 from tests.unit.test_plan_optimal import block as any_block
 from tests.unit.test_simulate_time import block, profile
-from vpipe import Pipeline, assembly
+from vpipe import Pipeline
 from vpipe.cost import DeviceCost, LinkCost, Plan, Profile, Tie, backward_bytes, forward_bytes
 from vpipe.errors import VPipeError
-from vpipe.graph import RandomContext
+from vpipe.pipeline import assembly
+from vpipe.pipeline.threads import run_ranks
 from vpipe.plan import plan as make_plan
 from vpipe.profile import model as profiled
+from vpipe.profile.cuda_graph_bench import TapedBench
 from vpipe.profile.model import ModelBench
-from vpipe.profile.taped_bench import TapedBench
-from vpipe.runtime import tapes as module
-from vpipe.runtime.tapes import Seat, Tapes
-from vpipe.simulate import Memory, simulate
-from vpipe.threads import run_ranks
+from vpipe.simulate import RankMemory, simulate
+from vpipe.stage import RandomContext
+from vpipe.stage import graph_pool as module
+from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.weights import OptimizerWithWeightStashing
 
 
@@ -92,22 +93,22 @@ class FakeModule:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "Tape", FakeTape)
-    monkeypatch.setattr(module, "Deck", FakeDeck)
-    monkeypatch.setattr(module, "Place", FakePlace)
+    monkeypatch.setattr(module, "StageCudaGraphs", FakeTape)
+    monkeypatch.setattr(module, "CaptureContext", FakeDeck)
+    monkeypatch.setattr(module, "SlotMemory", FakePlace)
     monkeypatch.setattr(module, "gc", Mock())  # half a second each time, and these tapes take no memory
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(assembly, "check_cuda_graphs", lambda device: None)
 
 
 @pytest.fixture
-def stage(fakes: None) -> tuple[Tapes, OptimizerWithWeightStashing]:
+def stage(fakes: None) -> tuple[GraphPool, OptimizerWithWeightStashing]:
     weights = OptimizerWithWeightStashing(
         {"w": nn.Parameter(torch.zeros(3)), "v": nn.Parameter(torch.zeros(2))},
         lambda parameters: torch.optim.SGD(parameters, 1.0),
         versions=3,
     )
-    return Tapes(FakeModule(), weights, 0), weights  # type: ignore[arg-type]
+    return GraphPool(FakeModule(), weights, 0), weights  # type: ignore[arg-type]
 
 
 def fields(value: float, count: int = 2) -> dict[str, Tensor]:
@@ -115,7 +116,7 @@ def fields(value: float, count: int = 2) -> dict[str, Tensor]:
 
 
 def test_minibatches_are_issued_until_one_has_run_to_its_end(
-    stage: tuple[Tapes, OptimizerWithWeightStashing],
+    stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
     tapes, _ = stage
     assert tapes.seat({}, fields(1.0)) is None
@@ -128,12 +129,12 @@ def test_minibatches_are_issued_until_one_has_run_to_its_end(
 
 
 def test_a_pipeline_in_its_steady_state_records_nothing(
-    stage: tuple[Tapes, OptimizerWithWeightStashing],
+    stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
     """Three in flight and an update after each, as in the first stage of three: three places, and few tapes."""
     tapes, weights = stage
     tapes.finished(None)
-    in_flight: list[tuple[int, Seat]] = []
+    in_flight: list[tuple[int, GraphSlot]] = []
     recorded = []
     for minibatch in range(40):
         weights.load_new_params(minibatch)
@@ -155,7 +156,7 @@ def test_a_pipeline_in_its_steady_state_records_nothing(
 
 
 def test_gradients_gather_where_the_tapes_add_theirs(
-    stage: tuple[Tapes, OptimizerWithWeightStashing],
+    stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
     tapes, weights = stage
     first, second = weights.model_parameters
@@ -282,7 +283,7 @@ def test_profiles_are_measured_as_stages_are_played(small: Small, monkeypatch: p
     """Every lap is the time of a tape, and what a call of it takes is told from what its blocks take."""
     monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
     monkeypatch.setattr(profiled, "capture", capture_once)
-    monkeypatch.setattr(module, "Tape", TimedTape)
+    monkeypatch.setattr(module, "StageCudaGraphs", TimedTape)
     monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: CLOCK)
     monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=1.0))
     batch = (torch.randint(11, (4,)), torch.randint(11, (4,)))
@@ -318,9 +319,9 @@ def test_what_is_foreseen_of_a_stage_on_tape() -> None:
     boundary, lag = one.boundary_bytes, 3
     first, last = (1000 + taped.exchange_buffers(stage, stage + 1, lag) + 2 for stage in (0, 2))
     assert [rank.memory for rank in found.ranks] == [
-        Memory(6, 12, 6 + 5, 12, 3 * (84 + 2 * boundary) + 7, 1000 + 2 * boundary + first),
-        Memory(6, 6, 6 + 5, 12, 2 * (84 + 3 * boundary) + 7, 1000 + 4 * boundary + 1000),
-        Memory(6, 0, 6 + 5, 12, 1 * (84 + boundary) + 7, 1000 + 2 * boundary + last),
+        RankMemory(6, 12, 6 + 5, 12, 3 * (84 + 2 * boundary) + 7, 1000 + 2 * boundary + first),
+        RankMemory(6, 6, 6 + 5, 12, 2 * (84 + 3 * boundary) + 7, 1000 + 4 * boundary + 1000),
+        RankMemory(6, 0, 6 + 5, 12, 1 * (84 + boundary) + 7, 1000 + 2 * boundary + last),
     ]
     same = simulate(issued, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
     assert found.samples_per_second == same.samples_per_second  # times are the profile's

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from tests import models
-from vpipe.comparison import largest_difference, rounding_alone
 from vpipe.config import RunConfig
 from vpipe.errors import VPipeError
 from vpipe.graph import capture
-from vpipe.reference import versions_read
-from vpipe.runtime import Stage
 from vpipe.schedule import build, read_table, write_table
+from vpipe.stage import Stage
 from vpipe.verify import Verification, verify, verify_config
+from vpipe.verify.comparison import largest_difference, rounding_alone
+from vpipe.verify.reference import versions_read
 from vpipe.weights import OptimizerWithWeightStashing
 
 
@@ -250,13 +250,13 @@ def test_draws_that_the_graph_does_not_have_are_refused(monkeypatch: pytest.Monk
     """Compared with the graph of another model, the count of the draws is wrong, and nothing is claimed."""
     _, batch, loss_fn = models.sequential(2)
     other = capture(models.sequential(2)[0].double(), (batch[0].double(), batch[1]), loss_fn)
-    monkeypatch.setattr("vpipe.verify.train_synchronously", _with_graph(other))
+    monkeypatch.setattr("vpipe.verify.verification.train_synchronously", _with_graph(other))
     with pytest.raises(VPipeError, match="uses random numbers 2 times, its captured graph 0 times"):
         check(models.sequential(2, dropout=0.1), 2, updates=1)
 
 
 def _with_graph(graph: Any) -> Callable[..., Any]:
-    from vpipe.reference import train_synchronously
+    from vpipe.verify.reference import train_synchronously
 
     return lambda *arguments, **options: train_synchronously(*arguments[:-1], graph, **options)
 

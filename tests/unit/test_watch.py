@@ -16,16 +16,16 @@ from tests.waiting import wait_until
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
 from vpipe.observe import hang, recorder, watch
-from vpipe.observe.hang import GONE, STOPPED, Finding, culprit, explain, fate_of, sentence
-from vpipe.observe.log import RankLog
+from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, explain, fate_of, sentence
 from vpipe.observe.metrics import scalars
 from vpipe.observe.prometheus import Endpoint, exposition
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.status import Status, Waiting, read_statuses, stage_lines, write_status
 from vpipe.observe.top import picture, top
-from vpipe.observe.watch import Watch
+from vpipe.observe.watch import RankWatch
+from vpipe.pipeline.threads import run_ranks
+from vpipe.record.log import RankLog
+from vpipe.record.status import Status, Waiting, read_statuses, stage_lines, write_status
 from vpipe.schedule import Op, build, lower
-from vpipe.threads import run_ranks
 from vpipe.weights import optimizer_factory
 
 HOURS = 3600.0
@@ -194,9 +194,9 @@ def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -
 
 def test_the_sentence_goes_from_who_waits_to_who_is_waited_for() -> None:
     found = [
-        Finding(status(0, "0F8"), "0F8", True, 31.0),
-        Finding(status(1, "1RECV_F7", Waiting("1RECV_F7", 0, 31.0)), "1RECV_F7", True, 31.0),
-        Finding(status(2, "2RECV_F7", Waiting("2RECV_F7", 1, 30.5)), "2RECV_F7", True, 30.5),
+        RankState(status(0, "0F8"), "0F8", True, 31.0),
+        RankState(status(1, "1RECV_F7", Waiting("1RECV_F7", 0, 31.0)), "1RECV_F7", True, 31.0),
+        RankState(status(2, "2RECV_F7", Waiting("2RECV_F7", 1, 30.5)), "2RECV_F7", True, 30.5),
     ]
     assert sentence(found) == (
         "rank 2 waits for 2RECV_F7 from rank 1 (for 30 s); rank 1 waits for 1RECV_F7 from rank 0 (for 31 s); "
@@ -209,8 +209,8 @@ def test_the_sentence_goes_from_who_waits_to_who_is_waited_for() -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     found = [
-        Finding(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 20.0)), "0RECV_B1", True, 20.0),
-        Finding(status(1, "1RECV_F2", Waiting("1RECV_F2", 0, 20.0)), "1RECV_F2", True, 20.0),
+        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 20.0)), "0RECV_B1", True, 20.0),
+        RankState(status(1, "1RECV_F2", Waiting("1RECV_F2", 0, 20.0)), "1RECV_F2", True, 20.0),
     ]
     assert sentence(found).endswith("they wait for each other")
     assert culprit(found) is None
@@ -219,8 +219,8 @@ def test_ranks_that_wait_for_each_other() -> None:
 @pytest.mark.parametrize("fate", [GONE, STOPPED])
 def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: str) -> None:
     found = [
-        Finding(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0)), "0RECV_B1", True, 9.0),
-        Finding(status(1, "1F2", Waiting("1RECV_F2", 0, 0.1)), "1F2", True, 9.0, fate),
+        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0)), "0RECV_B1", True, 9.0),
+        RankState(status(1, "1F2", Waiting("1RECV_F2", 0, 0.1)), "1F2", True, 9.0, fate),
     ]
     guilty = culprit(found)
     assert guilty is not None
@@ -242,14 +242,14 @@ def test_the_grid_of_a_late_place_is_drawn_with_its_own_minibatches(tmp_path: Pa
     assert picture(tmp_path)  # a table of the same
 
 
-def with_watch(folder: Path, use: Callable[[Watch], Any]) -> Any:
+def with_watch(folder: Path, use: Callable[[RankWatch], Any]) -> Any:
     """What `use` makes of the watch of a rank, whose thread has ended."""
     model, batch, loss_fn = models.sequential()
 
     def work(world: Any) -> Any:
         optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
-            made = Watch(pipe, folder, RankLog(folder / "log"), limit=HOURS, facts=dict, say=print)
+            made = RankWatch(pipe, folder, RankLog(folder / "log"), limit=HOURS, facts=dict, say=print)
             made.close()
             return use(made)
 
@@ -259,7 +259,7 @@ def with_watch(folder: Path, use: Callable[[Watch], Any]) -> Any:
 def test_of_ten_looks_one_makes_a_status(tmp_path: Path) -> None:
     """`benchmarks/speed.py` measures what they cost: less than a hundredth of the time."""
 
-    def look(made: Watch) -> tuple[int, int]:
+    def look(made: RankWatch) -> tuple[int, int]:
         before, statuses, beats = len(made.memory.times), [], iter([False] * 35)
         made._leave = SimpleNamespace(wait=lambda seconds: next(beats, True))  # type: ignore[assignment]
         made._gauge = SimpleNamespace(read=lambda: 2**20)  # type: ignore[assignment]
@@ -271,7 +271,7 @@ def test_of_ten_looks_one_makes_a_status(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_waits_at_a_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def meet(made: Watch) -> Waiting | None:
+    def meet(made: RankWatch) -> Waiting | None:
         made._pipe.world.meeting = ("training state", -1, 100.0)
         monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: 131.0))
         return made._waiting()

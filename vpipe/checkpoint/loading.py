@@ -11,9 +11,9 @@ from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
 from vpipe.checkpoint.state import check_state
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
-from vpipe.layout import Layout
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.stage import MODEL, OPTIMIZER, StageState
+from vpipe.pipeline.layout import Layout
+from vpipe.stage.stage import MODEL, OPTIMIZER, StageState
 
 
 def load(pipe: Pipeline, path: Path) -> dict[str, Any]:

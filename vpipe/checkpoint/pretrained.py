@@ -21,7 +21,7 @@ from vpipe.communication import agree
 from vpipe.errors import VPipeError
 from vpipe.graph.exported import canonical_names
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.stage import MODEL
+from vpipe.stage.stage import MODEL
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

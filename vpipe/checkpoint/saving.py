@@ -21,7 +21,7 @@ import torch
 from vpipe.checkpoint.directory import step_name
 from vpipe.checkpoint.manifest import as_json
 from vpipe.checkpoint.snapshot import Snapshot
-from vpipe.checkpoint.writing import Job, write
+from vpipe.checkpoint.writing import WriteJob, write
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
@@ -84,7 +84,7 @@ class Saver:
         agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
         token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
         final = self.directory / step_name(pipe.updates)
-        job = Job(
+        job = WriteJob(
             world, final, token, stages, pipe.updates, _describe(pipe), plain, told, self._keep, self._report
         )
         self._saved = self._error = None
@@ -113,7 +113,7 @@ class Saver:
             raise self._error
         return self._saved
 
-    def _work(self, job: Job) -> None:
+    def _work(self, job: WriteJob) -> None:
         try:
             self._saved = write(job)
         except BaseException as error:
@@ -122,7 +122,7 @@ class Saver:
             self._failed()
 
 
-def _crash(job: Job, error: BaseException) -> str:
+def _crash(job: WriteJob, error: BaseException) -> str:
     return f"checkpoint {job.final} was not saved: its writer failed with {type(error).__name__}: {error}"
 
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from vpipe.runtime.stage import StageState
+from vpipe.stage.stage import StageState
 
 
 class Snapshot:

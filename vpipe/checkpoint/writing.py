@@ -13,20 +13,20 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vpipe import faults
 from vpipe.checkpoint.directory import hidden_name, prune
 from vpipe.checkpoint.files import Written, read_header, sync, telling, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
 from vpipe.communication import World
 from vpipe.errors import VPipeError
-from vpipe.runtime.stage import StageState
+from vpipe.stage.stage import StageState
+from vpipe.system import faults
 
 OPTIMIZERS = "optimizers"
 SOON, LATER = 0.002, 0.1  # seconds between two looks at what another rank has told
 
 
 @dataclass(frozen=True)
-class Job:
+class WriteJob:
     """One save, as each rank's writer needs it."""
 
     world: World
@@ -46,7 +46,7 @@ class Job:
         return self.final.with_name(hidden_name(self.final.name, "tmp", self.token))
 
 
-def write(job: Job) -> Path:
+def write(job: WriteJob) -> Path:
     """Save, together with the writers of all other ranks; the same outcome on each of them."""
     world = job.world
     world.tell(f"written {job.token}", _attempt(lambda: _write_files(job)))
@@ -66,7 +66,7 @@ def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
         return (str(error) if isinstance(error, VPipeError) else f"{type(error).__name__}: {error}"), None
 
 
-def _wait_for(job: Job, what: str, rank: int) -> tuple[str | None, Any]:
+def _wait_for(job: WriteJob, what: str, rank: int) -> tuple[str | None, Any]:
     pause = SOON
     while (told := job.world.told(f"{what} {job.token}", rank)) is None:
         time.sleep(pause)
@@ -75,7 +75,7 @@ def _wait_for(job: Job, what: str, rank: int) -> tuple[str | None, Any]:
     return failure, value
 
 
-def _write_files(job: Job) -> dict[str, Written]:
+def _write_files(job: WriteJob) -> dict[str, Written]:
     with telling("make", job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
     faults.point("ckpt_write", job.updates)
@@ -88,7 +88,7 @@ def _write_files(job: Job) -> dict[str, Written]:
     return written
 
 
-def _commit(job: Job) -> None:
+def _commit(job: WriteJob) -> None:
     """Rank 0, when all have written."""
     parts = [_wait_for(job, "written", rank) for rank in range(job.world.size)]
     for rank, (failure, _) in enumerate(parts):

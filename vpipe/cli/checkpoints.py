@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from rich.table import Table
 
 from vpipe.cli.options import AsJson
+from vpipe.errors import VPipeError
+from vpipe.system.console import show as print_table
+from vpipe.system.units import show_bytes
 
 app = typer.Typer(help="Look at checkpoints, verify, export and delete them.", no_args_is_help=True)
 
@@ -18,8 +22,7 @@ Where = Annotated[Path, typer.Argument(help="The folder of a run, or one of its 
 @app.command()
 def show(path: Where, as_json: AsJson = False) -> None:
     """Tell what a checkpoint holds, or list those of a run."""
-    from vpipe.checkpoint.command import describe, find, show_one, show_several
-    from vpipe.tables import show as print_table
+    from vpipe.checkpoint.inspection import describe, find
 
     described = [describe(one) for one in find(path)]
     if as_json:
@@ -34,7 +37,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
 
     Exits with 1 if anything is wrong.
     """
-    from vpipe.checkpoint.command import examine, find
+    from vpipe.checkpoint.inspection import examine, find
 
     found = {str(one): examine(one) for one in find(path)}
     if as_json:
@@ -55,9 +58,25 @@ def export(
     ] = None,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers reads: weights, configuration, the run's tokenizer."""
-    from vpipe.checkpoint.command import export as export_checkpoint
+    from vpipe.checkpoint import export_pretrained
+    from vpipe.checkpoint.inspection import newest_whole
+    from vpipe.config.file import read_config
+    from vpipe.data import read_tokenizer
+    from vpipe.train.datasets import TOKENIZER
+    from vpipe.train.export import write_tokenizer
+    from vpipe.train.models import build_model
 
-    chosen, missing = export_checkpoint(path, directory, config)
+    chosen = newest_whole(path)
+    run = chosen.absolute().parents[1]
+    described = config or run / "config.yml"
+    if not described.is_file():
+        raise VPipeError(
+            f"there is no {described}, which would say what was trained: give the run's file with --config"
+        )
+    model: Any = build_model(read_config(described), "meta").model
+    missing = export_pretrained(chosen, model, directory)
+    if (run / TOKENIZER).is_file():
+        write_tokenizer(read_tokenizer(run / TOKENIZER, model.config.vocab_size), directory)
     print(f"model of {chosen} in {directory}")
     if missing:
         print(f"it has no values for {', '.join(missing)}: training never used them")
@@ -69,7 +88,41 @@ def prune(
     keep: Annotated[int, typer.Option(help="How many of the newest stay; the best stays too.")],
 ) -> None:
     """Delete the oldest checkpoints of a run, and what crashes have left over for an hour."""
-    from vpipe.checkpoint.command import prune_run
+    from vpipe.checkpoint.inspection import prune_run
 
     for deleted in prune_run(path, keep):
         print(f"deleted {deleted}")
+
+
+def show_one(described: dict[str, Any]) -> Table:
+    table = Table(title=described["path"], show_header=False)
+    table.add_column("what", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    for key in ("updates", "saved", "evaluation_loss", "optimizer"):
+        if described[key] is not None:
+            table.add_row(key.replace("_", " "), str(described[key]))
+    for part in ("layout", "extra"):
+        for key, value in described[part].items():
+            if key != "evaluation_loss":
+                table.add_row(key.replace("_", " "), str(value))
+    for name, entry in described["files"].items():
+        table.add_row(name, f"{entry['tensors']} tensors, {show_bytes(entry['bytes'])}")
+    table.add_row("in all", show_bytes(described["bytes"]))
+    return table
+
+
+def show_several(described: list[dict[str, Any]]) -> Table:
+    table = Table()
+    for name in ("checkpoint", "updates", "saved", "stages", "size", "evaluation loss"):
+        table.add_column(name, justify="left" if name in ("checkpoint", "saved") else "right")
+    for one in described:
+        loss = one["evaluation_loss"]
+        table.add_row(
+            Path(one["path"]).name,
+            str(one["updates"]),
+            one["saved"],
+            str(len(one["files"])),
+            show_bytes(one["bytes"]),
+            "" if loss is None else f"{loss:.4f}",
+        )
+    return table

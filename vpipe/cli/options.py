@@ -21,7 +21,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:
     """The file's keys, those of `--set` in place of its own."""
-    from vpipe.config_file import read_config
-    from vpipe.settings import read_settings
+    from vpipe.config.file import read_config
+    from vpipe.config.settings import read_settings
 
     return read_config(config, read_settings(settings or ()))

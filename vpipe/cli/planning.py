@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
+from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import VPipeError
+from vpipe.system.console import show
+from vpipe.system.units import duration, read_bytes, show_bytes
+
+if TYPE_CHECKING:
+    from vpipe.cost import Profile
 
 app = typer.Typer()
 
@@ -23,9 +31,21 @@ def profile(
     as_json: AsJson = False,
 ) -> None:
     """Measure a model's blocks, this machine's memory and its links, for `vpipe plan` and `vpipe simulate`."""
-    from vpipe.profile.command import profile_command
+    from vpipe.cost import write_profile
+    from vpipe.launch import LAUNCHED
+    from vpipe.train.profiling import measure_as_rank, profile_config
 
-    profile_command(read_run(config, settings), output, as_json)
+    chosen = read_run(config, settings)
+    if LAUNCHED in os.environ:
+        measure_as_rank(chosen, output)
+        return
+    measured = profile_config(chosen)
+    write_profile(measured, output)
+    if as_json:
+        print(output.read_text(encoding="utf-8"))
+    else:
+        show(profile_table(measured))
+        print(f"profile {output}")
 
 
 @app.command()
@@ -51,33 +71,41 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
-    from vpipe.plan.command import plan_command, read_batch_size, tell_plan
+    from vpipe.cost import read_any_profile, write_plan
+    from vpipe.plan import plan as find_plan
+    from vpipe.plan.report import describe, plan_table
 
+    size = None if batch_size is None else _batch_size(batch_size)
     if config is None:
         if profile is None or stages is None:
             raise VPipeError("give a run's YAML file, or --profile and --stages")
-        plan_command(
-            profile, stages, memory, schedule or "vpipe", minibatches, batch_size, chunks, as_json, output
-        )
-        return
-    if profile is not None:
+        cap = None if memory is None else read_bytes(memory)
+        costs = read_any_profile(profile)
+        result = find_plan(costs, stages, cap, schedule or "vpipe", minibatches, size, chunks)
+    elif profile is not None:
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
         )
-    from vpipe.planning import plan_run, profile_cache
+    else:
+        from vpipe.train.planning import plan_run, profile_cache
 
-    run = read_run(config, settings)
-    result = plan_run(
-        run,
-        profile_cache(run),
-        ranks=stages,
-        memory=memory,
-        schedule=schedule,
-        minibatches=minibatches,
-        batch_size=None if batch_size is None else read_batch_size(batch_size),
-        chunks=chunks,
-    )
-    tell_plan(result, as_json, output)
+        run = read_run(config, settings)
+        result = plan_run(
+            run,
+            profile_cache(run),
+            ranks=stages,
+            memory=memory,
+            schedule=schedule,
+            minibatches=minibatches,
+            batch_size=size,
+            chunks=chunks,
+        )
+    write_plan(result.to_plan(), output)
+    if as_json:
+        print(json.dumps(describe(result)))
+    else:
+        show(plan_table(result))
+        print(f"plan {output}")
 
 
 @app.command()
@@ -92,6 +120,61 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Tell how long a step would take, who would wait, and what memory it would need, without running it."""
-    from vpipe.simulate.command import simulate_command
+    from vpipe.cost import read_any_profile, read_plan
+    from vpipe.schedule.builders import at_least_one
+    from vpipe.simulate import simulate as run_simulation
+    from vpipe.simulate.report import describe, simulation_table
 
-    simulate_command(profile, plan, schedule, minibatches, as_json, trace)
+    costs = read_any_profile(profile)
+    if minibatches is not None:
+        at_least_one("minibatches", minibatches)
+    result = run_simulation(costs, read_plan(plan), schedule, minibatches, timeline=trace is not None)
+    if trace is not None:
+        from vpipe.observe.simulated_trace import write_trace
+
+        write_trace(result, trace)
+    if as_json:
+        print(json.dumps(describe(result)))
+    else:
+        show(simulation_table(result, costs))
+
+
+def _batch_size(text: str) -> int | str:
+    if text == "auto":
+        return text
+    if not text.isdecimal():
+        raise VPipeError(f"batch size {text!r} is neither a whole number nor 'auto'")
+    return int(text)
+
+
+def profile_table(profile: Profile) -> Table:
+    blocks = profile.blocks
+    step = sum(block.forward + block.backward for block in blocks)
+    title = (
+        f"{len(blocks)} blocks, minibatches of {profile.batch_size}: {duration(step)} forward and backward"
+    )
+    table = Table(title=title, title_justify="left", caption_justify="left")
+    table.add_column("block", justify="right")
+    table.add_column("name", overflow="fold")
+    for column in ("forward", "input gradient", "weight gradient", "update", "spread"):
+        table.add_column(column, justify="right")
+    for column in ("kept", "boundary", "parameters"):
+        table.add_column(column, justify="right")
+    for index, block in enumerate(blocks):
+        times = (block.forward, block.input_gradient, block.weight_gradient, block.update)
+        sizes = (block.kept_bytes, block.boundary_bytes, block.parameter_bytes)
+        table.add_row(
+            str(index),
+            block.name,
+            *map(duration, times),
+            f"{block.spread:.0%}",
+            *(show_bytes(count) for count in sizes),
+        )
+    device, link = profile.device, profile.link
+    table.caption = (
+        f"device {show_bytes(device.memory)}, to the host {show_bytes(device.to_host)}/s, "
+        f"back {show_bytes(device.from_host)}/s; "
+        f"link {show_bytes(link.bandwidth)}/s, {duration(link.latency)}; an action {duration(device.overhead)}; "
+        f"optimizer {profile.optimizer_ratio:g} bytes for each byte of parameters"
+    )
+    return table

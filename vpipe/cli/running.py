@@ -32,10 +32,10 @@ def train(
     print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
-    from vpipe.config_file import resolved_yaml
-    from vpipe.launch import run
+    from vpipe.config.file import resolved_yaml
+    from vpipe.config.settings import rank_arguments
     from vpipe.observe.scenes import read_scenes
-    from vpipe.settings import rank_arguments
+    from vpipe.train.run import run
 
     chosen = read_run(config, settings)
     if print_config:
@@ -45,7 +45,7 @@ def train(
     scenes = read_scenes(debug or ())
 
     def work() -> None:
-        from vpipe.commands import train_rank
+        from vpipe.train.rank import train_rank
 
         train_rank(chosen, resume, scenes)
 
@@ -66,13 +66,13 @@ def evaluate(
     as_json: AsJson = False,
 ) -> None:
     """Tell the loss of a trained model over the validation samples."""
-    from vpipe.launch import run
-    from vpipe.settings import rank_arguments
+    from vpipe.config.settings import rank_arguments
+    from vpipe.train.run import run
 
     chosen = read_run(config, settings)
 
     def work() -> None:
-        from vpipe.commands import evaluate_rank
+        from vpipe.train.rank import evaluate_rank
 
         evaluate_rank(chosen, resume, as_json)
 
@@ -93,7 +93,7 @@ def compare(
     as_json: AsJson = False,
 ) -> None:
     """Run several configurations one after the other on the same data, and tell how they differ."""
-    from vpipe.commands import compare_runs
+    from vpipe.cli.compare import compare_runs
 
     compare_runs(configs, settings or [], sweep or [], plot, as_json)
 
@@ -101,8 +101,8 @@ def compare(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Tell what this machine has, what would not work on it, and why."""
-    from vpipe.doctor import describe, doctor_table, examine
-    from vpipe.tables import show
+    from vpipe.cli.doctor import describe, doctor_table, examine
+    from vpipe.system.console import show
 
     findings = examine()
     if as_json:

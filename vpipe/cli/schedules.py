@@ -11,6 +11,7 @@ import typer
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import ScheduleError
+from vpipe.system.console import show
 
 app = typer.Typer()
 
@@ -38,8 +39,8 @@ def schedule(
     communication: Annotated[bool, typer.Option(help="Show sends, receives and reductions too.")] = False,
 ) -> None:
     """Draw a schedule, and tell its bubble, its minibatches in flight and its weight versions."""
-    from vpipe.files import read_text, write_text
     from vpipe.schedule import build, check, describe, draw, draw_svg, lower, read_table, write_table
+    from vpipe.system.files import read_text, write_text
 
     if source is not None:
         if name is not None:
@@ -76,7 +77,7 @@ def blocks(
     as_json: AsJson = False,
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
-    from vpipe.tables import block_table, describe_blocks, show
+    from vpipe.cli.tables import block_table, describe_blocks
 
     described = describe_blocks(read_run(config, settings))
     if as_json:
@@ -105,7 +106,7 @@ def verify(
 
     Exits with 1 if they differ by more than rounding explains.
     """
-    from vpipe.tables import describe_verification, show, verdict, verification_table
+    from vpipe.cli.tables import describe_verification, verdict, verification_table
     from vpipe.verify import verify_config
 
     run = read_run(config, settings)

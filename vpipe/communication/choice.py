@@ -17,7 +17,7 @@ NEAR = (SHARED_MEMORY, CUDA_IPC)
 """The channels that need both ranks on one host."""
 
 
-class Place(NamedTuple):
+class RankLocation(NamedTuple):
     """Where a rank is, in words that mean the same to every rank."""
 
     host: str
@@ -27,17 +27,17 @@ class Place(NamedTuple):
     nccl: bool
 
 
-def place_of(device: torch.device) -> Place:
+def place_of(device: torch.device) -> RankLocation:
     if device.type != "cuda":
-        return Place(_host(), "", -1, [], False)
+        return RankLocation(_host(), "", -1, [], False)
     others = range(torch.cuda.device_count())
     index = device.index
     reaches = [i for i in others if i == index or torch.cuda.can_device_access_peer(index, i)]
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return Place(_host(), gpu, index, reaches, torch.distributed.is_nccl_available())
+    return RankLocation(_host(), gpu, index, reaches, torch.distributed.is_nccl_available())
 
 
-def choose_kind(wanted: str, mine: Place, theirs: Place) -> str:
+def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
     """The same for both ends. NCCL refuses two ranks on one GPU, gloo carries no GPU tensors."""
     if bool(mine.gpu) != bool(theirs.gpu):
         raise PeerError("one rank computes on a GPU and another on the CPU: give all ranks GPUs, or none")

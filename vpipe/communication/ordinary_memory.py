@@ -16,7 +16,7 @@ from contextlib import contextmanager
 
 import torch
 
-from vpipe.environment import ALLOCATOR
+from vpipe.system.environment import ALLOCATOR
 
 _SEGMENTS = re.compile(r"(?<![^,])expandable_segments:(True|False)(?![^,])")
 

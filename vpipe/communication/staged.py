@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Key
-from vpipe.communication.distributed import DistributedChannel
+from vpipe.communication.gloo import DistributedChannel
 from vpipe.errors import PeerError
 
 

@@ -12,8 +12,6 @@ from typing import Any, Protocol, TypeVar
 import torch
 import torch.distributed as dist
 
-from vpipe import faults
-from vpipe.communication.beats import Beats, connect_beats
 from vpipe.communication.channel import HOST, Channel
 from vpipe.communication.choice import (
     CUDA_IPC,
@@ -23,18 +21,20 @@ from vpipe.communication.choice import (
     SHARED_MEMORY,
     STAGED,
     WANTED,
-    Place,
+    RankLocation,
     choose_kind,
     place_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.distributed import DistributedChannel
-from vpipe.communication.groups import GroupChannel, StreamGroups
+from vpipe.communication.gloo import DistributedChannel
+from vpipe.communication.heartbeat import Heartbeat, connect_beats
 from vpipe.communication.interfaces import LOOPBACK, gloo_on, own_address
-from vpipe.communication.job import Job, join
+from vpipe.communication.nccl import GroupChannel, StreamGroups
+from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.staged import StagedChannel
 from vpipe.errors import PeerError, VPipeError
+from vpipe.system import faults
 
 T = TypeVar("T")
 
@@ -118,7 +118,7 @@ class ProcessWorld:
         self._meetings: Counter[str] = Counter()
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
-        self._beats: Beats | None = None
+        self._beats: Heartbeat | None = None
         self._groups = StreamGroups(False, timeout)
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
@@ -151,7 +151,7 @@ class ProcessWorld:
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        places = [Place(*told) for told in self.all_gather("place", list(place_of(device)))]
+        places = [RankLocation(*told) for told in self.all_gather("place", list(place_of(device)))]
         kinds = {
             peer: choose_kind(self._kind, places[self.rank], places[peer])
             for peer in range(self.size)

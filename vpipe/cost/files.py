@@ -11,7 +11,7 @@ from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie
 from vpipe.cost.json_fields import Fields
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
 from vpipe.errors import ConfigError
-from vpipe.files import read_json, read_text, write_json
+from vpipe.system.files import read_json, read_text, write_json
 
 FORMAT = "vpipe profile 1"
 KEYS = (

@@ -21,7 +21,7 @@ from pathlib import Path
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.cost.json_fields import finite, shown
 from vpipe.errors import ConfigError
-from vpipe.files import read_text
+from vpipe.system.files import read_text
 
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")

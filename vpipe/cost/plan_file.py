@@ -14,8 +14,8 @@ from typing import Any
 
 from vpipe.cost.json_fields import Fields, finite, shown
 from vpipe.errors import ConfigError
-from vpipe.files import read_json, write_json
 from vpipe.schedule import NAMES
+from vpipe.system.files import read_json, write_json
 
 KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
 FORMAT = "vpipe plan 1"

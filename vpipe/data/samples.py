@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
-from torch import nn
 
 from vpipe.data.dataset import IGNORED, Batch
 from vpipe.data.streams import Use, stream
@@ -105,16 +104,15 @@ class Synthetic:
         return self.make(indices, epoch)
 
 
-def synthetic(model: nn.Module, length: int, samples: int, seed: int) -> Synthetic:
-    """Random batches as `vpipe.models.synthetic_batch` makes them for the model, for throughput runs.
+def synthetic(make_batch: Callable[[int, int], Batch], samples: int, seed: int) -> Synthetic:
+    """Random batches, for throughput runs: `make_batch` takes a number of samples and a seed.
 
     A batch is drawn at once, from (seed, epoch, its first sample): sample by sample it would take longer
     than some models do.
     """
-    from vpipe.models import synthetic_batch  # it imports transformers, which text does not need
 
     def make(indices: Sequence[int], epoch: int) -> Batch:
         drawn = stream(Use.SYNTHETIC, seed, epoch, indices[0]).integers(1 << 62)
-        return synthetic_batch(model, len(indices), length, int(drawn))
+        return make_batch(len(indices), int(drawn))
 
     return Synthetic(make, samples)

@@ -18,7 +18,7 @@ Batch: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
 
 
 @dataclass(frozen=True)
-class Layout:
+class BatchLayout:
     """How a batch is laid out: its kind, its fields in order, and which of them the model takes.
 
     `tensors` are the names of the fields that hold tensors, `constants` what the others held in the example.
@@ -31,7 +31,7 @@ class Layout:
     constants: Mapping[str, Any]
 
     @staticmethod
-    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> Layout:
+    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> BatchLayout:
         kind: type
         if isinstance(batch, Tensor):
             kind, values = Tensor, [batch]
@@ -59,7 +59,7 @@ class Layout:
         if not tensors:
             raise BatchError(f"example batch has no tensor among its fields {list(names)}")
         constants = {name: value for name, value in entries.items() if name not in tensors}
-        return Layout(kind, names, taken, tensors, constants)
+        return BatchLayout(kind, names, taken, tensors, constants)
 
     def entries(self, batch: Batch) -> dict[str, Any]:
         """The batch's fields by name, or an error that names what is missing or too much."""
@@ -144,7 +144,7 @@ class FieldCheck:
     `dtypes` are those of the example batch; `specs` hold those in which the model was traced.
     """
 
-    layout: Layout
+    layout: BatchLayout
     specs: Mapping[str, Spec]
     dtypes: Mapping[str, torch.dtype]
     symbols: Mapping[sympy.Symbol, tuple[str, int]]

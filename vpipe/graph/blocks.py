@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from vpipe.graph.cuts import Order, candidate_cuts
+from vpipe.graph.cuts import CutOrder, candidate_cuts
 from vpipe.graph.flops import count_flops
 from vpipe.graph.ownership import Ownership
 from vpipe.graph.trace import Kind, Trace, module_path
@@ -48,7 +48,7 @@ class _Piece:
 def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     """The model's blocks: what has no matrix product worth mentioning belongs to a neighbour."""
     flops = [count_flops(node, trace) for node in ownership.owned]
-    order = Order.of(trace, ownership, flops)
+    order = CutOrder.of(trace, ownership, flops)
     cuts = candidate_cuts(trace, order)
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
@@ -70,7 +70,7 @@ def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     )
 
 
-def _merge(pieces: list[_Piece], limit: float, order: Order, paths: Sequence[tuple[str, ...]]) -> None:
+def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[tuple[str, ...]]) -> None:
     """Merge pieces of up to `limit` flops with a neighbour, the lightest first."""
     while len(pieces) > 1:
         light = [i for i, piece in enumerate(pieces) if piece.flops <= limit]
@@ -84,7 +84,9 @@ def _merge(pieces: list[_Piece], limit: float, order: Order, paths: Sequence[tup
         pieces[left : left + 2] = [_Piece(a.start, b.end, a.flops + b.flops, a.paths + b.paths)]
 
 
-def _goes_left(pieces: Sequence[_Piece], index: int, order: Order, paths: Sequence[tuple[str, ...]]) -> bool:
+def _goes_left(
+    pieces: Sequence[_Piece], index: int, order: CutOrder, paths: Sequence[tuple[str, ...]]
+) -> bool:
     """Whether a light piece joins the block before it: across the costlier cut, else the one inside a module."""
     if index in (0, len(pieces) - 1):
         return index > 0
@@ -136,7 +138,7 @@ def _names(paths: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
     return unique
 
 
-def _block(index: int, name: str, piece: _Piece, order: Order, trace: Trace) -> Block:
+def _block(index: int, name: str, piece: _Piece, order: CutOrder, trace: Trace) -> Block:
     nodes = order.nodes[piece.start : piece.end + 1]
     used = dict.fromkeys(
         arg for node in nodes for arg in node.all_input_nodes if trace.kind(arg) is Kind.PARAMETER

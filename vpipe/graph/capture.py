@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vpipe.errors import CaptureError, VPipeError
-from vpipe.graph.batch import Batch, FieldCheck, Layout, for_tracing
+from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
 from vpipe.graph.exported import size_bounds, trace_exported
 from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.loss import LossModule
@@ -43,7 +43,7 @@ def capture(
     does not take go to `loss_fn(output, *rest)`. Without a `loss_fn` the output has to contain the loss. The
     model may be on the `meta` device.
     """
-    layout = Layout.of(model, example_batch, loss_fn)
+    layout = BatchLayout.of(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)
     fields = {name: entries[name] for name in layout.tensors}
     with _training(model):

@@ -33,7 +33,7 @@ _LONG_WAIT = 6
 
 
 @dataclass(frozen=True)
-class Order:
+class CutOrder:
     """The owned operations as positions 0, 1, ...; cut i lies behind position i.
 
     `uses[i]` are the positions that read what i makes, `sizes[i]` its bytes, `products[i]` the matrix
@@ -50,14 +50,14 @@ class Order:
     crossing: tuple[int, ...]
 
     @staticmethod
-    def of(trace: Trace, ownership: Ownership, flops: Sequence[int]) -> Order:
+    def of(trace: Trace, ownership: Ownership, flops: Sequence[int]) -> CutOrder:
         nodes = ownership.owned
         position = {node: i for i, node in enumerate(nodes)}
         uses = tuple(tuple(sorted(position[u] for u in node.users if u in position)) for node in nodes)
         sizes = tuple(trace.num_bytes(node) if node in trace.specs else 0 for node in nodes)
         allowed = _allowed(trace, ownership, position, uses)
         products = tuple(accumulate(int(count > 0) for count in flops))
-        order = Order(nodes, uses, sizes, products, (True,) * len(nodes), allowed, ())
+        order = CutOrder(nodes, uses, sizes, products, (True,) * len(nodes), allowed, ())
         crossing, _ = order.live(0, len(nodes) - 1)
         return replace(order, local=_local(uses, products), crossing=(*crossing[1:], 0))
 
@@ -116,7 +116,7 @@ def _allowed(
     return tuple(allowed)
 
 
-def candidate_cuts(trace: Trace, order: Order) -> list[int]:
+def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
     """All cuts worth considering, in order."""
     if trace.boundaries is not None:
         return [cut for cut, allowed in enumerate(order.allowed) if allowed]
@@ -134,7 +134,7 @@ def candidate_cuts(trace: Trace, order: Order) -> list[int]:
     return sorted(found)
 
 
-def _cuts_within(order: Order, start: int, end: int, behind: float) -> dict[int, float]:
+def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[int, float]:
     """Cuts of a stretch, with their costs, that are worth making."""
     costs, counts = order.live(start, end)
     before = costs[0] if start else math.inf

@@ -8,13 +8,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from vpipe.errors import CaptureError
-from vpipe.graph.batch import Layout
+from vpipe.graph.batch import BatchLayout
 
 
 class LossModule(nn.Module):
     """Model and loss function as one module from the batch's tensors to a scalar."""
 
-    def __init__(self, model: nn.Module, layout: Layout, loss_fn: Callable[..., Tensor] | None) -> None:
+    def __init__(self, model: nn.Module, layout: BatchLayout, loss_fn: Callable[..., Tensor] | None) -> None:
         super().__init__()
         self.model = model
         self.layout = layout

@@ -7,6 +7,7 @@ in which ranks ask for it.
 from __future__ import annotations
 
 import copy
+import hashlib
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -14,7 +15,6 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import CaptureError
-from vpipe.graph.random import stable_seed
 
 
 def materialise(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:
@@ -29,6 +29,12 @@ def materialise(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, 
             for name in missing:
                 result[name] = _initialise(skeleton, name, seed)
     return result
+
+
+def stable_seed(*parts: int | str) -> int:
+    """A 63-bit number that is the same in every process and on every machine."""
+    digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "little") >> 1
 
 
 def _lookup(model: nn.Module, name: str) -> Tensor:

@@ -1,17 +1,16 @@
-"""Stages: what each reads, writes and owns. Plain data; parameters come in only when a stage is built."""
+"""Stages: what each reads, writes and owns. Plain data; `stage/` makes modules of it."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
 
 import torch
-from torch import fx, nn
+from torch import fx
 
 from vpipe.graph.blocks import Block
 from vpipe.graph.ownership import Ownership
-from vpipe.graph.stage_module import StageModule
 from vpipe.graph.trace import Kind, Trace
 
 
@@ -45,39 +44,6 @@ class StageGraph:
     def needs_gradient(self, value: str) -> bool:
         """Whether a gradient comes back for the value: it is floating and depends on a trained parameter."""
         return self._nodes[value] in self.ownership.differentiable
-
-    def build(
-        self,
-        source: nn.Module,
-        *,
-        recompute: Collection[int] = (),
-        swap: Collection[int] = (),
-        split: bool = False,
-        compile: str | None = None,
-        training: bool = True,
-        device: torch.device | str | None = None,
-        seed: int = 0,
-    ) -> StageModule:
-        """The stage as a module with parameters of its own.
-
-        `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or
-        another StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of
-        the model) of blocks whose activations are not kept, `swap` those whose activations wait for backward in
-        `context.swap`; `split=True` postpones weight gradients to `context.deferred`; `compile` names the backend
-        of torch.compile that compiles the blocks; `training=False` turns dropout off and uses running statistics.
-        The module lives on `device`; by default on the cpu, or where the other StageModule lives.
-        """
-        return StageModule(
-            self,
-            source,
-            recompute=frozenset(recompute) if training else frozenset(),
-            swap=frozenset(swap) if training else frozenset(),
-            split=split,
-            compile=compile,
-            training=training,
-            device=None if device is None else torch.device(device),
-            seed=seed,
-        )
 
 
 def cut_into_stages(

@@ -1,6 +1,5 @@
-"""The start of a run's processes."""
+"""The processes of a run: started, watched and ended together."""
 
 from vpipe.launch.rank import ASKED, LAUNCHED
-from vpipe.launch.run import gpus_of, launch, run
 
-__all__ = ["ASKED", "LAUNCHED", "gpus_of", "launch", "run"]
+__all__ = ["ASKED", "LAUNCHED"]

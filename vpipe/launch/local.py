@@ -20,15 +20,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-from vpipe.environment import LISTENER, SECRET
 from vpipe.errors import ConfigError, RankFailedError, VPipeError
-from vpipe.faults import ATTEMPT
 from vpipe.launch.journal import Journal
 from vpipe.launch.keeper import keeper
 from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
-from vpipe.launch.watch import Culprit, Watch
-from vpipe.observe.whereabouts import VARIABLE, Page, shared_page
+from vpipe.launch.watch import Culprit, LauncherWatch
+from vpipe.record.whereabouts import VARIABLE, Page, shared_page
+from vpipe.system.environment import LISTENER, SECRET
+from vpipe.system.faults import ATTEMPT
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
@@ -77,7 +77,7 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, journal: Journal | None = Non
         asked = stack.enter_context(_heeding_signals())
         children = stack.enter_context(_started(ranks, descriptor, attempt))
         logs = [ranks.log(rank) for rank in range(ranks.count)]
-        watch = Watch(
+        watch = LauncherWatch(
             children, page, logs, ranks.stages, limit=ranks.heartbeat_limit, patience=ranks.patience
         )
         if journal is not None and attempt:
@@ -158,7 +158,7 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
     }
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], watch: Watch, asked: _Asked) -> Culprit | None:
+def _wait(children: Sequence[subprocess.Popen[bytes]], watch: LauncherWatch, asked: _Asked) -> Culprit | None:
     """Until all have ended, one has failed, or we were asked twice to end; who failed, if one has."""
     told, saves = 0, 0
     while any(child.poll() is None for child in children) and len(asked.to_end) < 2:
@@ -232,7 +232,7 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _failure(culprit: Culprit, page: Page, watch: Watch, ranks: Ranks) -> VPipeError:
+def _failure(culprit: Culprit, page: Page, watch: LauncherWatch, ranks: Ranks) -> VPipeError:
     if culprit.mistake:
         return VPipeError(culprit.how)
     output = watch.output(culprit.rank)

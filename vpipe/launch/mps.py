@@ -15,9 +15,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from vpipe.environment import ALLOCATOR, DEVICE, GPU_SHARE
-from vpipe.errors import VPipeError
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
@@ -28,6 +32,22 @@ PATIENCE = 2
 def count_gpus(devices: Path = Path("/dev")) -> int:
     """NVIDIA GPUs of this host, without asking CUDA, which takes seconds."""
     return sum(1 for _ in devices.glob("nvidia[0-9]*"))
+
+
+def gpus_of(config: RunConfig) -> list[int] | None:
+    """The GPU of each rank: as `machines` says, or one after the other; None where there is no GPU."""
+    count = count_gpus()
+    if not count or DEVICE in os.environ:
+        return None
+    if config.machines is None:
+        return [rank % count for rank in range(config.ranks)]
+    named = [int(machine.rpartition(":")[2]) for machine in config.machines]
+    if max(named) >= count:
+        raise ConfigError(
+            f"{config.source}: machines names GPU {max(named)}, and this host has {count} (0 to {count - 1}): "
+            "several ranks may share one"
+        )
+    return named
 
 
 @contextmanager

@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError
-from vpipe.launch.last_words import hold_signals
-from vpipe.observe.whereabouts import Whereabouts, launchers_page
+from vpipe.launch.last_error import hold_signals
+from vpipe.record.whereabouts import Whereabouts, launchers_page
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
 """Set for a rank: the folder of its run."""
@@ -81,10 +81,10 @@ def fail(error: Exception) -> NoReturn:
     deadline = time.monotonic() + FOR_VERDICT
     while page is not None and not page.verdict and time.monotonic() < deadline:
         time.sleep(0.01)
-    from vpipe.communication.beats import Beats  # whoever meets a PeerError has imported it
+    from vpipe.communication.heartbeat import Heartbeat  # whoever meets a PeerError has imported it
 
     with _saying:
-        verdict = Beats.verdict if page is None else page.verdict
+        verdict = Heartbeat.verdict if page is None else page.verdict
         if verdict:
             _stop(verdict)
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -17,7 +17,7 @@ from subprocess import Popen
 from typing import NamedTuple
 
 from vpipe.launch.rank import ASKED, BEAT, MISTAKE, PEER_FAILED
-from vpipe.observe.whereabouts import Page
+from vpipe.record.whereabouts import Page
 
 IDLE = 0.05
 """Share of a processor below which a process that does not beat is not at work."""
@@ -42,7 +42,7 @@ class _Seen:
     at: float | None = None
 
 
-class Watch:
+class LauncherWatch:
     def __init__(
         self,
         children: Sequence[Popen[bytes]],

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from vpipe.observe.counts import counts
-from vpipe.observe.events import RankEvents
+from vpipe.record.events import RankEvents
 from vpipe.schedule import Op
 
 

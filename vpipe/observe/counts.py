@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from vpipe.observe.events import NO_VERSION, Recorded
+from vpipe.record.events import NO_VERSION, Recorded
 from vpipe.schedule import Op
 
 

@@ -15,12 +15,12 @@ from torch import Tensor
 
 from vpipe.observe.scenes import SCHEDULE, TENSORS, VERSIONS
 from vpipe.schedule import Action, Op, draw
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
-    from vpipe.runtime import Stage
     from vpipe.runtime.stage_runtime import Method
+    from vpipe.stage import Stage
 
 SHORT = 12
 """Lines of each scene that the user sees; the log has all."""

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from vpipe.device_memory import peak_on_device
+from vpipe.system.device_memory import peak_on_device
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline

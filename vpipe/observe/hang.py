@@ -2,8 +2,8 @@
 
     rank 1 waits for 1RECV_F7 from rank 0 (for 31 s); rank 0 has been in 0F8 for 31 s
 
-Each rank says what it is in (`vpipe.observe.status`); a rank that says nothing any more has left its page
-(`vpipe.observe.whereabouts`) for those who share it, and the system says what became of its process.
+Each rank says what it is in (`vpipe.record.status`); a rank that says nothing any more has left its page
+(`vpipe.record.whereabouts`) for those who share it, and the system says what became of its process.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from itertools import islice
 from math import lcm
 from pathlib import Path
 
-from vpipe.observe.status import ENDED, FAILED, RUNNING, Status, read_statuses
-from vpipe.observe.whereabouts import Page
+from vpipe.record.status import ENDED, FAILED, RUNNING, Status, read_statuses
+from vpipe.record.whereabouts import Page
 from vpipe.schedule import Action, Event, Schedule, walk
 from vpipe.schedule.action import PATTERN
 from vpipe.schedule.check import cut
@@ -35,7 +35,7 @@ STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "sa
 
 
 @dataclass(frozen=True)
-class Finding:
+class RankState:
     """What one rank does, and what became of it if it does nothing."""
 
     status: Status
@@ -80,21 +80,21 @@ def explain(folder: Path, schedule: Schedule, page: Page | None = None) -> str:
     return f"{said}\n{grid(schedule, found)}"
 
 
-def findings(folder: Path, page: Page | None = None) -> list[Finding]:
+def findings(folder: Path, page: Page | None = None) -> list[RankState]:
     return [finding(status, page) for status in read_statuses(folder)]
 
 
-def finding(status: Status, page: Page | None = None) -> Finding:
+def finding(status: Status, page: Page | None = None) -> RankState:
     """A rank's own word or, if that is old, what the page and the system say."""
     old = time.time() - status.time
     if status.state in (ENDED, FAILED) or old < SILENT or status.host != socket.gethostname():
         running = old if status.state == RUNNING else 0.0
-        return Finding(status, status.place, status.inside, status.seconds + running)
+        return RankState(status, status.place, status.inside, status.seconds + running)
     fate = fate_of(status.process)
     if page is None:
-        return Finding(status, status.place, status.inside, status.seconds + old, fate)
+        return RankState(status, status.place, status.inside, status.seconds + old, fate)
     place = page.place(status.rank)
-    return Finding(status, str(place), True, time.perf_counter() - place.since, fate)
+    return RankState(status, str(place), True, time.perf_counter() - place.since, fate)
 
 
 def fate_of(process: int) -> str:
@@ -108,7 +108,7 @@ def fate_of(process: int) -> str:
     return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE}.get(state, SILENCE)
 
 
-def sentence(found: list[Finding]) -> str:
+def sentence(found: list[RankState]) -> str:
     """Who waits for whom, from one that waits to the one that keeps it waiting."""
     by_rank = {each.rank: each for each in found}
     chains = [_chain(each, by_rank) for each in found if each.waits]
@@ -123,7 +123,7 @@ def sentence(found: list[Finding]) -> str:
     return told + "".join(f"; {each}" for each in others)
 
 
-def culprit(found: list[Finding]) -> Finding | None:
+def culprit(found: list[RankState]) -> RankState | None:
     """The rank that does not wait and that others wait for; None if nobody waits, or all for each other."""
     by_rank = {each.rank: each for each in found}
     for each in found:
@@ -134,7 +134,7 @@ def culprit(found: list[Finding]) -> Finding | None:
     return None
 
 
-def _chain(first: Finding, by_rank: Mapping[int, Finding]) -> list[int]:
+def _chain(first: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
     """From a rank that waits to the one that it waits for, and so on; it ends with who does not, or comes twice."""
     chain = [first.rank]
     while True:
@@ -163,7 +163,7 @@ def _seconds(seconds: float) -> str:
 # The grid
 
 
-def grid(schedule: Schedule, found: list[Finding]) -> str:
+def grid(schedule: Schedule, found: list[RankState]) -> str:
     """The schedule as far as each rank has come, with what it is in behind that."""
     placed = [each for each in found if each.action is not None]
     if not placed:
@@ -201,7 +201,7 @@ def _program(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action]]:
     return enumerate(islice(schedule.program(rank), ACTIONS))
 
 
-def _shift(schedule: Schedule, placed: list[Finding], offset: int) -> int:
+def _shift(schedule: Schedule, placed: list[RankState], offset: int) -> int:
     """Whole periods that an endless schedule is drawn later than its beginning."""
     if schedule.minibatches is not None:
         return 0

@@ -1,6 +1,6 @@
 """What a stage holds, in bytes: counted for its first minibatch, and known of its weights.
 
-Counting what autograd saves is too dear to be always on (`vpipe.graph.held`). All minibatches of a stage hold about the
+Counting what autograd saves is too dear to be always on (`vpipe.stage.held`). All minibatches of a stage hold about the
 same, so the first one's forward is counted and then the count is taken away again.
 """
 
@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vpipe.graph.held import Held
 from vpipe.schedule import Op
+from vpipe.stage.held import Held
 
 if TYPE_CHECKING:
-    from vpipe.runtime import Stage, StageRuntime
+    from vpipe.runtime import StageRuntime
     from vpipe.runtime.stage_runtime import Method
+    from vpipe.stage import Stage
 
 
 def count_first_forwards(runtime: StageRuntime) -> dict[int, int]:

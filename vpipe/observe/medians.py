@@ -6,7 +6,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from statistics import median
 
-from vpipe.observe.events import RankEvents, Recorded
+from vpipe.record.events import RankEvents, Recorded
 from vpipe.schedule import Op
 
 Medians = dict[tuple[int, Op], float]

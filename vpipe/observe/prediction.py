@@ -15,9 +15,9 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, BlockCost, DeviceCost, LinkCost, Plan, Profile, read_plan, read_profile
 from vpipe.errors import VPipeError
-from vpipe.observe.events import RankEvents, StageBytes
 from vpipe.observe.medians import Medians, medians
-from vpipe.observe.stages import StageFacts, read_stages
+from vpipe.record.events import RankEvents, StageBytes
+from vpipe.record.stages import StageFacts, read_stages
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.arrange import arrange
@@ -31,7 +31,7 @@ WARM = 4
 """Times its depth that an asynchronous pipeline runs before its steady state is looked at."""
 
 
-class Costs(NamedTuple):
+class RunCosts(NamedTuple):
     """What a run can be simulated with."""
 
     profile: Profile
@@ -61,7 +61,7 @@ class Prediction(NamedTuple):
     """and how long it takes."""
 
 
-def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> Costs | None:
+def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """None where a run cannot be simulated: its schedule is a table, or it left too little behind."""
     facts = read_stages(folder)
     plan_file = folder / "plan.json"
@@ -85,7 +85,7 @@ def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> Costs | None:
     linked = bool(facts.edges) and all(len(holders) == 1 for holders in facts.placement)
     if linked:
         schedule = replace(schedule, edges=frozenset(facts.edges))
-    return Costs(profile, plan, source, schedule, linked)
+    return RunCosts(profile, plan, source, schedule, linked)
 
 
 def predict(folder: Path, ranks: Sequence[RankEvents]) -> Prediction | None:

@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
 from rich.text import Text
 
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 
 class _Figures(ProgressColumn):

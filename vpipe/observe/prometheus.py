@@ -1,6 +1,6 @@
 """An endpoint for Prometheus on the loopback interface: `prometheus_port` of a run's configuration switches it on.
 
-It reads what all ranks last said of themselves (`vpipe.observe.status`) when it is asked; nothing is counted for it.
+It reads what all ranks last said of themselves (`vpipe.record.status`) when it is asked; nothing is counted for it.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from pathlib import Path
 
 from vpipe.errors import ConfigError
 from vpipe.observe.figures import TIMES
-from vpipe.observe.status import Status, read_statuses
+from vpipe.record.status import Status, read_statuses
 
 ADDRESS = "127.0.0.1"
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"

@@ -8,16 +8,16 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from vpipe.observe.events import StageBytes
 from vpipe.observe.figures import TIMES, Meter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
-from vpipe.observe.log import RankLog
 from vpipe.observe.metrics import MetricsWriter
 from vpipe.observe.progress import ProgressReport
 from vpipe.observe.prometheus import Endpoint
-from vpipe.observe.status import stage_lines
-from vpipe.observe.watch import Watch
-from vpipe.sizes import show_bytes
+from vpipe.observe.watch import RankWatch
+from vpipe.record.events import StageBytes
+from vpipe.record.log import RankLog
+from vpipe.record.status import stage_lines
+from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
@@ -57,7 +57,7 @@ class Recorder:
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
         self._held = count_first_forwards(pipe.runtime)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
-        self._watch = Watch(
+        self._watch = RankWatch(
             pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self._progress.say
         )
         self._endpoint = Endpoint(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None

@@ -7,7 +7,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 
 def summary_table(summary: dict[str, Any]) -> Table:

@@ -12,9 +12,9 @@ from rich.table import Table
 from rich.text import Text
 
 from vpipe.errors import ConfigError
-from vpipe.observe.hang import Finding, findings
-from vpipe.observe.status import RUNNING, Status, read_statuses
-from vpipe.sizes import show_bytes
+from vpipe.observe.hang import RankState, findings
+from vpipe.record.status import RUNNING, Status, read_statuses
+from vpipe.system.units import show_bytes
 
 EVERY = 1.0
 WIDTH = 30
@@ -79,7 +79,7 @@ def headline(folder: Path, statuses: list[Status]) -> Text:
     )
 
 
-def row(each: Finding) -> list[RenderableType]:
+def row(each: RankState) -> list[RenderableType]:
     status = each.status
     shares = shares_of(status)
     computing = shares["forward"] + shares["backward"] + shares["update"]
@@ -113,7 +113,7 @@ def bar(shares: dict[str, float]) -> Text:
     return text.append(" " * (WIDTH - drawn))
 
 
-def doing(each: Finding) -> str:
+def doing(each: RankState) -> str:
     text = str(each)
     return text.removeprefix(f"rank {each.rank} ")
 

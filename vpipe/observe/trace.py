@@ -10,7 +10,7 @@ from vpipe.errors import ConfigError
 from vpipe.observe.chrome import Entry, arrow, counter, piece, process, track, write_entries
 from vpipe.observe.counted import counted_memory
 from vpipe.observe.counts import counts
-from vpipe.observe.events import RankEvents, Recorded, read_events
+from vpipe.record.events import RankEvents, Recorded, read_events
 from vpipe.schedule import Action, Op
 
 MESSAGES = ((Op.SEND_F, Op.RECV_F), (Op.SEND_B, Op.RECV_B))

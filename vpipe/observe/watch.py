@@ -22,10 +22,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vpipe.communication.handler import ROOM
 from vpipe.observe.figures import TIMES, RankFigures, figures_of
 from vpipe.observe.hang import explain
-from vpipe.observe.log import RankLog
 from vpipe.observe.resident import gauge_for
-from vpipe.observe.status import ENDED, FAILED, RUNNING, Status, Waiting, read_statuses, write_status
-from vpipe.observe.whereabouts import launchers_page
+from vpipe.record.log import RankLog
+from vpipe.record.status import ENDED, FAILED, RUNNING, Status, Waiting, read_statuses, write_status
+from vpipe.record.whereabouts import launchers_page
 from vpipe.schedule.action import COMMUNICATION, UPDATE
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ ANSWERS = 2.5
 REQUEST, EXPLAINED = "hang.request", "hang.txt"
 
 
-class Watch(threading.Thread):
+class RankWatch(threading.Thread):
     def __init__(
         self,
         pipe: Pipeline,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from vpipe.cost import Profile, for_batch_size
 from vpipe.plan.least import fits, least_of_all
 from vpipe.plan.task import Task
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 
 def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:

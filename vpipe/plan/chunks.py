@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
 from vpipe.plan.groups import Policies
-from vpipe.plan.model import Load, Memory, Slice, stage_time
+from vpipe.plan.model import Load, Slice, StageMemory, stage_time
 from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
 from vpipe.plan.policies import choose, least_memory
 
@@ -24,12 +24,12 @@ EFFORT = 5_000
 Placement = tuple[tuple[int, ...], ...]
 
 
-class Seat(NamedTuple):
+class PositionHolding(NamedTuple):
     """What the ranks of one position hold, at the least time that fits, and the bytes that are missing."""
 
     slices: tuple[Slice, ...]
     policies: Policies | None
-    memory: Memory | None
+    memory: StageMemory | None
     seconds: float
     missing: int
 
@@ -48,7 +48,7 @@ def search_chunks(
     loads: Sequence[Load],
     moments: Sequence[Moments],
     memory: int,
-) -> list[Seat] | None:
+) -> list[PositionHolding] | None:
     """The seats by position, with bytes missing where nothing fits; None if there are too few blocks.
 
     `moments` are those of each position.
@@ -77,11 +77,11 @@ class _Climb:
         self.stages: list[list[int]] = [[] for _ in positions]
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
-        self.known: dict[tuple[int, ...], Seat] = {}
+        self.known: dict[tuple[int, ...], PositionHolding] = {}
         self.paid: set[tuple[int, ...]] = set()
         self.effort = EFFORT
 
-    def seats(self) -> list[Seat]:
+    def seats(self) -> list[PositionHolding]:
         cuts = self.even()
         seats = [self.seat(position, cuts) for position in range(len(self.stages))]
         score = self.score(seats)
@@ -96,8 +96,8 @@ class _Climb:
         return seats
 
     def after(
-        self, seats: Sequence[Seat], cuts: Sequence[int], changed: set[int], score: Score
-    ) -> list[Seat] | None:
+        self, seats: Sequence[PositionHolding], cuts: Sequence[int], changed: set[int], score: Score
+    ) -> list[PositionHolding] | None:
         """The seats with other cuts; None as soon as they cannot be better than `score`, the worst come first."""
         found = list(seats)
         missing = sum(seat.missing for position, seat in enumerate(seats) if position not in changed)
@@ -122,7 +122,9 @@ class _Climb:
             cuts.append(min(allowed, key=lambda cut: abs(before[cut] - share)))
         return [*cuts, blocks]
 
-    def moves(self, cuts: list[int], seats: Sequence[Seat]) -> Iterator[tuple[list[int], set[int]]]:
+    def moves(
+        self, cuts: list[int], seats: Sequence[PositionHolding]
+    ) -> Iterator[tuple[list[int], set[int]]]:
         """Cuts with one block of the worst rank handed on, and the positions that this changes."""
         worst = max(range(len(seats)), key=lambda index: (seats[index].missing, seats[index].seconds))
         for stage in self.stages[worst]:
@@ -152,7 +154,7 @@ class _Climb:
             None if after == own else after[0],
         )
 
-    def seat(self, position: int, cuts: Sequence[int]) -> Seat:
+    def seat(self, position: int, cuts: Sequence[int]) -> PositionHolding:
         key = self.pay(position, cuts)
         if key not in self.known:
             slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
@@ -173,7 +175,7 @@ class _Climb:
         kinds = {(block.kept_bytes, block.again, block.swapping) for block in blocks}
         return len(blocks) * max(1, len(kinds) // 10)
 
-    def solve(self, slices: tuple[Slice, ...], moments: Moments) -> Seat:
+    def solve(self, slices: tuple[Slice, ...], moments: Moments) -> PositionHolding:
         """Chosen for the worst moment of keeping everything, and for each that turns out to be worse then."""
         profile, memory = self.profile, self.memory
         policies: Policies = [[KEEP] * (piece.stop - piece.start) for piece in slices]
@@ -183,7 +185,7 @@ class _Climb:
             peak, worst = peak_memory(profile, slices, policies, moments)
             if peak.total <= memory:
                 time = stage_time(profile, slices, policies)
-                return Seat(slices, policies, peak, time.seconds / slices[0].load.replicas, 0)
+                return PositionHolding(slices, policies, peak, time.seconds / slices[0].load.replicas, 0)
             if worst in taken:
                 break
             taken.append(worst)
@@ -191,10 +193,10 @@ class _Climb:
             if (chosen := choose(profile, pieces, memory)) is None:
                 break
             policies = chosen[1]
-        return Seat(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
+        return PositionHolding(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
 
     @staticmethod
-    def score(seats: Sequence[Seat]) -> Score:
+    def score(seats: Sequence[PositionHolding]) -> Score:
         return Score(
             sum(seat.missing for seat in seats),
             max(seat.seconds for seat in seats),

@@ -7,7 +7,7 @@ from functools import partial
 from math import inf
 from typing import NamedTuple
 
-from vpipe.plan.chunks import Seat
+from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.loads import CHUNKED
 from vpipe.plan.model import Slice
 from vpipe.plan.reach import all_moves, least_limit
@@ -92,11 +92,11 @@ def _chunked_least(task: Task, positions: int, limit: float) -> Least | None:
     return Least(high, worst, last[worst].slices)
 
 
-def _missing(seats: Sequence[Seat]) -> int:
+def _missing(seats: Sequence[PositionHolding]) -> int:
     return max(seat.missing for seat in seats)
 
 
-def _every_seats(task: Task) -> Iterator[list[Seat]]:
+def _every_seats(task: Task) -> Iterator[list[PositionHolding]]:
     for positions in divisors(task):
         if weights_alone(task, positions) <= task.memory and (seats := seats_of(task, positions)):
             yield seats

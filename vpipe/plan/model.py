@@ -97,7 +97,7 @@ class Slice(NamedTuple):
     """A rank that its outputs go to; None at the model's end, or where that is the same rank."""
 
 
-class Memory(NamedTuple):
+class StageMemory(NamedTuple):
     weights: int
     activations: int
     backward: int
@@ -118,7 +118,7 @@ class Time(NamedTuple):
         return max(self)
 
 
-def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Memory:
+def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> StageMemory:
     """The peak memory of a rank that holds `slices`, with a policy for each of their blocks."""
     weights = activations = backward = swapped = 0
     buffers = profile.device.workspace
@@ -134,7 +134,7 @@ def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[S
             activations += profile.blocks[number].deferred * load.waiting
         backward = max(backward, running_bytes(profile, piece, chosen))
     backward = max(backward, drained_update_bytes(profile, slices, swapped) - activations)
-    return Memory(weights, activations, backward, buffers)
+    return StageMemory(weights, activations, backward, buffers)
 
 
 def waiting_bytes(profile: Profile, slices: Sequence[Slice]) -> int:

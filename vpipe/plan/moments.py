@@ -19,8 +19,8 @@ import numpy.typing as npt
 
 from vpipe.cost import SWAP, Profile, held_bytes
 from vpipe.plan.model import (
-    Memory,
     Slice,
+    StageMemory,
     buffer_bytes,
     drained_update_bytes,
     running_bytes,
@@ -116,7 +116,7 @@ def at_moments(slices: Sequence[Slice], taken: Iterable[Moment]) -> list[Slice]:
 
 def peak_memory(
     profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]], offered: Moments
-) -> tuple[Memory, Moment]:
+) -> tuple[StageMemory, Moment]:
     """What the rank holds at the worst of these moments, and which that is."""
     held, swapped, deferred, backward = [], [], [], []
     for piece, chosen in zip(slices, policies, strict=True):
@@ -142,4 +142,4 @@ def peak_memory(
     buffers = profile.device.workspace + sum(buffer_bytes(profile, piece) for piece in slices)
     held_then = int(activations[worst])
     needed_then = max(int(needs[worst]), drained_update_bytes(profile, slices, sum(swapped)) - held_then)
-    return Memory(weights, held_then, needed_then, buffers), offered[worst]
+    return StageMemory(weights, held_then, needed_then, buffers), offered[worst]

@@ -7,15 +7,15 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import Profile
+from vpipe.plan.cuda_graphs import plan_taped
 from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
 from vpipe.plan.model import Slice, stage_time
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
-from vpipe.plan.result import PlanResult, Position, assemble, timed
+from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.taped import plan_taped
 from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
 from vpipe.plan.windows import step_floors
 from vpipe.schedule import ASYNCHRONOUS
@@ -80,7 +80,7 @@ def _layouts(task: Task) -> Iterator[Find]:
 def _of_seats(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
     seats = seats_of(task._replace(profile=searched), positions)
     chosen = [
-        Position(seat.slices, seat.policies, seat.memory) for seat in seats if seat.policies is not None
+        FoundPosition(seat.slices, seat.policies, seat.memory) for seat in seats if seat.policies is not None
     ]
     if not seats or len(chosen) < len(seats):
         return None
@@ -112,7 +112,7 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
         task.minibatches if asynchronous else task.update,
         None,
         task.update_interval if task.schedule == "2bw" else None,
-        [Position([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
+        [FoundPosition([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
     )
 
 

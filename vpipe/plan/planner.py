@@ -13,7 +13,7 @@ from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
 from vpipe.schedule import ASYNCHRONOUS, NAMES, SPLIT
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 AUTO = "auto"
 # Where two are equally fast the earlier is taken: synchronous ones train without stale weights. `pipedream` is

@@ -9,7 +9,7 @@ from rich.table import Table
 
 from vpipe.cost import RECOMPUTE, SWAP
 from vpipe.plan.result import PlanResult, RankPlan, StagePlan
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 
 def describe(result: PlanResult) -> dict[str, Any]:

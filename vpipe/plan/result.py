@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, Plan, Profile
 from vpipe.plan.model import (
-    Memory,
     Slice,
+    StageMemory,
     Time,
     stage_memory,
     stage_time,
@@ -23,12 +23,12 @@ LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
 
 
-class Position(NamedTuple):
+class FoundPosition(NamedTuple):
     """What the search found for one position: its slices, a policy for each of their blocks, its memory if known."""
 
     slices: Sequence[Slice]
     policies: Sequence[Sequence[str]]
-    memory: Memory | None = None
+    memory: StageMemory | None = None
 
 
 class StagePlan(NamedTuple):
@@ -43,7 +43,7 @@ class RankPlan:
 
     ranks: tuple[int, ...]
     stages: tuple[StagePlan, ...]
-    memory: Memory
+    memory: StageMemory
     time: Time
     limit: str
     """What its time is made of: compute; memory, where recompute or swap makes it longer; or link."""
@@ -112,7 +112,7 @@ def assemble(
     minibatches: int | None,
     chunks: int | None,
     update_interval: int | None,
-    positions: Sequence[Position],
+    positions: Sequence[FoundPosition],
 ) -> PlanResult:
     """The result for the slices and policies of each position; synchronous ones have still to be timed."""
     starts = sorted(piece.start for position in positions for piece in position.slices)
@@ -165,7 +165,7 @@ def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | No
     return replace(result, seconds=(step + (minibatches - few) * result.seconds) / minibatches)
 
 
-def position_plan(profile: Profile, position: Position, time: Time, numbers: Sequence[int]) -> RankPlan:
+def position_plan(profile: Profile, position: FoundPosition, time: Time, numbers: Sequence[int]) -> RankPlan:
     slices, policies, memory = position
     bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
     limit = "link" if time.link > time.compute else "compute"

@@ -21,7 +21,7 @@ from vpipe.plan.reach import Floor, Floors
 from vpipe.plan.sums import Floats, Span, Sums, column
 
 
-class Costs(Protocol):
+class CostFunction(Protocol):
     """What a stage costs, by its first block, the one behind its last, and its load."""
 
     loads: Loads

@@ -18,7 +18,7 @@ import numpy as np
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice
 from vpipe.plan.reach import Moves, all_moves, furthest, least_limit, reach
-from vpipe.plan.slices import Costs
+from vpipe.plan.slices import CostFunction
 from vpipe.plan.sums import Floats, Span
 
 ROUNDING = 1 + 1e-9
@@ -27,14 +27,16 @@ FIRST = 3
 """So many limits without a way to the end, and a pass without any limit finds a better bound."""
 
 
-class Stage(NamedTuple):
+class StageCut(NamedTuple):
     start: int
     stop: int
     load: int
     cost: float
 
 
-def search(costs: Costs, blocks: int, even: bool = True, limit: float = np.inf) -> list[Stage] | None:
+def search(
+    costs: CostFunction, blocks: int, even: bool = True, limit: float = np.inf
+) -> list[StageCut] | None:
     """The stages whose most expensive one is cheapest, the others even; None if that is above `limit`."""
     moves = all_moves(costs.loads)
     bound, steps, raised = least_limit(moves, costs.floors, blocks), list(LIMITS), False
@@ -54,7 +56,7 @@ def search(costs: Costs, blocks: int, even: bool = True, limit: float = np.inf) 
     return None
 
 
-def is_below(costs: Costs, blocks: int, limit: float) -> bool:
+def is_below(costs: CostFunction, blocks: int, limit: float) -> bool:
     """Whether there are stages of which none costs more than `limit`; the first that are found will do."""
     moves = all_moves(costs.loads)
     reached = forward(costs, moves, blocks, limit)
@@ -93,7 +95,7 @@ def is_below(costs: Costs, blocks: int, limit: float) -> bool:
     return False
 
 
-def stage_costs(costs: Costs, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
+def stage_costs(costs: CostFunction, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
     """By move and stop: the stage's own cost, or that of its cuts."""
     cuts = np.maximum(costs.cuts[behind, span.start], costs.cuts[move.left, span.ends])
     return np.asarray(np.maximum(bounds[move.loads], cuts / move.replicas))
@@ -103,7 +105,7 @@ class _States:
     """The states that matter under a limit."""
 
     def __init__(
-        self, costs: Costs, moves: list[Moves | None], blocks: int, reached: Floats, limit: float
+        self, costs: CostFunction, moves: list[Moves | None], blocks: int, reached: Floats, limit: float
     ) -> None:
         self.costs, self.moves, self.reached, self.limit = costs, moves, reached, limit
         floors = costs.floors.under(limit)
@@ -121,7 +123,7 @@ class _States:
             yield from ((behind, move, span, bounds) for behind, move in wanted)
 
 
-def forward(costs: Costs, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
+def forward(costs: CostFunction, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
     """The least bound of the most expensive stage before each (ranks left, first block)."""
     reached = np.full((len(moves), blocks + 1), np.inf)
     reached[-1, 0] = 0.0
@@ -134,17 +136,17 @@ def forward(costs: Costs, moves: list[Moves | None], blocks: int, limit: float) 
 
 
 def backward(
-    costs: Costs,
+    costs: CostFunction,
     moves: list[Moves | None],
     blocks: int,
     reached: Floats,
     limit: float,
     even: bool = False,
-) -> list[Stage] | None:
+) -> list[StageCut] | None:
     """The best stages of which none costs more than `limit`; by the largest, or by the sum of squares."""
     best = np.full((len(moves), blocks + 1), np.inf)
     best[0, blocks] = 0.0
-    taken: dict[tuple[int, int], Stage] = {}
+    taken: dict[tuple[int, int], StageCut] = {}
     states = _States(costs, moves, blocks, reached, limit)
     for start in range(blocks - 1, -1, -1):
         for behind, move, span, bounds in states.at(start):
@@ -161,7 +163,7 @@ def backward(
                 total = _totals(np.float64(cost), rest[row, column], limit, even)
                 if total <= least:
                     best[behind, start] = total
-                    taken[behind, start] = Stage(start, stop, load, float(cost))
+                    taken[behind, start] = StageCut(start, stop, load, float(cost))
                     break
                 totals[row, column] = total
     return _path(costs, taken, blocks) if np.isfinite(best[-1, 0]) else None
@@ -172,9 +174,9 @@ def _totals(own: Floats | np.float64, rest: Floats, limit: float, even: bool) ->
     return np.where((own <= limit) & np.isfinite(total), total, np.inf)
 
 
-def _path(costs: Costs, taken: dict[tuple[int, int], Stage], blocks: int) -> list[Stage]:
+def _path(costs: CostFunction, taken: dict[tuple[int, int], StageCut], blocks: int) -> list[StageCut]:
     behind, start = costs.loads.ranks, 0
-    stages: list[Stage] = []
+    stages: list[StageCut] = []
     while start < blocks:
         stage = taken[behind, start]
         stages.append(stage)
@@ -183,7 +185,7 @@ def _path(costs: Costs, taken: dict[tuple[int, int], Stage], blocks: int) -> lis
     return stages
 
 
-def placed(stages: list[Stage], loads: Loads) -> list[Slice]:
+def placed(stages: list[StageCut], loads: Loads) -> list[Slice]:
     """The stages as slices, ranks numbered stage by stage."""
     slices: list[Slice] = []
     first = 0

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import NamedTuple
 
 from vpipe.cost import Profile
-from vpipe.plan.chunks import Seat, search_chunks
+from vpipe.plan.chunks import PositionHolding, search_chunks
 from vpipe.plan.loads import (
     AT_ONCE,
     CHUNKED,
@@ -97,7 +97,7 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     ]
 
 
-def seats_of(task: Task, positions: int) -> list[Seat]:
+def seats_of(task: Task, positions: int) -> list[PositionHolding]:
     replicas = task.ranks // positions
     chunks = task.chunks if task.schedule == "interleaved" else None
     schedule = build(task.schedule, positions, task.update, chunks=chunks, replicas=[replicas] * positions)

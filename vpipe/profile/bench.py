@@ -11,11 +11,12 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.communication import HOST
-from vpipe.graph import RandomContext, StageGraph, StageModule
-from vpipe.graph.held import address
-from vpipe.graph.split import waiting_tensors
-from vpipe.graph.swap import Swap
+from vpipe.graph import StageGraph
 from vpipe.profile.clocks import Lap, clock_of
+from vpipe.stage import RandomContext, StageModule
+from vpipe.stage.held import address
+from vpipe.stage.split import waiting_tensors
+from vpipe.stage.swap import Swap
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
 
 FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
@@ -47,15 +48,17 @@ class Bench:
         self.fields = fields
         self.device = device
         self.compile = compile
-        self.whole = stage.build(model, device=device, compile=compile)
+        self.whole = StageModule(stage, model, device=device, compile=compile)
         originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
         if dtype is not None:
             for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
                 if tensor.is_floating_point():
                     tensor.data = tensor.data.to(dtype)
-        self.split = stage.build(self.whole, split=True, compile=compile)
-        self.recomputing = stage.build(self.whole, recompute=stage.blocks, compile=compile)
-        self.split_recomputing = stage.build(self.whole, split=True, recompute=stage.blocks, compile=compile)
+        self.split = StageModule(stage, self.whole, split=True, compile=compile)
+        self.recomputing = StageModule(stage, self.whole, recompute=stage.blocks, compile=compile)
+        self.split_recomputing = StageModule(
+            stage, self.whole, split=True, recompute=stage.blocks, compile=compile
+        )
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals
         )

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 from vpipe.cost import BlockCost, Tie
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph
-from vpipe.graph.held import address
 from vpipe.profile.bench import Bench
 from vpipe.profile.kinds import Shape
 from vpipe.profile.times import Times
+from vpipe.stage.held import address
 
 
 class Kept(NamedTuple):

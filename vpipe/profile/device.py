@@ -11,8 +11,8 @@ import torch
 
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost
-from vpipe.graph.host_store import make_store
 from vpipe.profile.overhead import measure_overhead
+from vpipe.stage.host_store import make_store
 
 COPIED, COUNT = 2 * 2**20, 16
 """Bytes of a tensor, such as a layer saves, and how many there are."""

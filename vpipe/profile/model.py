@@ -14,19 +14,19 @@ from torch import Tensor, nn
 
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost, LinkCost, Profile
-from vpipe.device import check_cuda_graphs
 from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
-from vpipe.profile.company import company as kept_company
+from vpipe.profile.contention import company as kept_company
+from vpipe.profile.cuda_graph_bench import TapedBench
 from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.swapping import measure_swapping
-from vpipe.profile.taped_bench import TapedBench
 from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
-from vpipe.runtime.precision import compute_dtype, skeleton
+from vpipe.stage.precision import compute_dtype, skeleton
+from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
 MEMBERS = 2

@@ -10,9 +10,9 @@ from torch import nn
 
 from vpipe.communication import HOST, InProcessWorld
 from vpipe.graph import capture
+from vpipe.pipeline.threads import run_ranks
 from vpipe.profile.bench import BACKWARD, FORWARD, Bench, run_rounds
 from vpipe.profile.clocks import seconds
-from vpipe.threads import run_ranks
 
 MINIBATCHES, UPDATES, WARM = 8, 12, 2
 

@@ -11,11 +11,11 @@ from time import perf_counter
 
 import torch
 
-from vpipe.graph import StageModule
-from vpipe.graph.host_store import HostStore, make_store
-from vpipe.graph.swap import Swap
 from vpipe.profile.bench import Bench
 from vpipe.profile.clocks import Lap
+from vpipe.stage import StageModule
+from vpipe.stage.host_store import HostStore, make_store
+from vpipe.stage.swap import Swap
 
 ISSUED, ISSUED_SWAPPED = "the host's part of F and B", "the same of a module that swaps"
 ROUNDS = 7
@@ -25,7 +25,7 @@ def measure_swapping(benches: Iterable[Bench]) -> None:
     """Adds these laps, by the host's clock, to benches on a GPU."""
     for bench in benches:
         store = make_store(bench.device)
-        swapping = bench.stage.build(bench.whole, swap=bench.stage.blocks, compile=bench.compile)
+        swapping = StageModule(bench.stage, bench.whole, swap=bench.stage.blocks, compile=bench.compile)
         for _ in range(ROUNDS):
             bench.laps[ISSUED].append(_issued(bench, bench.whole, store))
             bench.laps[ISSUED_SWAPPED].append(_issued(bench, swapping, store))

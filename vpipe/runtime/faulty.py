@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
-from vpipe.faults import Fault, wanted
 from vpipe.schedule import Op
+from vpipe.system.faults import Fault, wanted
 
 if TYPE_CHECKING:
-    from vpipe.runtime.stage import Stage
     from vpipe.runtime.stage_runtime import StageRuntime
+    from vpipe.stage.stage import Stage
 
 Method = Callable[["Stage", int], None]
 

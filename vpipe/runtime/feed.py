@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe import faults
+from vpipe.system import faults
 
 Fields = dict[str, Tensor]
 KEPT_UPDATES = 4096

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
-from vpipe.runtime.precision import LossScale
-from vpipe.runtime.stage import Stage
+from vpipe.stage.precision import LossScale
+from vpipe.stage.stage import Stage
 
 Placement = tuple[tuple[int, ...], ...]
 

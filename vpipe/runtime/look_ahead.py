@@ -6,8 +6,8 @@ from collections.abc import Iterator, Mapping
 from vpipe.communication import CommunicationHandler
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.routes import Routes
-from vpipe.runtime.stage import Stage
 from vpipe.schedule import Action, Op
+from vpipe.stage.stage import Stage
 
 AHEAD = 8
 """How many actions ahead of the current one receives are posted."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
-from vpipe.runtime.precision import LESS_OR_SKIP
+from vpipe.stage.precision import LESS_OR_SKIP
 
 Arrived = tuple[int, float]
 """An update and its loss."""

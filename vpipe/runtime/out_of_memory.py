@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 import torch
 
-from vpipe.device_memory import held_on_device
 from vpipe.errors import OutOfMemoryError, VPipeError
-from vpipe.host_memory import free_memory
 from vpipe.schedule import Action
-from vpipe.sizes import read_bytes
+from vpipe.system.device_memory import held_on_device
+from vpipe.system.host_memory import free_memory
+from vpipe.system.units import read_bytes
 
 MEMORY_ERRORS = (MemoryError, RuntimeError)
 """What allocators raise; torch's are RuntimeErrors, of which most are something else."""
@@ -18,7 +18,7 @@ _SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate mem
 _WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
-class Memory(NamedTuple):
+class DeviceMemory(NamedTuple):
     """Bytes of the device that this rank computes on; None where they are not known."""
 
     held: int | None
@@ -41,18 +41,18 @@ def explain(error: BaseException, rank: int, action: Action | None) -> OutOfMemo
     )
 
 
-def memory_now() -> Memory:
+def memory_now() -> DeviceMemory:
     """What this process holds, and what the machine or the device has left."""
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
         held, kept = held_on_device(), torch.cuda.memory_reserved()
         limit = int(total * torch.cuda.get_per_process_memory_fraction())
         words = f"it holds {held:,} bytes of the GPU, of which {free:,} of {total:,} are free"
-        return Memory(held, max(0, min(free + kept, limit) - held), words)
+        return DeviceMemory(held, max(0, min(free + kept, limit) - held), words)
     resident, left = _resident(), free_memory()
     if resident is None or left is None:
-        return Memory(resident, left, "what it holds is not known")
-    return Memory(resident, left, f"it holds {resident:,} bytes, and the machine has {left:,} left")
+        return DeviceMemory(resident, left, "what it holds is not known")
+    return DeviceMemory(resident, left, f"it holds {resident:,} bytes, and the machine has {left:,} left")
 
 
 def _bytes(found: re.Match[str] | None) -> int | None:

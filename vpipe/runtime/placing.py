@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from vpipe.runtime.feed import Fields
-from vpipe.runtime.stage import Stage
+from vpipe.stage.stage import Stage
 
 
 def placed_on(device: torch.device, stages: Iterable[Stage]) -> Callable[[Fields], Fields]:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from vpipe.observe.events import Events
+from vpipe.record.events import Events
 from vpipe.runtime.device_clock import DeviceClock
 from vpipe.runtime.stats import RuntimeStats
 from vpipe.schedule import Action, Op

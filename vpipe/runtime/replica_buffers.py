@@ -13,7 +13,7 @@ from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import StageGraph
-from vpipe.runtime.stage import Stage
+from vpipe.stage.stage import Stage
 
 
 @torch.no_grad()

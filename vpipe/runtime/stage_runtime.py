@@ -7,9 +7,8 @@ from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import edges
-from vpipe.graph.held import Held
-from vpipe.observe.events import NO_VERSION
-from vpipe.observe.whereabouts import whereabouts
+from vpipe.record.events import NO_VERSION
+from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed
 from vpipe.runtime.gradients import GradientExchange
@@ -19,9 +18,10 @@ from vpipe.runtime.not_compiled import explain_compiler
 from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
 from vpipe.runtime.recording import Done, Recording
 from vpipe.runtime.routes import Link, Route, Routes
-from vpipe.runtime.stage import Stage
 from vpipe.runtime.updates import Updates
 from vpipe.schedule import Action, Op
+from vpipe.stage.held import Held
+from vpipe.stage.stage import Stage
 
 Method = Callable[[Stage, int], None]
 

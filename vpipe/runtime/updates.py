@@ -25,8 +25,8 @@ from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.late_checks import LateChecks
-from vpipe.runtime.precision import LESS_OR_SKIP, LossScale
-from vpipe.runtime.stage import Stage
+from vpipe.stage.precision import LESS_OR_SKIP, LossScale
+from vpipe.stage.stage import Stage
 
 NOBODY = -1
 

@@ -24,7 +24,7 @@ Done = dict[Action, Action]
 """What a rank has done, and in which action: a B does an I and a W."""
 
 
-class Fault(NamedTuple):
+class ScheduleFault(NamedTuple):
     rank: int
     place: int
     """Where it stands in the rank's program; behind its end for an action that is missing."""
@@ -79,49 +79,51 @@ def cut(order: Order, ends: Mapping[int, int | None], rank: int, exists: Exists)
     return islice(order(rank, exists), ends.get(rank))
 
 
-def find_faults(rules: Rules, total: int, exists: Exists) -> list[Fault]:
+def find_faults(rules: Rules, total: int, exists: Exists) -> list[ScheduleFault]:
     """The first fault of each program by itself; if there is none, what the programs lack."""
     schedule = rules.schedule
     done: list[Done] = [{} for _ in range(schedule.num_ranks)]
-    faults: list[Fault] = []
+    faults: list[ScheduleFault] = []
     for rank in range(schedule.num_ranks):
         found = list(misplaced(rules, total, rank, schedule.program(rank, exists), done[rank]))
         faults += sorted(found, key=lambda fault: fault.place)[:1]
     return faults or list(islice(missing(rules, total, done), 1))
 
 
-def missing(rules: Rules, total: int, done: list[Done]) -> Iterator[Fault]:
+def missing(rules: Rules, total: int, done: list[Done]) -> Iterator[ScheduleFault]:
     schedule = rules.schedule
     for minibatch in range(total):
         for stage in range(schedule.num_stages):
             rank = schedule.rank_of(stage, minibatch)
             for op in expected(rules, stage, minibatch):
                 if Action(stage, op, minibatch) not in done[rank]:
-                    yield Fault(rank, len(done[rank]), Action(stage, op, minibatch), "is missing")
+                    yield ScheduleFault(rank, len(done[rank]), Action(stage, op, minibatch), "is missing")
     for last in sorted({min(rules.group_end(minibatch), total - 1) for minibatch in range(total)}):
         for stage, ranks in enumerate(schedule.placement):
             for rank in ranks:
                 if Action(stage, Op.STEP, last) not in done[rank]:
-                    yield Fault(rank, len(done[rank]), Action(stage, Op.STEP, last), "is missing")
+                    yield ScheduleFault(rank, len(done[rank]), Action(stage, Op.STEP, last), "is missing")
 
 
-def misplaced(rules: Rules, total: int, rank: int, program: Iterator[Action], done: Done) -> Iterator[Fault]:
+def misplaced(
+    rules: Rules, total: int, rank: int, program: Iterator[Action], done: Done
+) -> Iterator[ScheduleFault]:
     """What one rank does twice, too early, or not for itself; fills `done`."""
     unmet: list[tuple[int, Action, Action]] = []
     for index, action in enumerate(program):
         if what := misfit(rules, total, rank, action):
-            yield Fault(rank, index, action, what)
+            yield ScheduleFault(rank, index, action, what)
             continue
         for source, needed in rules.dependencies(action, rank):
             if source == rank and needed not in done:
                 unmet.append((index, action, needed))
         for part in (Op.I, Op.W) if action.op is Op.B else (action.op,):
             if action._replace(op=part) in done:
-                yield Fault(rank, index, action, "runs twice")
+                yield ScheduleFault(rank, index, action, "runs twice")
             done[action._replace(op=part)] = action
     for index, action, needed in unmet:
         if needed in done:
-            yield Fault(rank, index, action, f"stands before {done[needed]}, which it needs")
+            yield ScheduleFault(rank, index, action, f"stands before {done[needed]}, which it needs")
 
 
 def misfit(rules: Rules, total: int, rank: int, action: Action) -> str | None:

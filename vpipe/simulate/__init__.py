@@ -1,6 +1,6 @@
 """What a plan would take, known before anything runs: time, bubbles, memory over time."""
 
-from vpipe.simulate.memory import Memory
-from vpipe.simulate.simulation import RankFigures, Simulation, Timeline, simulate
+from vpipe.simulate.memory import RankMemory
+from vpipe.simulate.simulation import RankPrediction, Simulation, Timeline, simulate
 
-__all__ = ["Memory", "RankFigures", "Simulation", "Timeline", "simulate"]
+__all__ = ["RankMemory", "RankPrediction", "Simulation", "Timeline", "simulate"]

@@ -32,7 +32,7 @@ from vpipe.simulate.stage_cost import StageCost
 F, B, I, W, STEP = Op.F, Op.B, Op.I, Op.W, Op.STEP  # noqa: E741 (members are slow to look up)
 
 
-class Memory(NamedTuple):
+class RankMemory(NamedTuple):
     """Bytes of a rank at its peak, by what they hold."""
 
     weights: int
@@ -224,8 +224,8 @@ class TimedLedger(Ledger):
             super().change(moment, *change)
 
 
-def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers: int) -> Memory:
+def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers: int) -> RankMemory:
     """What a rank holds from beginning to end."""
     weights = sum(cost.parameters for cost in costs.values())
     gradients = sum(cost.parameters for cost in costs.values() if not cost.fresh)
-    return Memory(weights, 0, gradients, round(weights * optimizer_ratio), 0, buffers)
+    return RankMemory(weights, 0, gradients, round(weights * optimizer_ratio), 0, buffers)

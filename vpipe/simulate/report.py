@@ -7,9 +7,9 @@ from typing import Any
 from rich.table import Table
 
 from vpipe.cost import Profile
-from vpipe.simulate.memory import Memory
+from vpipe.simulate.memory import RankMemory
 from vpipe.simulate.simulation import Simulation
-from vpipe.sizes import show_bytes
+from vpipe.system.units import duration, show_bytes
 
 
 def describe(simulation: Simulation) -> dict[str, Any]:
@@ -44,7 +44,7 @@ def describe(simulation: Simulation) -> dict[str, Any]:
 def simulation_table(simulation: Simulation, profile: Profile) -> Table:
     table = Table(title=headline(simulation), title_justify="left", caption_justify="left")
     shares = ("rank", "stage", "compute", "sending", "bubble", "in flight", "live versions")
-    for column in (*shares, "peak memory", *Memory._fields):
+    for column in (*shares, "peak memory", *RankMemory._fields):
         table.add_column(column, justify="right")
     crowded = 0
     for rank in simulation.ranks:
@@ -77,10 +77,3 @@ def headline(simulation: Simulation) -> str:
         return f"{simulation.schedule}, {count}: {figures}"
     how = "steady state" if simulation.steady else "too few for a steady state: filling and draining included"
     return f"{simulation.schedule}, {count} ({how}): {figures}"
-
-
-def duration(seconds: float) -> str:
-    for unit, name in ((1.0, "s"), (1e-3, "ms")):
-        if seconds >= unit:
-            return f"{seconds / unit:.4g} {name}"
-    return f"{seconds * 1e6:.4g} us"

@@ -9,15 +9,15 @@ from math import inf
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate.arrange import arrange, check_fit, fresh_gradients, makes_versions, splits_backward
-from vpipe.simulate.company import Company, company_of
-from vpipe.simulate.memory import Memory, Totals, fixed_memory
+from vpipe.simulate.contention import Company, company_of
+from vpipe.simulate.cuda_graphs import taped_memory
+from vpipe.simulate.memory import RankMemory, Totals, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.one_by_one import OneByOne, Timeline
 from vpipe.simulate.slots import Slots
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 from vpipe.simulate.steady import SteadyPart
 from vpipe.simulate.tallies import Tallies
-from vpipe.simulate.taped import taped_memory
 from vpipe.simulate.waves import run_waves
 
 MANY_RANKS = 16
@@ -31,7 +31,7 @@ F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
 
 @dataclass(frozen=True)
-class RankFigures:
+class RankPrediction:
     """One rank: shares of its time, and its memory at its peak."""
 
     rank: int
@@ -42,7 +42,7 @@ class RankFigures:
     """Messages that the rank copies itself."""
     bubble: float
     """Waiting: for others, for messages, for swapped data."""
-    memory: Memory
+    memory: RankMemory
     most_activations: int
     """Bytes, which need not be there at the rank's peak."""
 
@@ -62,7 +62,7 @@ class Simulation:
     """Asynchronous: whether there was a steady part; else `step_time` holds filling and draining too."""
     makespan: float
     """From the first start to the last end."""
-    ranks: tuple[RankFigures, ...]
+    ranks: tuple[RankPrediction, ...]
     in_flight: tuple[int, ...]
     """For each stage the most minibatches between F and backward on a rank of it."""
     versions: tuple[int, ...]
@@ -239,7 +239,7 @@ class _Run:
         self.steady.starts = tallies.backward_starts(self.steady.rank, self.steady.stage)
         return totals
 
-    def figures(self, rank: int, period: float, steady: bool) -> RankFigures:
+    def figures(self, rank: int, period: float, steady: bool) -> RankPrediction:
         """`period`: seconds of a minibatch, with filling and draining or, if `steady`, without."""
         stages = self.schedule.stages_of(rank)
         work, turns = self.work[rank] / self.total, self.total
@@ -259,7 +259,7 @@ class _Run:
                 versions=found.versions,
             )
         bubble = max(0.0, 1 - compute - sending)
-        return RankFigures(rank, stages, compute, sending, bubble, memory, found.most_activations)
+        return RankPrediction(rank, stages, compute, sending, bubble, memory, found.most_activations)
 
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""

@@ -57,14 +57,14 @@ def run_waves(
     bounds = np.cumsum([0, *(len(own) for own, _ in programs)])
     slot, minibatch = (np.concatenate(column) for column in zip(*programs, strict=True))
     del programs
-    run = _Run(schedule, network, seconds, slots)
+    run = _WaveRun(schedule, network, seconds, slots)
     starts = run.run(slot, minibatch, bounds[:-1])
     if not np.array_equal(run.place + 1, bounds[1:]):
         return None
     return Waves(slots, slot, minibatch, starts, bounds, run.free, run.copying.tolist())
 
 
-class _Run:
+class _WaveRun:
     """What each slot costs, needs and makes; and how far the run has come.
 
     `done` is when the first end of each tie is at its reader, by tie and minibatch; endless until it is known. Behind

@@ -9,11 +9,11 @@ from vpipe.errors import VPipeError
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, NOTICE, UNKNOWN, Finding
 from vpipe.observe.medians import message_bytes, training
-from vpipe.observe.prediction import Costs
+from vpipe.observe.prediction import RunCosts
 from vpipe.schedule import Op
 from vpipe.schedule.action import COMMUNICATION
 from vpipe.simulate import simulate
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 TOPIC = "communication"
 MUCH = 0.2
@@ -45,7 +45,7 @@ def look(evidence: Evidence) -> Finding:
     return Finding(TOPIC, FAULT if share > 2 * MUCH else NOTICE, text, figures)
 
 
-def _with_fewer(costs: Costs | None, figures: dict[str, Any]) -> str:
+def _with_fewer(costs: RunCosts | None, figures: dict[str, Any]) -> str:
     """The same with the two lightest neighbouring stages as one, by simulation."""
     if costs is None or len(costs.plan.partition) < 3 or costs.plan.replicas or costs.plan.chunks:
         return ""

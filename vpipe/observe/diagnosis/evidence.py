@@ -7,25 +7,24 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.observe.events import RankEvents, read_events
-from vpipe.observe.hang import Finding as RankFinding
-from vpipe.observe.hang import findings
+from vpipe.observe.hang import RankState, findings
 from vpipe.observe.medians import Medians, medians
-from vpipe.observe.prediction import Costs, run_costs
-from vpipe.observe.run_files import read_metrics, read_object
-from vpipe.observe.stages import StageFacts, read_stages
+from vpipe.observe.prediction import RunCosts, run_costs
+from vpipe.record.events import RankEvents, read_events
+from vpipe.record.run_files import read_metrics, read_object
+from vpipe.record.stages import StageFacts, read_stages
 
 
 @dataclass(frozen=True)
 class Evidence:
     folder: Path
     ranks: list[RankEvents]
-    states: list[RankFinding]
+    states: list[RankState]
     """What each rank does, or did when it was last heard of."""
     stages: StageFacts | None
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
-    costs: Costs | None
+    costs: RunCosts | None
     medians: Medians
 
     def log(self, rank: int) -> str:

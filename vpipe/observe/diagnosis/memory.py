@@ -8,7 +8,7 @@ from typing import Any
 from vpipe.observe.counts import most
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, NOTICE, UNKNOWN, Finding
-from vpipe.sizes import show_bytes
+from vpipe.system.units import show_bytes
 
 TOPIC = "memory"
 RAN_OUT = re.compile(r"out of memory|MemoryError|can't allocate memory|Cannot allocate memory", re.IGNORECASE)

@@ -6,10 +6,9 @@ from typing import Any
 
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, NOTICE, UNKNOWN, Finding
-from vpipe.observe.hang import GONE, STOPPED, culprit, sentence
-from vpipe.observe.hang import Finding as RankFinding
-from vpipe.observe.run_files import read_lines
-from vpipe.observe.status import ENDED, FAILED, RUNNING
+from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, sentence
+from vpipe.record.run_files import read_lines
+from vpipe.record.status import ENDED, FAILED, RUNNING
 
 TOPIC = "standstill"
 LONG = 10.0
@@ -46,7 +45,7 @@ def look(evidence: Evidence) -> Finding:
     return Finding(TOPIC, FINE, f"{running} of {len(states)} ranks run, the longest wait is {longest:.1f} s")
 
 
-def _told(failure: dict[str, Any], states: list[RankFinding]) -> Finding:
+def _told(failure: dict[str, Any], states: list[RankState]) -> Finding:
     """What the launcher, which saw the process end, wrote down."""
     rank = int(failure["rank"])
     text = f"rank {rank} failed: {failure['how']}" + "".join(_waited(each, rank) for each in states)
@@ -80,7 +79,7 @@ def _death(evidence: Evidence) -> Finding:
     )
 
 
-def _waited(each: RankFinding, culprit: int) -> str:
+def _waited(each: RankState, culprit: int) -> str:
     """What a rank waited for when the culprit ended, if it waited for that one."""
     waiting = each.status.waiting
     if waiting is None or waiting.peer != culprit or each.rank == culprit:

@@ -11,8 +11,8 @@ from vpipe.errors import VPipeError
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, NOTICE, UNKNOWN, Finding
 from vpipe.observe.medians import compute_seconds
-from vpipe.observe.prediction import Costs
-from vpipe.observe.stages import StageFacts
+from vpipe.observe.prediction import RunCosts
+from vpipe.record.stages import StageFacts
 
 TOPIC = "throughput"
 SLOW = 2.5
@@ -55,7 +55,7 @@ def look(evidence: Evidence) -> Finding:
     return _partition(costs, text, figures, slowest)
 
 
-def _partition(costs: Costs, text: str, figures: dict[str, Any], slowest: int) -> Finding:
+def _partition(costs: RunCosts, text: str, figures: dict[str, Any], slowest: int) -> Finding:
     """Whether another partition would be quicker."""
     try:
         now = costs.simulate()
@@ -86,7 +86,7 @@ def _partition(costs: Costs, text: str, figures: dict[str, Any], slowest: int) -
     return Finding(TOPIC, FAULT if gain > 1.2 else NOTICE, text, figures)
 
 
-def best_partition(costs: Costs) -> tuple[tuple[int, ...], float]:
+def best_partition(costs: RunCosts) -> tuple[tuple[int, ...], float]:
     """From the run's own partition, blocks are moved between neighbouring stages while the simulation gets quicker."""
     blocks = sum(costs.plan.partition)
 

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vpipe.observe.diagnosis.evidence import Evidence
 from vpipe.observe.diagnosis.finding import FAULT, FINE, UNKNOWN, Finding
-from vpipe.observe.events import NO_VERSION, RankEvents
+from vpipe.record.events import NO_VERSION, RankEvents
 from vpipe.schedule import Op
 
 TOPIC = "versions"

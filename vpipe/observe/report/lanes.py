@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from vpipe.observe.counts import Count, counts
-from vpipe.observe.events import RankEvents, Recorded
 from vpipe.observe.trace import messages, newest, origin, stages_of
+from vpipe.record.events import RankEvents, Recorded
 from vpipe.schedule import Op
 
 OPS = tuple(op.value for op in Op)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from vpipe.observe.counted import always_bytes, counted_memory
-from vpipe.observe.events import RankEvents
+from vpipe.record.events import RankEvents
 
 POINTS = 1500
 """Of a line; of a longer one the highest of each stretch are kept."""

@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.files import write_text
 from vpipe.observe.report.run import labels, run_data
+from vpipe.system.files import write_text
 
 SCRIPTS = (
     "format.js",

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from vpipe.observe.events import RankEvents
 from vpipe.observe.prediction import Prediction
 from vpipe.observe.report.lanes import OPS, micro
+from vpipe.record.events import RankEvents
 
 
 def predicted(prediction: Prediction | None, ranks: Sequence[RankEvents]) -> dict[str, Any] | None:

@@ -8,13 +8,13 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.observe.events import read_events
 from vpipe.observe.prediction import predict
 from vpipe.observe.report.lanes import timeline
 from vpipe.observe.report.memory import memory_lines
 from vpipe.observe.report.predicted import predicted
-from vpipe.observe.run_files import read_keys, read_metrics, read_object
-from vpipe.observe.stages import read_stages
+from vpipe.record.events import read_events
+from vpipe.record.run_files import read_keys, read_metrics, read_object
+from vpipe.record.stages import read_stages
 
 POINTS = 2000
 """Of a curve; a longer one is thinned out."""

@@ -1,0 +1,87 @@
+"""Saved checkpoints, inspected: found, described, examined and pruned."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from vpipe.checkpoint.directory import checkpoints, evaluation_loss, newest, prune
+from vpipe.checkpoint.files import not_finite, telling
+from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
+from vpipe.errors import VPipeError
+
+UNFINISHED_AFTER = 3600.0
+"""Seconds after which what is unfinished is taken for left over: a run may be writing what is younger."""
+
+
+def find(path: Path) -> list[Path]:
+    """The checkpoint itself, or those of a run, the oldest first."""
+    if (path / MANIFEST).is_file():
+        return [path]
+    for folder in (path / "checkpoints", path):
+        if found := checkpoints(folder):
+            return found
+    raise VPipeError(
+        f"there is no checkpoint in {path}: give the folder of a run, or one of its checkpoints/step-..."
+    )
+
+
+def describe(path: Path) -> dict[str, Any]:
+    """What the manifest tells, in plain values."""
+    manifest = read_manifest(path)
+    return {
+        "path": str(path),
+        "updates": manifest.updates,
+        "saved": time.strftime("%Y-%m-%d %H:%M:%S", time.localtime((path / MANIFEST).stat().st_mtime)),
+        "evaluation_loss": evaluation_loss(manifest),
+        "bytes": sum(entry.size for entry in manifest.files.values()),
+        "files": {
+            name: {"bytes": entry.size, "tensors": len(entry.tensors), "sha256": entry.sha256}
+            for name, entry in manifest.files.items()
+        },
+        "layout": manifest.layout,
+        "optimizer": _optimizer(manifest),
+        "extra": manifest.extra,
+    }
+
+
+def examine(path: Path) -> str | None:
+    """What is wrong with a checkpoint: sizes, hashes, numbers that are not finite; None if nothing is."""
+    try:
+        for name in verify(path).files:
+            if bad := not_finite(path / name):
+                raise VPipeError(f"{path / name}: tensor {bad!r} holds numbers that are not finite")
+    except VPipeError as error:
+        return str(error)
+    return None
+
+
+def newest_whole(path: Path) -> Path:
+    """The checkpoint itself, or the newest one of a run that verifies."""
+    if (path / MANIFEST).is_file():
+        return path
+    good = newest(find(path)[0].parent, _warn)
+    if good is None:
+        raise VPipeError(f"no checkpoint in {path} is whole")
+    return good
+
+
+def prune_run(path: Path, keep: int) -> list[Path]:
+    """Delete old ones; the newest that verifies stays, whatever the newer ones look like."""
+    folder = find(path)[0].parent
+    if folder.absolute() == path.absolute().parent:
+        raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")
+    good = newest(folder, _warn)
+    with telling("prune", folder):
+        return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
+
+
+def _warn(line: str) -> None:
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def _optimizer(manifest: Manifest) -> str | None:
+    records = manifest.state.get("optimizers") or []
+    return str(records[0].get("optimizer")) if records and isinstance(records[0], dict) else None

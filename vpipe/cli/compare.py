@@ -1,0 +1,177 @@
+"""The comparison of runs: which variants there are, one run of each, and their figures in a table."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from itertools import product
+from pathlib import Path
+from typing import TypedDict
+
+from rich.markup import escape
+from rich.table import Table
+
+from vpipe.config.file import KEYS, read_config
+from vpipe.config.settings import rank_arguments, read_settings
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.system.console import show
+
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One run of a comparison: a file, and what is set in it."""
+
+    label: str
+    path: Path
+    settings: tuple[str, ...] = ()
+
+
+class Result(TypedDict):
+    """What a run leaves in its `summary.json`; a figure that could not be had is None."""
+
+    label: str
+    loss: float | None
+    samples_per_s: float
+    seconds_per_update: float
+    """The samples of an update, by `samples_per_s`."""
+    communication_share: float | None
+    bubble_share: float | None
+    of_limit: float | None
+    peak_memory: list[int]
+    updates: int
+    losses: list[list[float]]
+
+
+def compare_runs(
+    configs: Sequence[Path],
+    settings: Sequence[str],
+    sweeps: Sequence[str],
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    """Train each variant in ranks of its own, one after the other, and tell how they differ."""
+    from vpipe.cli.compare_plot import can_plot, plot
+    from vpipe.train.run import launch
+
+    if picture is not None and not can_plot():
+        raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
+    chosen = variants(configs, sweeps, settings)
+    runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]  # all mistakes come first
+    results = []
+    for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
+        print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
+        folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
+        results.append(json.loads((folder / "summary.json").read_text()) | {"label": variant.label})
+    if as_json:
+        print(json.dumps(results))
+    else:
+        show(comparison_table(results))
+    if not can_plot():
+        return  # nobody asked for a picture
+    picture = picture or folder.parent / f"comparison-{folder.name}.png"
+    plot(results, picture)
+    print(f"picture {picture}", file=sys.stderr)
+
+
+def variants(
+    paths: Sequence[Path], sweeps: Sequence[str] = (), settings: Sequence[str] = ()
+) -> list[Variant]:
+    """Every file with every combination of the swept values; `settings` hold for all of them."""
+    if not paths:
+        raise ConfigError("there is nothing to compare: name one or more configuration files")
+    axes = [_axis(sweep) for sweep in sweeps]
+    fixed = [setting.split("=", 1)[0] for setting in settings]
+    for number, (key, _) in enumerate(axes):
+        if key in (other for other, _ in axes[:number]):
+            raise ConfigError(
+                f"--sweep {sweeps[number]}: {key} is swept twice: give all its values in one --sweep"
+            )
+        if key in fixed:
+            raise ConfigError(
+                f"--sweep {sweeps[number]}: --set gives {key} one value: leave one of the two out"
+            )
+    swept = [[f"{key}={value}" for value in values] for key, values in axes]
+    made = []
+    for path, name in zip(paths, _names(paths), strict=True):
+        for chosen in product(*swept):
+            made.append(Variant(" ".join((name, *chosen)), path, (*settings, *chosen)))
+    labels = [variant.label for variant in made]
+    for label in labels:
+        if labels.count(label) > 1:
+            raise ConfigError(
+                f"{label} would run {labels.count(label)} times: name each file and each value once"
+            )
+    return made
+
+
+def _axis(sweep: str) -> tuple[str, list[str]]:
+    """`batch_size=8,16`: the key and its values."""
+    key, equals, text = sweep.partition("=")
+    key, values = key.strip(), split_values(text)
+    if not equals or not key or not all(values):
+        raise ConfigError(f"--sweep {sweep!r}: write a key and its values, such as batch_size=8,16,32")
+    if key not in KEYS:
+        close = get_close_matches(key, KEYS, n=1, cutoff=0.6)
+        hint = f"did you mean {close[0]!r}?" if close else "`docs/config.md` lists the keys"
+        raise ConfigError(f"--sweep {sweep!r}: unknown key {key!r}: {hint}")
+    return key, values
+
+
+def split_values(text: str) -> list[str]:
+    """The values between commas; those inside brackets belong to a list: `[1,2],[2,1]` are two."""
+    values, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[{") - (letter in "]}")
+        if letter == "," and depth == 0:
+            values.append("")
+        else:
+            values[-1] += letter
+    return [value.strip() for value in values]
+
+
+def _names(paths: Sequence[Path]) -> list[str]:
+    """The files' names; whole paths where two files in different folders bear the same."""
+    stems = [path.stem for path in paths]
+    return [str(path) if stems.count(path.stem) > 1 else path.stem for path in paths]
+
+
+def comparison_table(results: Sequence[Result]) -> Table:
+    """One row a run, in the order they were named; ratios are to the slowest."""
+    speeds = [result["samples_per_s"] for result in results]
+    slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
+    table = Table(title="The fastest is marked *; ratios are to the slowest" if len(results) > 1 else None)
+    table.add_column("run", no_wrap=True)
+    for column in ("samples/s", "ratio", "ms/update", "sending", "bubble", "of limit"):
+        table.add_column(column, justify="right")
+    table.add_column("peak GiB of each stage", overflow="fold")
+    table.add_column("loss", justify="right")
+    for result in results:
+        speed = result["samples_per_s"]
+        best = speed == fastest and fastest > slowest
+        table.add_row(
+            escape(result["label"].replace(" ", "\n")),  # one line for the file, one for each setting
+            f"{speed:,.1f}" + (" *" if best else ""),
+            f"{speed / slowest:.2f}x" if slowest > 0 else "–",
+            f"{1000 * result['seconds_per_update']:,.1f}",
+            _percent(result["communication_share"]),
+            _percent(result["bubble_share"]),
+            _percent(result["of_limit"]),
+            " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]) or "–",
+            _loss(result["loss"]),
+            style="bold" if best else None,
+        )
+    return table
+
+
+def _percent(share: float | None) -> str:
+    return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
+
+
+def _loss(loss: float | None) -> str:
+    return "–" if loss is None else f"{loss:.4f}"

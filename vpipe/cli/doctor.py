@@ -1,0 +1,249 @@
+"""The examination of this machine: what it has, what would not work on it, and why."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.markup import escape
+from rich.table import Table
+
+from vpipe.system.host_memory import cores, free_memory
+
+MIB, GIB = 2**20, 2**30
+LITTLE_MEMORY = 2 * GIB
+FEW_FILES = 1024
+SHARED_MEMORY = Path("/dev/shm")
+
+EXTRAS = (
+    (
+        "pytorch_optimizer",
+        "pytorch-optimizer",
+        "lamb",
+        "`optimizer: lamb` is refused: it takes LAMB from there",
+    ),
+    ("h5py", "h5py", "hdf5", "`data_dir` cannot be a folder of HDF5 shards: nothing else reads them"),
+    (
+        "tensorboard",
+        "tensorboard",
+        "tensorboard",
+        "no TensorBoard scalars are written; metrics.jsonl always is",
+    ),
+    ("matplotlib", "matplotlib", "plot", "`vpipe compare` draws no plot: its table needs nothing"),
+)
+
+
+@dataclass(frozen=True)
+class MachineFact:
+    """One thing that was looked at. `ok`: it works, it does not, or (None) it is only good to know."""
+
+    what: str
+    value: str
+    ok: bool | None = None
+    advice: str = ""
+
+
+def examine() -> list[MachineFact]:
+    torch, failure = _import_torch()
+    findings = [_python(), _torch(torch, failure), _transformers()]
+    if torch is not None:
+        findings += [_devices(torch), *_backends(torch)]
+    findings += [_mps(torch), _cores(), _memory(), _channel(), _shared_memory(), _open_files(), _loopback()]
+    return [*findings, *(_extra(*extra) for extra in EXTRAS)]
+
+
+def describe(findings: Sequence[MachineFact]) -> list[dict[str, Any]]:
+    """The findings as plain data."""
+    return [asdict(finding) for finding in findings]
+
+
+def doctor_table(findings: Sequence[MachineFact]) -> Table:
+    wrong = sum(finding.ok is False for finding in findings)
+    table = Table(title="This machine: " + (f"{wrong} of these will not work" if wrong else "all is well"))
+    for column in ("", "what", "found", "what follows"):
+        table.add_column(column, overflow="fold")
+    marks = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "·"}
+    for finding in findings:
+        table.add_row(marks[finding.ok], finding.what, escape(finding.value), escape(finding.advice))
+    return table
+
+
+def _import_torch() -> tuple[Any, str]:
+    """Torch, or why it cannot be had; a broken installation may raise anything."""
+    try:
+        return importlib.import_module("torch"), ""
+    except Exception as error:
+        return None, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+
+
+def _python() -> MachineFact:
+    found = ".".join(map(str, sys.version_info[:3]))
+    ok = sys.version_info >= (3, 10)
+    return MachineFact("python", found, ok, "" if ok else "vpipe needs Python 3.10 or newer")
+
+
+def _torch(torch: Any, failure: str) -> MachineFact:
+    if torch is None:
+        advice = "nothing but `vpipe schedule` works: pip install -c constraints.txt torch"
+        return MachineFact("torch", failure, False, advice)
+    found = str(torch.__version__)
+    ok = _at_least(found, (2, 9))
+    return MachineFact("torch", found, ok, "" if ok else "vpipe needs torch 2.9 or newer to capture models")
+
+
+def _transformers() -> MachineFact:
+    fix = "pip install 'transformers>=5'"
+    found = _version("transformers", "transformers")
+    if found is None:
+        return MachineFact("transformers", "not installed", False, f"no model can be built: {fix}")
+    ok = _at_least(found, (5,))
+    return MachineFact("transformers", found, ok, "" if ok else f"models are built with version 5: {fix}")
+
+
+def _devices(torch: Any) -> MachineFact:
+    """Asked for one by one: a driver that does not answer is a finding too."""
+    try:
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    except (RuntimeError, AssertionError) as error:
+        reason = " ".join(str(error).split())[:200]
+        return MachineFact(
+            "devices", reason, False, "see what `nvidia-smi` says; ranks are CPU processes meanwhile"
+        )
+    if not found:
+        advice = "ranks are CPU processes; `machines` then only counts them"
+        return MachineFact("devices", "no CUDA device", None, advice)
+    told = [f"{number}: {one.name}, {one.total_memory / GIB:.0f} GiB" for number, one in enumerate(found)]
+    return MachineFact("devices", ", ".join(told), True)
+
+
+def _backends(torch: Any) -> list[MachineFact]:
+    distributed = torch.distributed
+    if not distributed.is_available():
+        advice = "ranks cannot meet: install a build of torch with torch.distributed"
+        return [MachineFact("torch.distributed", "not in this build", False, advice)]
+    gloo, nccl = distributed.is_gloo_available(), distributed.is_nccl_available()
+    # Without a GPU nobody misses NCCL.
+    missed = False if torch.cuda.is_available() else None
+    far = "ranks on several hosts cannot exchange tensors"
+    return [
+        MachineFact("gloo", "yes" if gloo else "no", gloo, "" if gloo else far),
+        MachineFact(
+            "nccl", "yes" if nccl else "no", nccl or missed, "" if nccl else f"{far} from GPU to GPU"
+        ),
+    ]
+
+
+def _mps(torch: Any) -> MachineFact:
+    """NVIDIA's daemon that lets the kernels of several processes run on one GPU at the same time."""
+    path = shutil.which("nvidia-cuda-mps-control")
+    if path is not None:
+        return MachineFact("MPS control daemon", path, True)
+    shared = torch is not None and torch.cuda.is_available()
+    advice = "ranks that share a GPU take turns on it: install NVIDIA MPS to let them run side by side"
+    return MachineFact(
+        "MPS control daemon", "not found", None, advice if shared else "of use only with a GPU"
+    )
+
+
+def _cores() -> MachineFact:
+    number = cores()
+    threads = os.environ.get("OMP_NUM_THREADS")
+    found = f"{number:g}, OMP_NUM_THREADS " + ("not set" if threads is None else f"is {threads}")
+    if threads is None:
+        advice = "vpipe gives each rank its share; under torchrun set OMP_NUM_THREADS yourself"
+        return MachineFact("cores", found, None, advice)
+    ok = threads.isdigit() and 1 <= int(threads) <= max(1, number)
+    advice = f"ranks would crowd each other out: unset it, or set 1 to {max(1, int(number))}"
+    return MachineFact("cores", found, ok, "" if ok else advice)
+
+
+def _memory() -> MachineFact:
+    free = free_memory()
+    if free is None:
+        return MachineFact("free memory", "unknown", None, "there is no /proc/meminfo here")
+    ok = free >= LITTLE_MEMORY
+    advice = "" if ok else "each rank is a process with torch in it: use fewer of them"
+    return MachineFact("free memory", f"{free / GIB:.1f} GiB", ok, advice)
+
+
+def _channel() -> MachineFact:
+    """Ranks of one host exchange tensors in memory that has no name and so no place in /dev/shm."""
+    ok = hasattr(os, "memfd_create")
+    advice = "it counts as memory, not as /dev/shm" if ok else "needs Linux: give Pipeline channel='gloo'"
+    return MachineFact("shared-memory channel", "memfd" if ok else "no memfd_create", ok, advice)
+
+
+def _shared_memory() -> MachineFact:
+    try:
+        free = shutil.disk_usage(SHARED_MEMORY).free
+    except OSError:
+        return MachineFact("/dev/shm", "none", None, "vpipe needs none; NCCL between GPUs of one host does")
+    little = "; NCCL may: docker run --shm-size=1g" if free < 64 * MIB else ""
+    return MachineFact(
+        "/dev/shm", f"{free / GIB:.2f} GiB free", None, "vpipe itself does not use it" + little
+    )
+
+
+def _open_files() -> MachineFact:
+    try:
+        import resource
+    except ImportError:  # not on Windows
+        return MachineFact("open files", "unknown")
+    soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft == resource.RLIM_INFINITY:
+        return MachineFact("open files", "no limit", True)
+    advice = "" if soft >= FEW_FILES else f"ranks may run out of descriptors: ulimit -n {4 * FEW_FILES}"
+    return MachineFact("open files", f"{soft} a process", soft >= FEW_FILES, advice)
+
+
+def _loopback() -> MachineFact:
+    """Ranks of one host meet at a port of the loopback interface."""
+    try:
+        with socket.socket() as listener:
+            listener.bind(("127.0.0.1", 0))
+            port = listener.getsockname()[1]
+    except OSError as error:
+        return MachineFact(
+            "loopback", f"no port: {error.strerror}", False, "ranks cannot meet: bring the interface lo up"
+        )
+    try:
+        addresses = {
+            str(entry[4][0]) for entry in socket.getaddrinfo("localhost", port, type=socket.SOCK_STREAM)
+        }
+    except OSError as error:
+        advice = "torchrun with --master-addr localhost fails: add `127.0.0.1 localhost` to /etc/hosts"
+        return MachineFact("loopback", f"localhost does not resolve: {error.strerror}", False, advice)
+    return MachineFact("loopback", f"port {port} is free, localhost is {', '.join(sorted(addresses))}", True)
+
+
+def _extra(module: str, package: str, extra: str, without: str) -> MachineFact:
+    found = _version(module, package)
+    if found is not None:
+        return MachineFact(package, found, True)
+    return MachineFact(package, "not installed", None, f"{without} (pip install 'vpipe[{extra}]')")
+
+
+def _version(module: str, package: str) -> str | None:
+    """The version of what is installed, without importing it."""
+    try:
+        if find_spec(module) is None:
+            return None
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return "of unknown version"
+    except (ImportError, ValueError):
+        return None
+
+
+def _at_least(version: str, wanted: tuple[int, ...]) -> bool:
+    numbers = [int(part) if part.isdigit() else 0 for part in version.split(".")[: len(wanted)]]
+    return tuple(numbers) >= wanted

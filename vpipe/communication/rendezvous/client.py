@@ -1,0 +1,133 @@
+"""A rank's side of the rendezvous: it finds it, proves that it belongs to the job, and asks."""
+
+import json
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+from weakref import WeakSet
+
+from vpipe.communication.rendezvous.handshake import Introduction, RefusedError, introduce
+from vpipe.communication.rendezvous.server import LARGEST, LENGTH, framed
+from vpipe.errors import PeerError
+
+GRACE = 10.0
+"""Seconds that an answer may be late; then rank 0, which gives it, is taken for stuck."""
+RETRY = 0.1
+
+
+class RendezvousAddress(NamedTuple):
+    """Where the job meets, and what its ranks know."""
+
+    host: str
+    port: int
+    secret: bytes
+
+    def __str__(self) -> str:
+        return f"{self.host}:{self.port}"
+
+
+class RendezvousClient:
+    """Each thread has a connection of its own, so that one that waits does not hold up another.
+
+    `find` is asked anew for each attempt to connect: where it looks may still hold an old place.
+    """
+
+    def __init__(self, rank: int, find: Callable[[], RendezvousAddress], timeout: float) -> None:
+        self.rank = rank
+        self.timeout = timeout
+        self._me = Introduction(rank, secrets.token_bytes(16))
+        self._find = find
+        self._own = threading.local()
+        self._links: WeakSet[socket.socket] = WeakSet()  # a thread that ends takes its own with it
+
+    def gather(self, key: str, value: Any, what: str, timeout: float) -> list[Any]:
+        """Everybody's value, in order of rank; `what` names the occasion in messages."""
+        values = self._ask(what, timeout, op="gather", key=key, value=json.dumps(value))
+        return [json.loads(written) for written in values]
+
+    def get(self, key: str, timeout: float) -> str:
+        """A value, once somebody has set it."""
+        return self._ask(f"telling {key!r}", timeout, op="get", key=key)
+
+    def tell(self, op: str, key: str, value: Any = None) -> Any:
+        """`set`, `add`, `check` or `delete`."""
+        return self._ask(f"{op} {key!r}", 0.0, op=op, key=key, value=value)
+
+    def close(self) -> None:
+        for link in list(self._links):
+            link.close()
+
+    def _ask(self, what: str, timeout: float, **question: Any) -> Any:
+        message = framed(question | {"timeout": timeout})
+        if len(message) > LARGEST:
+            raise PeerError(
+                f"what this rank tells at {what!r} has {len(message)} bytes: {LARGEST} may be told"
+            )
+        link: socket.socket = self._own.link if hasattr(self._own, "link") else self._connect()
+        try:
+            link.settimeout(timeout + GRACE)
+            link.sendall(message)
+            (length,) = LENGTH.unpack(_receive(link, LENGTH.size))
+            answer = json.loads(_receive(link, length))
+        except TimeoutError:
+            raise PeerError(f"rank 0, which keeps the rendezvous, did not answer at {what!r}") from None
+        except OSError as error:
+            raise PeerError(
+                f"rank 0, which keeps the rendezvous, has gone: it ended or was killed before {what!r} ({error}); "
+                "see its own output"
+            ) from None
+        if "gone" in answer:
+            raise PeerError(
+                f"{_ranks(answer['gone'])} ended or was killed before {what!r}; see its own output"
+            )
+        if "missing" in answer:
+            raise PeerError(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
+        return answer["value"]
+
+    def _connect(self) -> socket.socket:
+        """Rank 0 may still be starting: until the timeout, it is tried again."""
+        deadline = time.monotonic() + self.timeout
+        while True:
+            place = self._find()
+            try:
+                link = self._try(place, max(RETRY, deadline - time.monotonic()))
+            except OSError as error:
+                if time.monotonic() > deadline:
+                    raise PeerError(
+                        f"rank 0 did not open the rendezvous at {place} within {self.timeout:g} s: {error}"
+                    ) from None
+                time.sleep(RETRY)
+            else:
+                self._own.link = link
+                self._links.add(link)
+                return link
+
+    def _try(self, place: RendezvousAddress, patience: float) -> socket.socket:
+        link = socket.create_connection((place.host, place.port), patience)
+        try:
+            if link.getsockname() == link.getpeername():
+                raise ConnectionRefusedError("nobody listens there")  # a port that called itself
+            link.settimeout(patience)
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            introduce(link, place.secret, self._me, str(place))
+        except (OSError, RefusedError):
+            link.close()
+            raise
+        return link
+
+
+def _receive(link: socket.socket, count: int) -> bytes:
+    parts = bytearray()
+    while len(parts) < count:
+        more = link.recv(min(count - len(parts), 1 << 20))
+        if not more:
+            raise ConnectionResetError("the connection was closed")
+        parts += more
+    return bytes(parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"

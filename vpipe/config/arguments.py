@@ -1,0 +1,112 @@
+"""The pipeline that a configuration describes, as arguments of `Pipeline`."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from vpipe.errors import ConfigError, PartitionError
+from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
+from vpipe.system.files import read_text
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+
+def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
+    """What a run and its verification have in common: how the model is cut, in which order it works, how it learns."""
+    from vpipe.weights import optimizer_factory  # torch comes with it
+
+    arguments: dict[str, Any] = {
+        "optimizer": optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        "clip_norm": config.clip_norm,
+        "seed": config.seed,
+        "partition": config.partition,
+    }
+    if config.policies is None:
+        arguments["recompute_ratio"] = config.ratio
+    else:
+        arguments["policies"] = config.policies
+    if config.chosen_schedule.endswith(".csv"):
+        return arguments | {"schedule": build_schedule(config)}
+    return arguments | {
+        "schedule": config.chosen_schedule,
+        "stages": config.positions,
+        "minibatches": config.minibatches,
+        "update_interval": config.update_interval,
+        "chunks": config.chunks,
+        "replicas": config.replicas,
+    }
+
+
+def check_plan(config: RunConfig, model: str) -> None:
+    """Whether the plan that the configuration names is one for the model with this fingerprint."""
+    if config.planned is None:
+        return
+    path, fingerprint = config.planned
+    if fingerprint and fingerprint != model:
+        raise ConfigError(
+            f"{path}: is a plan for another model: its fingerprint is {fingerprint[:16]!r}, that of the model in "
+            f"{config.source} {model[:16]!r}: plan again with `vpipe plan {config.source}`"
+        )
+
+
+def known_blocks(config: RunConfig) -> int | None:
+    """Two for each layer of bert and cpm, and a head; None where only capturing the model would tell."""
+    if config.model is not None or config.model_type == "translation":
+        return None
+    return 2 * config.num_layers + 1
+
+
+def check_blocks(config: RunConfig, schedule: Schedule) -> None:
+    """Whether partition and policies are those of the model, as far as that is known before ranks start."""
+    blocks, stages, ratio = known_blocks(config), schedule.num_stages, config.recompute_ratio
+    if isinstance(ratio, list) and len(ratio) != stages:
+        raise ConfigError(
+            f"{config.source}: recompute_ratio is {ratio}, which has {len(ratio)} entries, but schedule "
+            f"{schedule.name!r} has {stages} stages: give one for each"
+        )
+    if blocks is None:
+        return
+    if config.policies is not None and len(config.policies) != blocks:
+        raise ConfigError(
+            f"{config.source}: policies has {len(config.policies)} entries, the model has {blocks} blocks: "
+            "give one for each"
+        )
+    counts = config.partition if isinstance(config.partition, list) else None
+    if stages > blocks or (counts is not None and sum(counts) != blocks):
+        from vpipe.graph.partition import balanced_partition, check_partition  # torch comes with it
+
+        try:
+            if counts is not None:
+                check_partition(counts, blocks)
+            balanced_partition([1] * blocks, stages)
+        except PartitionError as error:
+            raise ConfigError(f"{config.source}: {error}") from None
+
+
+def build_schedule(config: RunConfig) -> Schedule:
+    """The schedule itself; that it fits the ranks and the partition is checked before any rank starts."""
+    name = config.chosen_schedule
+    if name.endswith(".csv"):
+        schedule = read_table(read_text(config.path(name)), name)
+    else:
+        schedule = build(
+            name,
+            config.positions,
+            None if name in ASYNCHRONOUS else config.minibatches or 2 * config.positions,
+            chunks=config.chunks,
+            replicas=config.replicas,
+            update_interval=config.update_interval,
+        )
+    if config.machines is not None and len(config.machines) != schedule.num_ranks:
+        raise ConfigError(
+            f"{config.source}: machines names {len(config.machines)} ranks, but schedule {name!r} has "
+            f"{schedule.num_ranks}: make the two equal"
+        )
+    if isinstance(config.partition, list) and len(config.partition) != schedule.num_stages:
+        where = "" if config.machines is None else f" on the {len(config.machines)} ranks of `machines`"
+        raise ConfigError(
+            f"{config.source}: partition is {config.partition}, which has {len(config.partition)} stages, but "
+            f"schedule {name!r} has {schedule.num_stages}{where}: give one number of blocks for each"
+        )
+    return schedule

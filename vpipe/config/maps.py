@@ -1,0 +1,154 @@
+"""The maps of an `mp_conf.json`: modules to stages, stages to ranks, stages to warm-up depths.
+
+    {"module_to_stage_map": [0, 0, 0, 1, 1],            blocks 0 to 2 on stage 0, 3 and 4 on stage 1
+     "stage_to_rank_map": {"0": [0, 1], "1": [2]},      two replicas of stage 0, one of stage 1
+     "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first backward
+
+Each may be missing. They say in the guides' words what `partition` and `replicas` say in ours; the depths
+follow from the number of stages, so they are only checked.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from reprlib import Repr
+from typing import Any
+
+from vpipe.errors import ConfigError
+from vpipe.system.files import read_json
+
+MODULES, RANKS, DEPTHS = KEYS = ("module_to_stage_map", "stage_to_rank_map", "stage_to_depth_map")
+
+
+@dataclass(frozen=True)
+class Maps:
+    """What the file says; a map that it does not hold is None."""
+
+    module_to_stage_map: tuple[int, ...] | None = None
+    stage_to_rank_map: tuple[tuple[int, ...], ...] | None = None
+    stage_to_depth_map: tuple[int, ...] | None = None
+
+    @property
+    def partition(self) -> list[int] | None:
+        """Blocks of each stage."""
+        if self.module_to_stage_map is None:
+            return None
+        counts = Counter(self.module_to_stage_map)
+        return [counts[stage] for stage in range(len(counts))]
+
+    @property
+    def replicas(self) -> list[int] | None:
+        """Ranks of each stage."""
+        return None if self.stage_to_rank_map is None else [len(ranks) for ranks in self.stage_to_rank_map]
+
+
+def read_maps(path: Path) -> Maps:
+    """The maps of a file, checked one by one and against each other."""
+    found = read_json(path)
+    try:
+        return _maps(found)
+    except ValueError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _maps(found: Any) -> Maps:
+    if not isinstance(found, dict):
+        raise ValueError(f'holds {_shown(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}')
+    for key in found:
+        if key not in KEYS:
+            close = get_close_matches(key, KEYS, n=1, cutoff=0.6)
+            hint = f"did you mean {close[0]!r}?" if close else f"the maps are {', '.join(KEYS)}"
+            raise ValueError(f"unknown map {key!r}: {hint}")
+    maps = Maps(
+        _modules(found[MODULES]) if MODULES in found else None,
+        _ranks(found[RANKS]) if RANKS in found else None,
+        _depths(found[DEPTHS]) if DEPTHS in found else None,
+    )
+    stages = {
+        MODULES: None if maps.partition is None else len(maps.partition),
+        RANKS: None if maps.stage_to_rank_map is None else len(maps.stage_to_rank_map),
+        DEPTHS: None if maps.stage_to_depth_map is None else len(maps.stage_to_depth_map),
+    }
+    counted = {key: count for key, count in stages.items() if count is not None}
+    if len(set(counted.values())) > 1:
+        told = ", ".join(f"{key} has {count}" for key, count in counted.items())
+        raise ValueError(f"the maps differ in the number of stages: {told}: make them equal")
+    return maps
+
+
+def _modules(value: Any) -> tuple[int, ...]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(
+            f"{MODULES} is {_shown(value)}: write one stage for each block, such as [0, 0, 1, 1]"
+        )
+    allowed: tuple[int, ...] = (0,)  # the stages that the next block may be on
+    for block, stage in enumerate(value):
+        if not _whole(stage) or stage not in allowed:
+            expected = " or ".join(map(str, allowed))
+            raise ValueError(
+                f"{MODULES}, block {block}: the stage is {_shown(stage)}, expected {expected}: "
+                "stages start with 0 and rise by one, without gaps"
+            )
+        allowed = (stage, stage + 1)
+    return tuple(value)
+
+
+def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
+    example = '{"0": [0, 1], "1": [2]}'
+    following = 0
+    stages = _by_stage(RANKS, value, example)
+    for stage, ranks in enumerate(stages):
+        if not isinstance(ranks, list) or not ranks:
+            raise ValueError(
+                f"{RANKS}, stage {stage}: {_shown(ranks)} is no list of ranks: write {example} or the like"
+            )
+        for rank in ranks:
+            if not _whole(rank) or rank != following:
+                raise ValueError(
+                    f"{RANKS}, stage {stage}: the rank is {_shown(rank)}, expected {following}: "
+                    "every rank stands once, in order, from 0 on"
+                )
+            following += 1
+    return tuple(tuple(ranks) for ranks in stages)
+
+
+def _depths(value: Any) -> tuple[int, ...]:
+    stages = _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
+    right = list(range(len(stages) - 1, -1, -1))
+    if not all(_whole(depth) for depth in stages) or stages != right:
+        written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
+        turned = " (it is the wrong way round)" if stages == right[::-1] else ""
+        raise ValueError(
+            f"{DEPTHS} is {_shown(value)}{turned}: the first of {len(stages)} stages runs {right[0]} forwards "
+            f"before its first backward, the last none: write {written}"
+        )
+    return tuple(right)
+
+
+def _by_stage(name: str, value: Any, example: str) -> list[Any]:
+    """The values in the order of the stages that they belong to."""
+    if not isinstance(value, dict) or not value:
+        raise ValueError(f"{name} is {_shown(value)}: write {example} or the like")
+    for stage in map(str, range(len(value))):
+        if stage not in value:
+            raise ValueError(
+                f'{name} is {_shown(value)}: it has {len(value)} stages, but no "{stage}": '
+                f'number them from "0" to "{len(value) - 1}"'
+            )
+    return [value[str(stage)] for stage in range(len(value))]
+
+
+def _whole(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
+
+
+def _shown(value: Any) -> str:
+    text = _REPR.repr(value)  # of something nested thousands deep the plain one would fail
+    return text if len(text) <= 60 else text[:57] + "..."

@@ -1,0 +1,64 @@
+"""Keys given on the command line: `--set key=value`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from vpipe.errors import ConfigError
+from vpipe.system.files import parse_yaml
+
+AUTO = "auto"
+"""The partition that is planned before the run."""
+PATHS = ("model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container")
+
+
+def read_settings(written: Sequence[str]) -> dict[str, Any]:
+    """Values as YAML reads them: `--set batch_size=16 --set replicas=[2,1]`.
+
+    A path on the command line is relative to where we stand, unlike one in a file.
+    """
+    settings: dict[str, Any] = {}
+    for text in written:
+        key, equals, value = text.partition("=")
+        if not equals or not key.strip():
+            raise ConfigError(f"--set {_shown(text)}: write key=value, such as --set batch_size=16")
+        try:
+            settings[key.strip()] = parse_yaml(value)
+        except yaml.YAMLError:
+            raise ConfigError(f"--set {_shown(text)}: the value cannot be read as YAML") from None
+    return {key: _absolute(value) if is_path(key, value) else value for key, value in settings.items()}
+
+
+def rank_arguments(config: Path, settings: Sequence[str]) -> list[str]:
+    """The arguments that give a rank the same configuration: it may start in another directory."""
+    given = read_settings(settings)
+    return [str(config.absolute()), *(part for text in _written(given) for part in ("--set", text))]
+
+
+def _written(settings: dict[str, Any]) -> list[str]:
+    texts = (
+        yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n") for value in settings.values()
+    )
+    return [f"{key}={text.strip()}" for key, text in zip(settings, texts, strict=True)]
+
+
+def _shown(text: str) -> str:
+    """As it was written, unless that would fill more than a line."""
+    return text if len(text) <= 80 and text.isprintable() else repr(text[:80])
+
+
+def is_path(key: str, value: Any) -> bool:
+    """Whether the value is the path of a file or a directory."""
+    if not isinstance(value, str):
+        return False
+    if key == "partition" and value == AUTO:
+        return False
+    return key in PATHS or (key == "schedule" and value.endswith(".csv"))
+
+
+def _absolute(value: str) -> str:
+    return str(Path(value).absolute())

@@ -1,0 +1,75 @@
+"""What must be equal on every rank, compared before it would be found out by a wrong result or a standstill."""
+
+import hashlib
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import nn
+
+from vpipe.communication import World, agree, agree_on
+from vpipe.pipeline.assembly import TrainingOptions
+from vpipe.pipeline.layout import Layout
+from vpipe.runtime import Feed
+from vpipe.schedule import Schedule
+
+SAME_ARGUMENTS = "give every rank the same arguments"
+
+
+def agree_on_run(world: World, layout: Layout, model: nn.Module, options: TrainingOptions) -> None:
+    """The ranks have the same model, cut alike, trained alike in the same order."""
+    for what, value, fix in _described(layout, model, options):
+        agree_on(world, what, value, fix)
+
+
+def agree_on_data(world: World, feed: Feed) -> None:
+    """Every rank reads the data itself, so all must read the same; the first batch stands for all."""
+    agree(world, "first batch", lambda: feed.exists(feed.offset))
+    digest = hashlib.sha256()
+    for name, tensor in (feed.first_batch or {}).items():
+        digest.update(name.encode() + str(tuple(tensor.shape)).encode())
+        digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
+    fix = "give every rank a loader that yields the same batches in the same order (seed its shuffling)"
+    agree_on(world, "first batch", digest.hexdigest()[:16], fix)
+
+
+def _described(layout: Layout, model: nn.Module, options: TrainingOptions) -> list[tuple[str, Any, str]]:
+    """(what, value, fix)"""
+    schedule = layout.schedule
+    order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
+    return [
+        ("version of torch", torch.__version__, "install the same on every host"),
+        ("model", layout.graph.fingerprint[:16], "build the same model on every rank"),
+        ("schedule", order, SAME_ARGUMENTS),
+        ("update_interval", schedule.update_interval, SAME_ARGUMENTS),
+        ("order of actions", _programs_digest(schedule), "give every rank the same schedule"),
+        ("clip_norm", options.clip_norm, SAME_ARGUMENTS),
+        ("partition", list(layout.partition), SAME_ARGUMENTS),
+        ("seed", options.seed, "give every rank the same seed"),
+        (
+            "set of initial weights",
+            _weights_digest(model),
+            "call torch.manual_seed before building the model",
+        ),
+        ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
+    ]
+
+
+def _programs_digest(schedule: Schedule) -> str:
+    """Of the beginning of every rank's program."""
+    digest = hashlib.sha256()
+    for rank in range(schedule.num_ranks):
+        digest.update(" ".join(map(str, islice(schedule.program(rank), 1000))).encode() + b"\n")
+    return digest.hexdigest()[:16]
+
+
+def _weights_digest(model: nn.Module) -> str:
+    """Of a sample of each initial tensor; those on `meta` have no values yet."""
+    digest = hashlib.sha256()
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        digest.update(name.encode())
+        if not tensor.is_meta and tensor.numel():
+            flat = tensor.detach().reshape(-1)
+            sample = flat[:: max(1, flat.numel() // 256)].cpu().double()
+            digest.update(sample.numpy().tobytes())
+    return digest.hexdigest()[:16]

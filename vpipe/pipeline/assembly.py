@@ -1,0 +1,147 @@
+"""The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
+
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import nn
+
+from vpipe.communication import CommunicationHandler
+from vpipe.cost.plan_file import RECOMPUTE, SWAP
+from vpipe.errors import VPipeError
+from vpipe.pipeline.layout import Layout
+from vpipe.runtime import GradientExchange, Losses, StageRuntime, Updates
+from vpipe.runtime.routes import Routes
+from vpipe.schedule import Schedule
+from vpipe.schedule.facts import holding
+from vpipe.stage import Stage, StageModule
+from vpipe.stage.compiled import check_compiler
+from vpipe.stage.graph_pool import GraphPool
+from vpipe.stage.precision import LossScale
+from vpipe.system.device import check_cuda_graphs
+from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
+
+ROUNDS = 64
+"""Actions of a program for each rank, after which a pipeline is as full as it gets."""
+
+
+@dataclass(frozen=True)
+class TrainingOptions:
+    """How the stages compute and learn: arguments of `Pipeline`, under the same names."""
+
+    optimizer: OptimizerFactory
+    lr_scheduler: SchedulerFactory | None
+    compile: bool | str
+    cuda_graphs: bool
+    clip_norm: float | None
+    on_nonfinite: str | None
+    seed: int
+
+    def __post_init__(self) -> None:
+        if self.on_nonfinite not in (None, "stop", "skip"):
+            raise VPipeError(f"unknown on_nonfinite {self.on_nonfinite!r}: choose stop, skip or None")
+
+    @property
+    def compiler(self) -> str | None:
+        """The backend of torch.compile that compiles the blocks, if any does."""
+        return "inductor" if self.compile is True else self.compile or None
+
+
+def assemble(
+    layout: Layout, model: nn.Module, handler: CommunicationHandler, options: TrainingOptions
+) -> StageRuntime:
+    """Build what this rank holds: its own stages only."""
+    if options.compiler is not None:
+        _check_compile(layout, options.compiler, handler.device)
+    if options.cuda_graphs:
+        _check_graphs(layout, handler.device)
+    schedule = layout.schedule
+    split = layout.splits_backward(handler.rank)
+    stages = {
+        index: _make_stage(layout, index, model, options, handler.device, rank=handler.rank, split=split)
+        for index in schedule.stages_of(handler.rank)
+    }
+    loss_scale = LossScale.for_precision(layout.precision)
+    exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, layout.lag, loss_scale)
+    updates = Updates(
+        handler,
+        exchange,
+        stages,
+        synchronous=schedule.synchronous,
+        interval=schedule.update_interval,
+        clip_norm=options.clip_norm,
+        loss_scale=loss_scale,
+        on_nonfinite=options.on_nonfinite,
+    )
+    # Updates that a host may be ahead of its GPU.
+    late = 0 if handler.device.type == "cpu" else layout.lag + 1
+    losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=options.on_nonfinite == "stop")
+    routes = Routes(layout.graph, layout.stage_graphs, schedule, handler.rank)
+    return StageRuntime(stages, routes, handler, exchange, updates, losses)
+
+
+def _check_compile(layout: Layout, backend: str, device: torch.device) -> None:
+    if layout.graph.trace.boundaries is not None:
+        raise VPipeError(
+            "compile is asked for, but the model could not be captured and its children run as they stand, which "
+            "nothing can compile: leave compile out, or wrap the children in torch.compile yourself"
+        )
+    check_compiler(backend, device)
+
+
+def _check_graphs(layout: Layout, device: torch.device) -> None:
+    check_cuda_graphs(device)
+    if layout.graph.trace.boundaries is not None:
+        raise VPipeError(
+            "cuda_graphs are asked for, but the model could not be captured and its children run as they stand: "
+            "what they do differently from minibatch to minibatch would be lost; leave cuda_graphs out"
+        )
+
+
+def _make_stage(
+    layout: Layout,
+    index: int,
+    model: nn.Module,
+    options: TrainingOptions,
+    device: torch.device,
+    *,
+    rank: int,
+    split: bool,
+) -> Stage:
+    graph = layout.stage_graphs[index]
+    module = StageModule(
+        graph,
+        model,
+        recompute=layout.blocks_to(RECOMPUTE, index),
+        swap=layout.blocks_to(SWAP, index),
+        split=split,
+        compile=options.compiler,
+        device=device,
+        seed=options.seed,
+    )
+    dtype = layout.compute_dtype
+    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
+    if dtype is not None:
+        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
+    weights = OptimizerWithWeightStashing(
+        module.parameters_by_name,
+        options.optimizer,
+        tied=[name for name, holders in layout.tied.items() if index in holders],
+        master_values=originals,
+        lr_scheduler=options.lr_scheduler,
+        update_interval=layout.schedule.update_interval,
+        versions=_versions(layout.schedule, rank, index),
+    )
+    evaluation = StageModule(graph, module, training=False)
+    # What is swapped leaves and comes on streams of its own, when its time has come: no tape does that.
+    taped = options.cuda_graphs and not module.swaps
+    tapes = GraphPool(module, weights, options.seed) if taped else None
+    return Stage(graph, module, evaluation, weights, options.seed, tapes)
+
+
+def _versions(schedule: Schedule, rank: int, stage: int) -> int:
+    """The most of the weights that a rank will hold of a stage: the first rounds of its program tell."""
+    begin = islice(schedule.program(rank), ROUNDS * schedule.num_ranks)
+    return holding(action for action in begin if action.stage == stage).versions

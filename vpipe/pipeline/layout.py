@@ -1,0 +1,230 @@
+"""The layout of a run: blocks to stages, stages to ranks, and what follows from that. Equal on every rank."""
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.communication import BUFFERED_MESSAGES
+from vpipe.cost.plan_file import POLICIES, recomputed_from_end
+from vpipe.errors import PartitionError, ScheduleError
+from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
+from vpipe.runtime.feed import Fields
+from vpipe.schedule import Action, Op, Schedule, build, check, lower
+from vpipe.schedule.builders import ASYNCHRONOUS
+from vpipe.stage.precision import compute_dtype, skeleton
+
+StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
+
+
+@dataclass
+class Layout:
+    graph: ModelGraph
+    partition: tuple[int, ...]
+    stage_graphs: tuple[StageGraph, ...]
+    schedule: Schedule  # lowered
+    policies: tuple[str, ...]  # keep, recompute or swap, for each block
+    tied: dict[str, tuple[int, ...]]
+    precision: str
+    _for_count: Callable[[int], Schedule]
+    _ragged: dict[int, Schedule] = field(default_factory=dict)
+
+    @property
+    def buffer(self) -> int:
+        """Messages of one tensor that may be under way: enough that a full pipeline never waits for room."""
+        return max(BUFFERED_MESSAGES, 2 * self.schedule.num_stages)
+
+    @property
+    def compute_dtype(self) -> torch.dtype | None:
+        return compute_dtype(self.precision)
+
+    def blocks_to(self, policy: str, stage: int) -> list[int]:
+        """The blocks of a stage that this policy is for."""
+        return [block for block in self.stage_graphs[stage].blocks if self.policies[block] == policy]
+
+    def splits_backward(self, rank: int) -> bool:
+        """Whether the rank's program takes input gradients and weight gradients apart."""
+        return any(action.op is Op.W for action in islice(self.schedule.program(rank), 10_000))
+
+    @property
+    def lag(self) -> int:
+        """After how many updates everything that stage 0 did for an update is known to all."""
+        return self.schedule.lag
+
+    def program(self, rank: int, count: int) -> Iterator[Action]:
+        """The program of a synchronous update with this many minibatches; the last update may have fewer."""
+        if count == self.schedule.minibatches:
+            return self.schedule.program(rank)
+        if count not in self._ragged:
+            self._ragged[count] = self._for_count(count)
+        return self._ragged[count].program(rank)
+
+    def normalise(self, batch: Any) -> Fields:
+        """The batch's fields by name, checked, in the compute dtype."""
+        fields = self.graph.batch_fields(batch)
+        dtype = self.compute_dtype
+        if dtype is None:
+            return fields
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
+
+    def state_entries(self) -> list[StateEntry]:
+        """Everything that a full state holds, in a fixed order, each from the first stage that has it."""
+        entries: dict[str, StateEntry] = {}
+        for stage in self.stage_graphs:
+            owner = self.schedule.placement[stage.index][0]
+            for name in (*stage.parameters, *stage.buffers):
+                info = self.graph.parameters.get(name) or self.graph.buffers[name]
+                entries.setdefault(name, (name, owner, info.shape, info.dtype))
+        return list(entries.values())
+
+
+@dataclass(frozen=True)
+class LayoutOptions:
+    """How a model is cut, placed and scheduled: arguments of `Pipeline`, under the same names."""
+
+    stages: int | None
+    schedule: str | Schedule
+    minibatches: int | None
+    update_interval: int | None
+    chunks: int | None
+    replicas: Sequence[int] | None
+    partition: Sequence[int] | None
+    recompute_ratio: Sequence[float] | float
+    policies: Sequence[str] | None
+    precision: str
+
+
+def make_layout(
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    ranks: int,
+    options: LayoutOptions,
+) -> Layout:
+    """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
+    dtype = compute_dtype(options.precision)
+    graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+    plain, for_count = _schedule(options, ranks)
+    partition = _partition(options.partition, graph, plain)
+    stage_graphs = graph.stages(partition)
+    trained = {name for name, info in graph.parameters.items() if info.requires_grad}
+    ties = {name: holders for name, holders in tied(stage_graphs).items() if name in trained}
+    shared = {stage for holders in ties.values() for stage in holders}
+    links = edges(stage_graphs)
+
+    def lowered(count: int) -> Schedule:
+        return lower(for_count(count), links, shared)
+
+    layout = Layout(
+        graph,
+        tuple(partition),
+        stage_graphs,
+        plain if plain.lowered else lower(plain, links, shared),
+        _policies(stage_graphs, options.recompute_ratio, options.policies),
+        ties,
+        options.precision,
+        lowered,
+    )
+    check(layout.schedule, buffer=layout.buffer)
+    return layout
+
+
+def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[int], Schedule]]:
+    """The schedule, and how it is made for an update of fewer minibatches."""
+    name = options.schedule
+    if isinstance(name, Schedule):
+        plain, for_count = name, partial(_only, name)
+    else:
+        positions = _positions(options.stages, options.replicas, ranks)
+        for_count = partial(
+            build,
+            name,
+            positions,
+            chunks=options.chunks,
+            replicas=options.replicas,
+            update_interval=options.update_interval,
+        )
+        plain = for_count(_count(name, options.minibatches, positions))
+    if plain.num_ranks != ranks:
+        raise ScheduleError(
+            f"schedule {plain.name!r} needs {plain.num_ranks} ranks and {ranks} were started: "
+            f"use torchrun --nproc-per-node {plain.num_ranks}, or other stages or replicas"
+        )
+    return plain, for_count
+
+
+def _partition(partition: Sequence[int] | None, graph: ModelGraph, schedule: Schedule) -> Sequence[int]:
+    if partition is None:
+        return graph.partition_for_ranks(schedule.placement)
+    if len(partition) != schedule.num_stages:
+        raise PartitionError(
+            f"partition {list(partition)} has {len(partition)} stages, schedule {schedule.name!r} "
+            f"has {schedule.num_stages}: give one count of blocks for each"
+        )
+    return partition
+
+
+def _positions(stages: int | None, replicas: Sequence[int] | None, ranks: int) -> int:
+    if replicas is not None:
+        if stages not in (None, len(replicas)):
+            raise ScheduleError(f"stages is {stages} but replicas {list(replicas)} names {len(replicas)}")
+        return len(replicas)
+    return ranks if stages is None else stages
+
+
+def _count(name: str, minibatches: int | None, positions: int) -> int | None:
+    """Minibatches of a program: all of an update's, or as many as the data has."""
+    if name not in ASYNCHRONOUS:
+        return 2 * positions if minibatches is None else minibatches
+    if minibatches is not None:
+        raise ScheduleError(
+            f"minibatches is {minibatches}, but schedule {name!r} is asynchronous and does not stop after an "
+            f"update: give update_interval={minibatches} if an update is to be made of so many"
+        )
+    return None
+
+
+def _only(schedule: Schedule, count: int) -> Schedule:
+    if count != schedule.minibatches:
+        raise ScheduleError(
+            f"the data ended with {count} minibatches and schedule {schedule.name!r} is written for "
+            f"{schedule.minibatches}: give a number of batches that it divides"
+        )
+    return schedule
+
+
+def _policies(
+    stages: Sequence[StageGraph], ratio: Sequence[float] | float, policies: Sequence[str] | None
+) -> tuple[str, ...]:
+    """What is done with each block: as given, or as the share of each stage's blocks that is recomputed says."""
+    if policies is None:
+        return _recomputed(stages, ratio)
+    if ratio != 0.0:
+        raise PartitionError(
+            f"recompute_ratio is {ratio} and policies are given, which say it for each block: leave one of them out"
+        )
+    blocks = sum(len(stage.blocks) for stage in stages)
+    if len(policies) != blocks:
+        raise PartitionError(
+            f"policies has {len(policies)} entries, the model has {blocks} blocks: give one for each"
+        )
+    for block, policy in enumerate(policies):
+        if policy not in POLICIES:
+            raise PartitionError(f"policy of block {block} is {policy!r}: choose from {', '.join(POLICIES)}")
+    return tuple(policies)
+
+
+def _recomputed(stages: Sequence[StageGraph], ratio: Sequence[float] | float) -> tuple[str, ...]:
+    ratios = list(ratio) if isinstance(ratio, Sequence) else [ratio] * len(stages)
+    if len(ratios) != len(stages):
+        raise PartitionError(
+            f"recompute_ratio {ratios} has {len(ratios)} entries, the model has {len(stages)} stages: give one for each"
+        )
+    for stage, share in enumerate(ratios):
+        if not 0 <= share <= 1:
+            raise PartitionError(f"recompute_ratio of stage {stage} is {share}: it must lie between 0 and 1")
+    return recomputed_from_end([len(stage.blocks) for stage in stages], ratios)

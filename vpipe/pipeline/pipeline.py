@@ -1,0 +1,231 @@
+"""The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
+from vpipe.errors import VPipeError
+from vpipe.pipeline.agreement import agree_on_run
+from vpipe.pipeline.assembly import TrainingOptions, assemble
+from vpipe.pipeline.layout import LayoutOptions, make_layout
+from vpipe.pipeline.loop import Loop
+from vpipe.pipeline.state import WholeState
+from vpipe.runtime import Fields, count_samples
+from vpipe.schedule import Schedule
+from vpipe.stage.stage import StageState
+from vpipe.system import faults
+from vpipe.system.device import choose_device
+from vpipe.weights import OptimizerFactory, SchedulerFactory
+
+T = TypeVar("T")
+
+
+class Pipeline:
+    """Trains `model` over the ranks of a torchrun job; every rank runs the same script.
+
+    The loader that `train` is given yields minibatches like `example_batch`, the same on every rank: a dict (keys:
+    parameters of `forward`), a sequence or one tensor. Fields that `forward` does not take go to
+    `loss_fn(output, *rest)`; without a `loss_fn` the output has to contain the loss.
+
+    optimizer, lr_scheduler
+        Make the optimizer of a list of parameters, and the scheduler of an optimizer, which is stepped at each update.
+    stages, replicas, chunks
+        Positions of the pipeline (as many as ranks), ranks of each, and stages on each rank ("interleaved").
+    schedule, minibatches, update_interval
+        The order of the work, by name or as a `Schedule`. A synchronous one makes one update from `minibatches` of the
+        loader's (twice the positions), an asynchronous one from `update_interval` (1 for "pipedream").
+    partition
+        Blocks of each stage (`vpipe blocks` lists them); if not given, stages of about equal work.
+    recompute_ratio, policies
+        What becomes of activations between forward and backward: the share of each stage's blocks, from its end, that
+        is recomputed, or for each block of the model "keep", "recompute" or "swap" (they wait in host memory).
+    precision, compile, cuda_graphs
+        "fp32", "bf16" or "fp16" (weights stay float32 for the optimizer). True, or the name of a backend other than
+        inductor, lets torch.compile compile the blocks. On a GPU a stage's work for a minibatch can be recorded as CUDA
+        graphs: small minibatches are then no longer as slow as their host (see docs/performance.md).
+    clip_norm, on_nonfinite
+        The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
+        NonFiniteError before the update, "skip" passes over the update; None: nobody looks.
+    loss_weight
+        What a minibatch counts in its update's loss: by default the number of its samples.
+    seed
+        Of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or schedule; and of
+        the weights of a model on `meta`.
+    device, channel, timeout
+        "cpu" or "cuda:0" (by default a GPU for each rank, where there are any), what carries tensors between ranks, and
+        how many seconds a rank waits for another.
+    world
+        Ranks that are not torchrun's processes, such as threads (`vpipe.pipeline.threads`).
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        example_batch: Any,
+        *,
+        optimizer: OptimizerFactory,
+        stages: int | None = None,
+        schedule: str | Schedule = "1f1b",
+        minibatches: int | None = None,
+        update_interval: int | None = None,
+        chunks: int | None = None,
+        replicas: Sequence[int] | None = None,
+        partition: Sequence[int] | None = None,
+        recompute_ratio: Sequence[float] | float = 0.0,
+        policies: Sequence[str] | None = None,
+        precision: str = "fp32",
+        compile: bool | str = False,
+        cuda_graphs: bool = False,
+        clip_norm: float | None = None,
+        on_nonfinite: str | None = None,
+        loss_fn: Callable[..., Tensor] | None = None,
+        loss_weight: Callable[[Fields], float] = count_samples,
+        lr_scheduler: SchedulerFactory | None = None,
+        seed: int = 0,
+        device: str | torch.device | None = None,
+        channel: str = "auto",
+        timeout: float = 600.0,
+        world: World | None = None,
+    ) -> None:
+        layout_options = LayoutOptions(
+            stages=stages,
+            schedule=schedule,
+            minibatches=minibatches,
+            update_interval=update_interval,
+            chunks=chunks,
+            replicas=replicas,
+            partition=partition,
+            recompute_ratio=recompute_ratio,
+            policies=policies,
+            precision=precision,
+        )
+        training_options = TrainingOptions(
+            optimizer=optimizer,
+            lr_scheduler=lr_scheduler,
+            compile=compile,
+            cuda_graphs=cuda_graphs,
+            clip_norm=clip_norm,
+            on_nonfinite=on_nonfinite,
+            seed=seed,
+        )
+        self.world = world or ProcessWorld(channel, timeout)
+        self.rank = self.world.rank
+        self.device = self._take_device(device)
+        faults.point("init")
+        self.layout = self._in_turn(
+            "layout", lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options)
+        )
+        agree_on_run(self.world, self.layout, model, training_options)
+        self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
+        try:
+            self.runtime = self._in_turn(
+                "stages", lambda: assemble(self.layout, model, self.handler, training_options)
+            )
+            self._loop = Loop(self.layout, self.runtime, loss_weight)
+            self._whole = WholeState(self.layout, self.runtime)
+            self.handler.open()
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def schedule(self) -> Schedule:
+        return self.layout.schedule
+
+    @property
+    def updates(self) -> int:
+        """How many updates this rank has made."""
+        return self._loop.updates
+
+    @property
+    def learning_rate(self) -> float:
+        """The learning rate of this rank's next update; nan where it trains nothing."""
+        rates = [stage.optimizer.learning_rate for stage in self.runtime.stages.values()]
+        return next((rate for rate in rates if rate is not None), float("nan"))
+
+    def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
+        """Train on the batches, yielding (update, loss) in order, the same on every rank.
+
+        A loss comes when this rank has made the update (on a GPU some updates later, so that nobody has to wait
+        for it), so an asynchronous pipeline is then at work on later minibatches already. Leaving the loop early
+        drains it: leave at the same update on every rank.
+        """
+        return self._loop.train(batches)
+
+    def flush(self) -> None:
+        """Finish every minibatch that is under way on any rank. Call it on all ranks at the same update.
+
+        Inside a `train` loop training goes on afterwards, with an empty pipeline.
+        """
+        self._loop.flush()
+
+    def evaluate(self, batches: Iterable[Any]) -> float:
+        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
+        self.flush()
+        self._whole.equalise_buffers()
+        return self._loop.evaluate(batches)
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The newest weights and buffers of this rank's stages, under the model's own names."""
+        self.flush()
+        return self._whole.own()
+
+    def full_state_dict(self) -> dict[str, Tensor] | None:
+        """The whole model's weights and buffers on rank 0; None elsewhere. Call it on every rank."""
+        self.flush()
+        state = self._whole.gather()
+        self._loop.wait_for_all()  # whoever closes now would take with it what is still under way
+        return state
+
+    def load_state_dict(self, state: dict[str, Tensor]) -> None:
+        """Set the weights and buffers of this rank's stages; names of other stages are passed over."""
+        self.flush()
+        for stage in self.runtime.stages.values():
+            stage.load_state(state)
+
+    def training_state(self) -> tuple[dict[int, StageState], dict[str, Any]]:
+        """What resuming needs: of each stage that this rank answers for, and plain values equal on all ranks.
+
+        Names do not depend on the partition. What several stages hold is told by the first of them, and a
+        stage by the first of its replicas. An asynchronous pipeline is drained: call it on every rank.
+        """
+        self.flush()
+        return self._whole.for_resuming(), {"updates": self.updates, **self.runtime.updates.state()}
+
+    def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> None:
+        """Go on from the training state of all stages, of which the tensors of this rank's will do."""
+        if self._loop.training:
+            raise VPipeError("a training state cannot be loaded inside a `train` loop: leave the loop first")
+        for stage in self.runtime.stages.values():
+            stage.load_training_state(state)
+        self.runtime.updates.load_state(plain, plain["updates"])
+        self._loop.updates = plain["updates"]
+
+    def close(self) -> None:
+        """Free channels and connections. The pipeline cannot be used afterwards."""
+        faults.point("shutdown")
+        self.handler.close()
+
+    def __enter__(self) -> "Pipeline":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _take_device(self, wanted: str | torch.device | None) -> torch.device:
+        device = agree(self.world, "device", lambda: choose_device(wanted, self.world.local_rank))
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        return device
+
+    def _in_turn(self, what: str, make: Callable[[], T]) -> T:
+        """What `make` returns; ranks that are threads of one process take turns, and if it fails on one all end."""
+
+        def made() -> T:
+            with self.world.exclusive:
+                return make()
+
+        return agree(self.world, what, made)

@@ -1,0 +1,243 @@
+"""The record of what a rank did: every action with its times, in a ring that is made once and always on.
+
+An action costs one `pack_into` of 52 bytes; when the ring is full, the newest action takes the oldest one's place.
+Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.record.clocks`).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct
+from typing import Any, NamedTuple, Protocol
+
+from vpipe.errors import ConfigError
+from vpipe.schedule import Action, Op
+from vpipe.system.files import read_json, write_text
+
+CAPACITY = 1 << 16
+"""Actions that a ring holds: some 3 MB, of which the system gives only what is written to."""
+MEMORY = 4000
+"""Samples of the process' memory in a file at most."""
+FORMAT = "vpipe events 1"
+NO_VERSION = -1
+"""The weight version of an action that reads and makes none."""
+
+COLUMNS = ("actions", "start", "duration", "wait", "sent", "received", "version", "evaluation")
+"""The lists of a file, one entry an action. Times are whole nanoseconds, starts counted from `origin`."""
+
+_RECORD = Struct("=dddqqiiHB?")
+_OPS = tuple(Op)
+_CODES = {op: code for code, op in enumerate(_OPS)}
+
+
+class ClockOffset(NamedTuple):
+    """`seconds` are added to this rank's clock to get rank 0's; the error is at most half of `round_trip`."""
+
+    seconds: float
+    round_trip: float
+
+
+SAME_CLOCK = ClockOffset(0.0, 0.0)
+
+
+class Recorded(NamedTuple):
+    """One action as it ran: seconds, bytes, and the version that F, I and B read and STEP made."""
+
+    action: Action
+    start: float
+    end: float
+    wait: float = 0.0
+    sent: int = 0
+    received: int = 0
+    version: int = NO_VERSION
+    evaluation: bool = False
+
+    @property
+    def duration(self) -> float:
+        return self.end - self.start
+
+
+class StageBytes(NamedTuple):
+    """What a stage holds: one version of its weights, the optimizer's state, a minibatch in flight."""
+
+    weights: int
+    optimizer: int
+    minibatch: int
+
+
+class Samples(Protocol):
+    """The memory of a process, or of its device, over time."""
+
+    @property
+    def of(self) -> str: ...
+
+    @property
+    def times(self) -> Sequence[float]: ...
+
+    @property
+    def bytes(self) -> Sequence[int]: ...
+
+
+@dataclass(frozen=True)
+class RankEvents:
+    """What one rank's file tells, the oldest action first, in the time of rank 0."""
+
+    rank: int
+    actions: tuple[Recorded, ...]
+    lost: int = 0
+    """Older actions, whose places in the ring were taken."""
+    clock: ClockOffset = SAME_CLOCK
+    edges: tuple[tuple[int, int], ...] = ()
+    """Stages that make a value and stages that read it: (producer, reader)."""
+    held: Mapping[int, StageBytes] = field(default_factory=dict)
+    """By stage; empty if nobody counted."""
+    memory: tuple[tuple[float, int], ...] = ()
+    """Times and bytes: of the whole process, libraries included, or of what the device's allocator has handed out."""
+    memory_of: str = "process"
+
+
+class Events:
+    """The ring of one rank. `clock` is what `align_clocks` measured; `edges` go between the model's stages."""
+
+    def __init__(self, rank: int, edges: Iterable[tuple[int, int]] = (), *, capacity: int = CAPACITY) -> None:
+        self.rank = rank
+        self.edges = sorted(set(edges))
+        self.capacity = capacity
+        self.count = 0
+        self.clock = SAME_CLOCK
+        self._ring = bytearray(capacity * _RECORD.size)
+
+    def add(
+        self,
+        action: Action,
+        start: float,
+        end: float,
+        wait: float,
+        sent: int,
+        received: int,
+        version: int,
+        evaluation: bool,
+    ) -> None:
+        stage, op, minibatch = action
+        place = self.count % self.capacity * _RECORD.size
+        values = (start, end, wait, sent, received, minibatch, version, stage, _CODES[op], evaluation)
+        _RECORD.pack_into(self._ring, place, *values)
+        self.count += 1
+
+    @property
+    def lost(self) -> int:
+        return max(0, self.count - self.capacity)
+
+    @property
+    def last(self) -> Recorded | None:
+        """The newest action, in this rank's own time."""
+        return self._at(self.count - 1) if self.count else None
+
+    def actions(self) -> list[Recorded]:
+        """What the ring holds, the oldest first, in this rank's own time."""
+        return [self._at(number) for number in range(self.lost, self.count)]
+
+    def _at(self, number: int) -> Recorded:
+        start, end, wait, sent, received, minibatch, version, stage, code, evaluation = _RECORD.unpack_from(
+            self._ring, number % self.capacity * _RECORD.size
+        )
+        action = Action(stage, _OPS[code], minibatch)
+        return Recorded(action, start, end, wait, sent, received, version, evaluation)
+
+    def write(
+        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: Samples | None = None
+    ) -> Path:
+        """Write `events.<rank>.json` into a run's folder."""
+        path = folder / f"events.{self.rank}.json"
+        actions = self.actions()
+        origin = min((a.start for a in actions), default=0.0)
+        head = {
+            "format": FORMAT,
+            "rank": self.rank,
+            "lost": self.lost,
+            "origin": origin + self.clock.seconds,
+            "clock_offset": self.clock.seconds,
+            "round_trip": self.clock.round_trip,
+            "edges": self.edges,
+            "held": [[stage, *counts] for stage, counts in (held or {}).items()],
+            "memory_of": "process" if memory is None else memory.of,
+            "memory": [] if memory is None else _thinned(memory, origin),
+        }
+        # A column a line: compact, and still something that people can look at.
+        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
+        for key, values in _columns(actions, origin).items():
+            lines.append(f"{json.dumps(key)}: {json.dumps(values, separators=(',', ':'))}")
+        write_text(path, "{" + ",\n ".join(lines) + "}\n")
+        return path
+
+
+def _thinned(memory: Samples, origin: float) -> list[list[int]]:
+    """[nanoseconds from `origin`, bytes], of neighbours the largest, `MEMORY` of them at most."""
+    count = len(memory.bytes)
+    step = max(1, -(-count // MEMORY))
+    return [
+        [round(1e9 * (memory.times[place] - origin)), max(memory.bytes[place : place + step])]
+        for place in range(0, count, step)
+    ]
+
+
+def read_events(folder: Path) -> list[RankEvents]:
+    """The events of a run's ranks, in order of rank; none if it wrote none."""
+    found = [_read(path) for path in folder.glob("events.*.json")]
+    return sorted(found, key=lambda events: events.rank)
+
+
+def _columns(actions: Iterable[Recorded], origin: float) -> dict[str, list[Any]]:
+    rows = (
+        (
+            str(entry.action),
+            round(1e9 * (entry.start - origin)),
+            round(1e9 * entry.duration),
+            round(1e9 * entry.wait),
+            entry.sent,
+            entry.received,
+            entry.version,
+            int(entry.evaluation),
+        )
+        for entry in actions
+    )
+    columns: list[list[Any]] = [list(values) for values in zip(*rows, strict=True)]
+    return dict(zip(COLUMNS, columns or [[] for _ in COLUMNS], strict=True))
+
+
+def _read(path: Path) -> RankEvents:
+    told = read_json(path)
+    try:
+        if told["format"] != FORMAT:
+            raise ValueError(f"its format is {told['format']!r}")
+        origin = float(told["origin"])
+        actions = tuple(
+            Recorded(
+                Action.parse(name),
+                origin + start / 1e9,
+                origin + (start + duration) / 1e9,
+                wait / 1e9,
+                int(sent),
+                int(received),
+                int(version),
+                bool(evaluation),
+            )
+            for name, start, duration, wait, sent, received, version, evaluation in zip(
+                *(told[key] for key in COLUMNS), strict=True
+            )
+        )
+        clock = ClockOffset(float(told["clock_offset"]), float(told["round_trip"]))
+        edges = tuple((int(producer), int(reader)) for producer, reader in told["edges"])
+        held = {int(stage): StageBytes(*map(int, counts)) for stage, *counts in told.get("held", ())}
+        memory = tuple((origin + time / 1e9, int(count)) for time, count in told.get("memory", ()))
+        memory_of = str(told.get("memory_of", "process"))
+        return RankEvents(
+            int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory, memory_of
+        )
+    except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"
+        ) from None

@@ -1,0 +1,232 @@
+"""The module that runs a stage: its own parameters under the model's names, its blocks as functions."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, fx, nn
+
+from vpipe.graph.materialise import materialise
+from vpipe.graph.trace import Input, Kind
+from vpipe.stage.compiled import Compiler
+from vpipe.stage.held import HeldSaver, address
+from vpipe.stage.random import RandomContext
+from vpipe.stage.recompute import run_recomputed
+from vpipe.stage.segment import Options, Segment, build_segment
+
+if TYPE_CHECKING:
+    from vpipe.graph.blocks import Block
+    from vpipe.graph.stages import StageGraph
+
+
+class StageModule(nn.Module):
+    """A stage with parameters. `parameters_by_name` and `buffers_by_name` use the model's own names.
+
+    `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or another
+    StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of the model) of blocks
+    whose activations are not kept, `swap` those whose activations wait for backward in `context.swap`; `split=True`
+    postpones weight gradients to `context.deferred`; `compile` names the backend of torch.compile that compiles the
+    blocks; `training=False` turns dropout off and uses running statistics. The module lives on `device`; by default on
+    the cpu, or where the other StageModule lives.
+    """
+
+    def __init__(
+        self,
+        stage: StageGraph,
+        source: nn.Module,
+        *,
+        recompute: Collection[int] = (),
+        swap: Collection[int] = (),
+        split: bool = False,
+        compile: str | None = None,
+        training: bool = True,
+        device: torch.device | str | None = None,
+        seed: int = 0,
+    ) -> None:
+        super().__init__()
+        self.stage = stage
+        self.training = training
+        self.device = _device_of(source) if device is None else torch.device(device)
+        self._constants: dict[str, Tensor]
+        if isinstance(source, StageModule):
+            self._parameters.update(source._parameters)
+            self._buffers.update(source._buffers)
+            self._constants = source._constants
+        else:
+            self._take_tensors(source, seed)
+        self._free = _free_segment(stage, Options(self.device, training, split))
+        options = Options(self.device, training, split, Compiler(compile) if compile else None)
+        self._segments = _segments(stage, recompute if training else (), swap if training else (), options)
+        self.swaps = any(segment.swap for segment in self._segments)
+        self.splits = split
+        self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
+
+    def _take_tensors(self, model: nn.Module, seed: int) -> None:
+        stage, device = self.stage, self.device
+        tensors = materialise(model, [*stage.parameters, *stage.buffers], seed)
+        # nn.Module refuses names with dots in its own setters, but keeps them well.
+        for name in stage.parameters:
+            trained = name not in stage.trace.frozen
+            self._parameters[name] = nn.Parameter(tensors[name].to(device), requires_grad=trained)
+        for name in stage.buffers:
+            self._buffers[name] = tensors[name].to(device)
+        self._constants = {name: tensor.to(device) for name, tensor in stage.trace.constants.items()}
+
+    @property
+    def parameters_by_name(self) -> dict[str, nn.Parameter]:
+        return {name: parameter for name, parameter in self._parameters.items() if parameter is not None}
+
+    @property
+    def buffers_by_name(self) -> dict[str, Tensor]:
+        return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
+
+    @property
+    def blocks_that_draw(self) -> list[int]:
+        """Those that seed the generators."""
+        graphs = [segment.function.graph for segment in self._segments]
+        return [node.args[1] for g in graphs for node in g.find_nodes(op="call_method", target="seed_block")]
+
+    @contextmanager
+    def reading(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
+        """Meanwhile these are read in place of the module's own of the same names."""
+        own = self._parameters
+        self._parameters = {**own, **parameters}
+        try:
+            yield
+        finally:
+            self._parameters = own
+
+    def forward(
+        self, values: Mapping[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext
+    ) -> dict[str, Tensor]:
+        """Values that other stages read, by name; `loss` in addition where the stage computes it."""
+        return self.run_blocks({**values, **self.free_values(fields, context)}, fields, context)
+
+    def free_values(self, fields: Mapping[str, Tensor], context: RandomContext) -> dict[str, Tensor]:
+        """What the stage computes for itself from the batch alone."""
+        if not self._free:
+            return {}
+        sources = self._sources(fields)
+        known: dict[str, Tensor] = {}
+        for segment in self._free:
+            made = segment.function.forward(context, *_arguments(segment, sources, known))
+            known.update(zip(segment.outputs, made, strict=True))
+        return known
+
+    def run_blocks(
+        self, known: dict[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext
+    ) -> dict[str, Tensor]:
+        """`forward`, given the values of other stages and the free ones."""
+        sources = self._sources(fields)
+        graded = torch.is_grad_enabled()
+        saver = HeldSaver(context.held, self._outside(fields) if graded and self._watched(context) else ())
+        inputs = {address(known[name]) for name in self.stage.reads} if context.swap else ()
+        for segment in self._segments:
+            arguments = _arguments(segment, sources, known)
+            made: tuple[Tensor, ...]
+            if segment.recompute and graded:
+                made = run_recomputed(segment, context, arguments, saver)
+            elif segment.swap and graded and context.swap is not None:
+                with context.swap.saving(saver, inputs):
+                    made = segment.function.forward(context, *arguments)
+            elif graded and context.held is not None:
+                with saver.saving():
+                    made = segment.function.forward(context, *arguments)
+            else:
+                made = segment.function.forward(context, *arguments)
+            known.update(zip(segment.outputs, made, strict=True))
+        results = {name: known[name] for name in self.stage.writes}
+        if graded:
+            for name in self._graded:
+                if not results[name].requires_grad:
+                    # Readers send a gradient for it: let it end here.
+                    results[name] = results[name].detach().requires_grad_()
+        if self.stage.is_criterion:
+            results["loss"] = known["loss"]
+        return results
+
+    def _sources(self, fields: Mapping[str, Tensor]) -> dict[Kind, Mapping[str, Any]]:
+        return {
+            Kind.FIELD: fields,
+            Kind.PARAMETER: self._parameters,
+            Kind.BUFFER: self._buffers,
+            Kind.CONSTANT: self._constants,
+        }
+
+    def _watched(self, context: RandomContext) -> bool:
+        """Whether it matters which storages are there anyway."""
+        return context.held is not None or (context.swap is not None and self.swaps)
+
+    def _outside(self, fields: Mapping[str, Tensor]) -> set[int]:
+        """Where the storages lie that are there with and without this minibatch, and those of the raw batch."""
+        return {address(t) for tensors in self._sources(fields).values() for t in tensors.values()}
+
+
+def _arguments(
+    segment: Segment, sources: Mapping[Kind, Mapping[str, Any]], known: Mapping[str, Tensor]
+) -> list[Tensor]:
+    return [
+        sources[origin.kind][origin.name] if isinstance(origin, Input) else known[origin]
+        for origin in segment.inputs
+    ]
+
+
+def _device_of(source: nn.Module) -> torch.device:
+    return source.device if isinstance(source, StageModule) else torch.device("cpu")
+
+
+def _free_segment(stage: StageGraph, options: Options) -> list[Segment]:
+    """One segment for all free operations of the stage, run before its blocks."""
+    own = [node for block in stage.owned for node in block.nodes]
+    free = set(stage.free)
+    outputs = [
+        node
+        for node in dict.fromkeys(arg for op in own for arg in op.all_input_nodes)
+        if node in free and node.op != "get_attr"
+    ]
+    if not outputs:
+        return []
+    return [build_segment(stage.trace, [(None, stage.free)], outputs, stage.ownership.clusters, options)]
+
+
+def _segments(
+    stage: StageGraph, recompute: Collection[int], swap: Collection[int], options: Options
+) -> list[Segment]:
+    """Runs of kept blocks together, runs of swapped ones too, each recomputed block alone."""
+    groups: list[list[Block]] = []
+    for block in stage.owned:
+        if (
+            groups
+            and block.index not in recompute
+            and groups[-1][-1].index not in recompute
+            and (block.index in swap) == (groups[-1][-1].index in swap)
+        ):
+            groups[-1].append(block)
+        else:
+            groups.append([block])
+    return [
+        build_segment(
+            stage.trace,
+            [(block.index, block.nodes) for block in group],
+            _outputs(stage, group),
+            stage.ownership.clusters,
+            options,
+            recompute=group[0].index in recompute,
+            swap=group[0].index in swap,
+        )
+        for group in groups
+    ]
+
+
+def _outputs(stage: StageGraph, group: Iterable[Block]) -> list[fx.Node]:
+    """What later segments or other stages read, and the loss."""
+    own = [node for block in group for node in block.nodes]
+    inside = set(own)
+    return [
+        node
+        for node in own
+        if node is stage.trace.loss or any(user.op != "output" and user not in inside for user in node.users)
+    ]

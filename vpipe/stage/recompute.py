@@ -1,0 +1,107 @@
+"""Recomputing: a block runs again when backward first asks for what its forward did not keep.
+
+    forward    every tensor that autograd wants to save becomes an empty slot
+    backward   the first slot that is read runs the block again, up to its last save, and fills all slots
+
+The second run draws the same random numbers (each block seeds its own), reads the weights that the parameters
+point at (backward has set them to the forward's version), and sees mutable buffers as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+from weakref import ref
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from vpipe.graph.trace import Input
+from vpipe.stage.held import HeldSaver, Hold
+from vpipe.stage.random import RandomContext
+from vpipe.stage.segment import Segment
+
+
+class _SavedSlot:
+    """The place of a saved tensor. Dies with the node that saved it, and so does the tensor."""
+
+    __slots__ = ("__weakref__", "hold")
+    hold: Hold | None
+
+    def __init__(self) -> None:
+        self.hold = None
+
+
+class _Enough(Exception):
+    """All slots are filled: the rest of the block need not run."""
+
+
+class _Replay:
+    def __init__(
+        self, segment: Segment, context: RandomContext, arguments: Sequence[Any], saver: HeldSaver
+    ) -> None:
+        self._function = segment.function.forward
+        self._context = context
+        self._saver = saver
+        self._arguments = list(arguments)
+        for position in segment.mutated:
+            self._arguments[position] = arguments[position].clone()
+        self._values = {
+            position: saver.keep(value)
+            for position, (origin, value) in enumerate(zip(segment.inputs, arguments, strict=True))
+            if not isinstance(origin, Input) and isinstance(value, Tensor)
+        }
+        self._graded = {position for position in self._values if arguments[position].requires_grad}
+        self._versions = {position: arguments[position]._version for position in self._values}
+        for position in self._values:
+            self._arguments[position] = None
+        self._slots: list[ref[_SavedSlot]] = []
+
+    def pack(self, tensor: Tensor) -> _SavedSlot:
+        slot = _SavedSlot()
+        self._slots.append(ref(slot))
+        return slot
+
+    def unpack(self, slot: _SavedSlot) -> Tensor:
+        if slot.hold is None:
+            self._run()
+        assert slot.hold is not None, "a block saved less when it ran again"
+        return slot.hold.tensor
+
+    def _run(self) -> None:
+        for position, hold in self._values.items():
+            value = hold.tensor
+            assert value._version == self._versions[position], "a block's input changed before it ran again"
+            self._arguments[position] = value.detach().requires_grad_(position in self._graded)
+        filled = 0
+
+        def fill(tensor: Tensor) -> None:
+            nonlocal filled
+            slot = self._slots[filled]()
+            if slot is not None:
+                slot.hold = self._saver.keep(tensor)
+            filled += 1
+            if filled == len(self._slots):
+                raise _Enough
+
+        def never(packed: None) -> Tensor:
+            raise AssertionError("nothing goes back through a block that ran again")
+
+        try:
+            with torch.enable_grad(), saved_tensors_hooks(fill, never):
+                self._function(self._context, *self._arguments)
+        except _Enough:
+            pass
+        self._arguments.clear()
+        self._values.clear()
+
+
+def run_recomputed(
+    segment: Segment, context: RandomContext, arguments: Sequence[Any], saver: HeldSaver
+) -> tuple[Tensor, ...]:
+    """Run the segment without keeping what its backward reads."""
+    replay = _Replay(segment, context, arguments, saver)
+    with context.apart(), saved_tensors_hooks(replay.pack, replay.unpack):
+        made = segment.function.forward(context, *arguments)
+    return context.brought_back(made)

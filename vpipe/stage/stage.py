@@ -1,0 +1,222 @@
+"""One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
+
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+
+from vpipe.graph import StageGraph
+from vpipe.stage import RandomContext, StageModule
+from vpipe.stage.graph_pool import GraphPool, GraphSlot
+from vpipe.stage.held import Held, Hold
+from vpipe.stage.host_store import make_store
+from vpipe.stage.split import waiting_tensors
+from vpipe.stage.swap import Swap
+from vpipe.weights import OptimizerWithWeightStashing
+from vpipe.weights.optimizer_state import Record
+
+MODEL, OPTIMIZER = "model.", "optimizer."
+"""Beginnings of the names in a stage's state."""
+
+
+@dataclass
+class InFlight:
+    """One minibatch between its forward and the end of its backward."""
+
+    inputs: dict[str, Tensor]
+    loss_dtype: torch.dtype | None = None
+    roots: dict[str, GradientEdge] = field(default_factory=dict)  # where backward starts
+    gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # value ▶ reader ▶ gradient
+    deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to come
+    counted: list[Hold] = field(default_factory=list)  # what they hold, if somebody counts
+    swap: Swap | None = None
+    seat: GraphSlot | None = None  # where it is played from tape
+
+
+class StageState(NamedTuple):
+    """What resuming needs of a stage, or of several: tensors as `model.<name>` and `optimizer.<name>.<key>`."""
+
+    tensors: dict[str, Tensor]
+    optimizers: list[Record]
+
+
+class Stage:
+    """Forward and backward of one stage. Knows no rank, no schedule and no channel."""
+
+    def __init__(
+        self,
+        graph: StageGraph,
+        module: StageModule,
+        evaluation: StageModule,
+        optimizer: OptimizerWithWeightStashing,
+        seed: int,
+        tapes: GraphPool | None = None,
+    ) -> None:
+        self.graph = graph
+        self.index = graph.index
+        self.module = module
+        self.evaluation = evaluation
+        self.optimizer = optimizer
+        self.seed = seed
+        self.tapes = tapes
+        self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
+        self.in_flight: dict[int, InFlight] = {}
+        self.held: Held | None = None  # counts what autograd holds, if given
+        self._store = make_store(module.device) if module.swaps else None
+
+    def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
+        self.arrived.setdefault(minibatch, {})[value] = tensor
+
+    def forward(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the blocks with the newest weights; remember what backward needs. Returns the outputs."""
+        self.optimizer.load_new_params(minibatch)
+        if self._store:
+            self._store.settle()
+        arrived = self.arrived.pop(minibatch, {})
+        if self.tapes and self.held is None and (seat := self.tapes.seat(arrived, fields)):
+            self.in_flight[minibatch] = InFlight({}, seat=seat)
+            return seat.forward(minibatch)
+        inputs = {
+            name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
+            for name, tensor in arrived.items()
+        }
+        flight = InFlight(inputs, swap=Swap(self._store) if self._store else None)
+        context = RandomContext(self.seed, minibatch, flight.deferred, flight.swap, self.held)
+        outputs = self.module.forward(inputs, fields, context)  # no hooks: a call costs microseconds
+        if flight.swap:
+            flight.swap.leave()
+        # The edge, not the tensor: backward does not need the value of an output.
+        flight.roots = {n: get_gradient_edge(t) for n, t in outputs.items() if t.requires_grad}
+        if "loss" in outputs:
+            flight.loss_dtype = outputs["loss"].dtype
+        self.in_flight[minibatch] = flight
+        return {name: tensor.detach() for name, tensor in outputs.items()}
+
+    def evaluate(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Run the blocks with the newest weights, for the outputs alone."""
+        self.optimizer.load_new_params()
+        with torch.no_grad():
+            context = RandomContext(self.seed, minibatch, [])
+            return self.evaluation(self.arrived.pop(minibatch, {}), fields, context)
+
+    def gradient_arrived(self, minibatch: int, value: str, reader: int, gradient: Tensor) -> None:
+        self.in_flight[minibatch].gradients.setdefault(value, {})[reader] = gradient
+
+    def fetch(self, minibatch: int) -> None:
+        """A backward is near: start to bring back what was swapped, if its forward has run."""
+        flight = self.in_flight.get(minibatch)
+        if flight and flight.swap:
+            flight.swap.fetch()
+
+    def backward(self, minibatch: int, seed_gradient: float) -> dict[str, Tensor]:
+        """Gradients of the inputs, by name; those of the weights are added to `.grad` or deferred.
+
+        The criterion's stage starts from its loss, whose gradient is `seed_gradient`.
+        """
+        self.optimizer.load_old_params(minibatch)
+        flight = self.in_flight[minibatch]
+        # Summed in the order of the readers, so that the result does not depend on arrival.
+        gradients = {name: _sum(by[reader] for reader in sorted(by)) for name, by in flight.gradients.items()}
+        if self.tapes:
+            self.tapes.gather_gradients()
+        if flight.seat:
+            inputs = flight.seat.backward(minibatch, gradients, seed_gradient)
+        else:
+            self.fetch(minibatch)
+            inputs = self._issue_backward(flight, gradients, seed_gradient)
+        flight.gradients.clear()
+        self.optimizer.release(minibatch)
+        return inputs
+
+    def weight_gradients(self, minibatch: int) -> None:
+        """The part of backward that was put off."""
+        flight = self.in_flight[minibatch]
+        if flight.seat:
+            flight.seat.weight_gradients()
+        for accumulate in flight.deferred:
+            accumulate()
+        flight.deferred.clear()  # the graph's own contexts hold the list
+        flight.counted.clear()
+
+    def finish(self, minibatch: int) -> None:
+        flight = self.in_flight.pop(minibatch)
+        if self.tapes:
+            self.tapes.finished(flight.seat)
+
+    def take_gradient(self, parameter: nn.Parameter) -> Tensor:
+        """What was gathered for a parameter, for somebody who will keep it; zeros if nothing was."""
+        gradient, parameter.grad = parameter.grad, None
+        if gradient is None:
+            return torch.zeros_like(parameter)
+        return gradient.clone() if self.tapes else gradient  # tapes gather the next there
+
+    def state(self) -> dict[str, Tensor]:
+        """Parameters (float32 masters under mixed precision) and buffers by the model's own names."""
+        fixed = {**self.module.parameters_by_name, **self.module.buffers_by_name}
+        return {name: tensor.detach() for name, tensor in fixed.items()} | self.optimizer.values()
+
+    @torch.no_grad()
+    def load_state(self, state: Mapping[str, Tensor]) -> None:
+        """Set what is named; the rest stays as it is."""
+        trained = set(self.optimizer.names)
+        for name, tensor in {**self.module.parameters_by_name, **self.module.buffers_by_name}.items():
+            if name in state and name not in trained:
+                tensor.copy_(state[name])
+        self.optimizer.load_values(state)
+
+    def training_state(self, besides: Collection[str] = ()) -> StageState:
+        """What resuming needs, without the parameters and buffers in `besides`: another stage tells them."""
+        weights = {f"{MODEL}{name}": t for name, t in self.state().items() if name not in besides}
+        momenta, records = self.optimizer.optimizer_state(besides)
+        return StageState(weights | {f"{OPTIMIZER}{name}": t for name, t in momenta.items()}, records)
+
+    def load_training_state(self, state: StageState) -> None:
+        """Set everything from the state of any partition's stages; what is not held here is passed over."""
+        self.load_state(_below(MODEL, state.tensors))
+        self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
+
+    def _issue_backward(
+        self, flight: InFlight, given: Mapping[str, Tensor], seed_gradient: float
+    ) -> dict[str, Tensor]:
+        roots, gradients = [], []
+        for name, root in flight.roots.items():
+            if name == "loss":
+                device = self.module.device
+                gradients.append(torch.full((), seed_gradient, dtype=flight.loss_dtype, device=device))
+            elif name in given:
+                gradients.append(given[name])
+            else:
+                continue
+            roots.append(root)
+        if roots:
+            torch.autograd.backward(roots, gradients)
+        flight.roots.clear()
+        inputs = {
+            name: torch.zeros_like(tensor) if tensor.grad is None else tensor.grad
+            for name, tensor in flight.inputs.items()
+            if tensor.requires_grad
+        }
+        flight.inputs.clear()
+        if self.held is not None:
+            flight.counted = [Hold(tensor, self.held) for tensor in waiting_tensors(flight.deferred)]
+        return inputs
+
+    def leftovers(self) -> list[str]:
+        place = f"stage {self.index}"
+        found = [f"{place} still holds minibatch {m}" for m in self.in_flight]
+        found += [f"{place} did not use what arrived for minibatch {m}" for m in self.arrived]
+        if self.optimizer.num_versions > 1:
+            found.append(f"{place} still holds {self.optimizer.num_versions} weight versions")
+        return found
+
+
+def _sum(gradients: Iterator[Tensor]) -> Tensor:
+    return sum(gradients, start=next(gradients))
+
+
+def _below(prefix: str, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name[len(prefix) :]: tensor for name, tensor in tensors.items() if name.startswith(prefix)}

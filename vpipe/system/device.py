@@ -1,0 +1,67 @@
+"""The device of a rank: the GPU that it was given, or the CPU."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from vpipe.errors import VPipeError
+from vpipe.system.environment import DEVICE, GPU_SHARE
+
+
+def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
+    """The device asked for, or the launcher's choice, or a GPU for each rank of the host, or the CPU."""
+    name = str(wanted or os.environ.get(DEVICE) or _default(local_rank))
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        reason = str(error).splitlines()[0]
+        raise VPipeError(f"device is {name!r}: write cpu, cuda or cuda:<number> ({reason})") from None
+    if device.type == "cpu":
+        return device
+    if device.type != "cuda":
+        raise VPipeError(f"device is {name!r}: vpipe computes on cpu and cuda")
+    count = torch.cuda.device_count()
+    index = device.index if device.index is not None else local_rank % max(count, 1)
+    if index >= count:
+        raise VPipeError(f"device is {name!r} and this host has {count} GPUs: give one below, or cpu")
+    return torch.device("cuda", index)
+
+
+def _default(local_rank: int) -> str:
+    count = torch.cuda.device_count()
+    return f"cuda:{local_rank % count}" if count else "cpu"
+
+
+def check_cuda_graphs(device: torch.device) -> None:
+    if device.type != "cuda":
+        raise VPipeError(
+            f"cuda_graphs are asked for on the device {device}: leave them out, or train on a GPU"
+        )
+
+
+def limit_memory(device: torch.device, bytes_: int | None) -> int | None:
+    """Let this process have so much of its GPU's memory, or its equal share; what it may have, if there is a limit."""
+    if device.type != "cuda":
+        return None
+    total = torch.cuda.get_device_properties(device).total_memory
+    share = int(os.environ.get(GPU_SHARE, "1"))
+    limit = bytes_ if bytes_ is not None else total // share
+    if bytes_ is None and share == 1:
+        return None
+    if limit * share > total:
+        raise VPipeError(
+            f"gpu_memory is {limit} bytes for each of {share} ranks on one GPU, which has {total}: "
+            "give less, or more GPUs"
+        )
+    torch.cuda.set_per_process_memory_fraction(limit / total, device)
+    return limit
+
+
+def make_deterministic() -> None:
+    """For this process, from now on; before anything is computed on a GPU."""
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # cuBLAS reads it when it starts
+    torch.use_deterministic_algorithms(True)
+    torch.backends.cudnn.deterministic = True
+    torch.backends.cudnn.benchmark = False

@@ -1,0 +1,1 @@
+"""A training run by its configuration: what the launcher does first, and what each rank does."""

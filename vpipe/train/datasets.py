@@ -1,0 +1,87 @@
+"""The data that a configuration names, made ready for its model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import numpy as np
+from torch import nn
+
+from vpipe import data
+from vpipe.errors import ConfigError
+from vpipe.train.models import synthetic_batch
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from vpipe.config import RunConfig
+
+SYNTHETIC_SAMPLES = 1024
+TOKENIZER = "tokenizer.json"
+"""In a run's folder: the one that it trained with, if it trained on text."""
+
+
+class Datasets(NamedTuple):
+    train: data.Subset
+    validation: data.Subset
+    tokenizer: Tokenizer | None
+    """None where there is no text: random tokens, and shards that somebody else has tokenized."""
+
+
+def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
+    """Training and validation samples; a tokenizer that has to be trained and the tokens are kept in `cache`."""
+    samples, tokenizer = _samples(config, model, cache)
+    if config.max_samples is not None and config.max_samples < len(samples):
+        samples = data.Subset(samples, np.arange(config.max_samples))
+    return Datasets(*data.split(samples, config.validation_share, config.seed), tokenizer)
+
+
+def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dataset, Tokenizer | None]:
+    length = config.sequence_length
+    settings: Any = model.config
+    if config.synthetic_data:
+        count = config.max_samples or SYNTHETIC_SAMPLES
+        return data.synthetic(
+            lambda number, seed: synthetic_batch(model, number, length, seed), count, config.seed
+        ), None
+    _check_reads_text(model, config)
+    path = None if config.data_dir is None else config.path(config.data_dir)
+    given = None if config.tokenizer is None else config.path(config.tokenizer)
+    masked = type(model).__name__.endswith(("ForMaskedLM", "ForPreTraining"))
+    if masked and data.has_shards(path):
+        next_sentence = "next_sentence_label" in inspect.signature(model.forward).parameters
+        assert path is not None
+        return data.read_shards(path, length, settings.vocab_size, next_sentence), None
+
+    def tokenizer_of(texts: Sequence[str]) -> Tokenizer:
+        kind: Any = "wordpiece" if masked else "bpe"
+        return data.build_tokenizer(texts, kind, settings.vocab_size, cache, given)
+
+    if settings.is_encoder_decoder:
+        pairs = data.read_pairs(path)
+        tokenizer = tokenizer_of([text for pair in pairs for text in pair])
+        return data.translation_pairs(pairs, tokenizer, length), tokenizer
+    documents = data.read_documents(path)
+    tokenizer = tokenizer_of(documents)
+    if masked:
+        return data.masked_text(documents, tokenizer, length, config.seed, path, cache), tokenizer
+    return data.causal_text(documents, tokenizer, length, path, cache), tokenizer
+
+
+def _check_reads_text(model: nn.Module, config: RunConfig) -> None:
+    name = type(model).__name__
+    longest = getattr(model.config, "max_position_embeddings", None)
+    if isinstance(longest, int) and 0 < longest < config.sequence_length:
+        raise ConfigError(
+            f"{config.source}: sequence_length is {config.sequence_length}, but the model has positions for {longest}"
+        )
+    if not name.endswith(
+        ("ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM", "ForConditionalGeneration")
+    ):
+        raise ConfigError(
+            f"{config.source}: model {name} is not trained on text alone: set synthetic_data: true, "
+            "or build a Pipeline with your own loader"
+        )

@@ -1,0 +1,88 @@
+"""What a run says of itself when it begins: files for whoever looks at it later, and a line for the user."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.config.file import resolved_yaml
+from vpipe.cost import Plan, write_plan
+from vpipe.record.stages import FILE
+from vpipe.system.files import write_json, write_text
+from vpipe.system.units import read_bytes
+from vpipe.train.datasets import TOKENIZER
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+    from vpipe.pipeline import Pipeline
+    from vpipe.pipeline.layout import Layout
+    from vpipe.train.datasets import Datasets
+    from vpipe.train.position import Position
+
+
+def plan_of(pipe: Pipeline, config: RunConfig) -> Plan:
+    """The run as a plan, which another run may name as its partition."""
+    layout, schedule = pipe.layout, pipe.schedule
+    return Plan(
+        layout.partition,
+        layout.policies,
+        schedule.name,
+        tuple(config.replicas or ()),
+        schedule.minibatches if schedule.synchronous else None,
+        config.chunks,
+        None if schedule.synchronous else schedule.update_interval,
+        config.batch_size,
+        layout.graph.plan_fingerprint,
+    )
+
+
+def write_description(pipe: Pipeline, config: RunConfig, data: Datasets, folder: Path) -> None:
+    """The resolved configuration, the stages, the tokenizer and the plan; rank 0 does it."""
+    write_text(folder / "config.yml", resolved_yaml(config))
+    write_stages(pipe.layout, folder, cap=config.gpu_memory)
+    if data.tokenizer is not None:
+        write_text(folder / TOKENIZER, data.tokenizer.to_str())
+    plan = folder / "plan.json"
+    if not plan.exists():  # with `partition: auto` the launcher has written it
+        write_plan(plan_of(pipe, config), plan)
+
+
+def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:
+    """The run in one line. Called on every rank, which tells the others its device."""
+    devices = pipe.world.all_gather("devices", str(pipe.device))
+    where = "CPU ranks (there is no GPU here)"
+    if pipe.device.type == "cuda":
+        channels = sorted(set(pipe.handler.channel_names.values()))
+        where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
+    how = "compiled, " if config.compile else ""
+    how += "from CUDA graphs, " if config.cuda_graphs else ""
+    return (
+        f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
+        f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "
+        f"{position.updates} updates of {position.interval} x {config.batch_size} samples"
+    )
+
+
+def write_stages(layout: Layout, folder: Path, cap: str | None) -> None:
+    schedule = layout.schedule
+    owner = {block: stage.index for stage in layout.stage_graphs for block in stage.blocks}
+    blocks = [
+        {
+            "name": block.name,
+            "stage": owner[block.index],
+            "flops": block.flops,
+            "cut_bytes": block.cut_bytes,
+            "parameters": block.num_parameters,
+        }
+        for block in layout.graph.blocks
+    ]
+    values = {
+        "schedule": schedule.name,
+        "synchronous": schedule.synchronous,
+        "update_interval": schedule.update_interval,
+        "placement": schedule.placement,
+        "edges": sorted(schedule.edges or ()),
+        "cap": None if cap is None else read_bytes(cap, "gpu_memory"),
+        "blocks": blocks,
+    }
+    write_json(folder / FILE, values)

@@ -1,0 +1,76 @@
+"""The trained model as others use it: a directory that `from_pretrained` reads, and a sentence from a GPT."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from vpipe.checkpoint import export_pretrained
+from vpipe.data.tokenizer import encode
+from vpipe.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+    from vpipe.train.trainer import Trainer
+
+SENTENCE_TOKENS = 40
+
+
+def export_run(trainer: Trainer, checkpoint: Path) -> Path:
+    """Model and tokenizer of a finished run, beside its logs."""
+    directory = trainer.folder / "model"
+    export_pretrained(checkpoint, trainer.model, directory)
+    if trainer.data.tokenizer is not None:
+        write_tokenizer(trainer.data.tokenizer, directory)
+    return directory
+
+
+def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+    """Beside a model, for `from_pretrained`."""
+    _for_transformers(tokenizer).save_pretrained(str(directory))
+
+
+def write_sentence(trainer: Trainer, directory: Path) -> str | None:
+    """How the exported model goes on after the run's prompt, if it is one that writes."""
+    tokenizer, prompt = trainer.data.tokenizer, trainer.config.prompt
+    if tokenizer is None or trainer.config.model_type != "cpm" or trainer.config.model is not None:
+        return None
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True)
+    begin = tokenizer.token_to_id("<s>")
+    try:
+        ids = encode(tokenizer, [prompt])[0] or [0 if begin is None else begin]
+    except (
+        ConfigError
+    ):  # a tokenizer of the user's own that does not know these words: nothing to end a run for
+        return None
+    torch.manual_seed(trainer.config.seed)
+    written = model.generate(
+        torch.tensor([ids]), max_new_tokens=SENTENCE_TOKENS, do_sample=True, top_k=20, use_cache=True
+    )
+    return tokenizer.decode(written[0, len(ids) if prompt else 1 :].tolist())
+
+
+def _for_transformers(tokenizer: Tokenizer) -> Any:
+    from transformers import PreTrainedTokenizerFast
+
+    names = {
+        "pad_token": ("[PAD]", "<pad>"),
+        "unk_token": ("[UNK]",),
+        "cls_token": ("[CLS]",),
+        "sep_token": ("[SEP]",),
+        "mask_token": ("[MASK]",),
+        "bos_token": ("<s>",),
+        "eos_token": ("</s>",),
+    }
+    known = {
+        role: name
+        for role, choices in names.items()
+        for name in choices
+        if tokenizer.token_to_id(name) is not None
+    }
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)

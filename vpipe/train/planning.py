@@ -1,0 +1,123 @@
+"""A run's plan: the model is profiled, unless it was before, and planned for the ranks that the run has.
+
+`vpipe plan CONFIG` shows it; with `partition: auto` the run follows it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import platform
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.config.file import AUTO
+from vpipe.cost import Profile, read_profile, write_plan, write_profile
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.plan import PlanResult, plan
+from vpipe.schedule import ASYNCHRONOUS
+from vpipe.system.units import read_bytes
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+MEASURED = (
+    "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
+    "batch_size", "sequence_length", "optimizer", "precision", "compile", "cuda_graphs",
+)  # fmt: skip
+"""The keys that a profile depends on."""
+METHOD = 4
+"""How profiles are measured: those of another method are not found in the cache."""
+
+
+def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
+    """Plan the run and write the plan; a profile that was measured before is found in `cache`."""
+    for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks"):
+        if getattr(config, key) is not None:
+            raise ConfigError(
+                f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
+                "leave one of the two out"
+            )
+    write_plan(plan_run(config, cache).to_plan(), path)
+    write_profile(
+        cached_profile(config, cache), path.with_name("profile.json")
+    )  # what the report predicts with
+
+
+def plan_run(
+    config: RunConfig,
+    cache: Path,
+    *,
+    ranks: int | None = None,
+    memory: str | None = None,
+    schedule: str | None = None,
+    minibatches: int | None = None,
+    batch_size: int | str | None = None,
+    chunks: int | None = None,
+) -> PlanResult:
+    """The best plan for the configured run, with what is given here in place of the file's own."""
+    schedule = schedule or config.chosen_schedule
+    if schedule.endswith(".csv"):
+        raise ConfigError(
+            f"{config.source}: schedule is {schedule!r}: a table cannot be planned, name a schedule"
+        )
+    memory = memory or config.gpu_memory
+    if schedule not in ASYNCHRONOUS:
+        minibatches = minibatches or config.minibatches
+    return plan(
+        cached_profile(config, cache),
+        config.ranks if ranks is None else ranks,
+        None if memory is None else read_bytes(memory),
+        schedule,
+        minibatches,
+        batch_size,
+        chunks,
+    )
+
+
+def profile_cache(config: RunConfig) -> Path:
+    """Where the profiles of the configured runs lie."""
+    directory = Path() if config.directory is None else config.path(config.directory)
+    return directory / config.log_directory / "cache"
+
+
+def known_profile(config: RunConfig, cache: Path, model: str) -> Profile | None:
+    """What was measured before of the model with this fingerprint: beside the run's plan, or in the cache."""
+    beside = [] if config.planned is None else [config.planned[0].with_name("profile.json")]
+    for file in (*beside, cache / f"profile-{_fingerprint(config)}.json"):
+        with suppress(VPipeError):
+            if file.is_file() and (found := read_profile(file)).fingerprint in ("", model):
+                return found
+    return None
+
+
+def cached_profile(config: RunConfig, cache: Path) -> Profile:
+    """The profile of the configured model on this machine."""
+    file = cache / f"profile-{_fingerprint(config)}.json"
+    if file.is_file():
+        return read_profile(file)
+    from vpipe.train.profiling import profile_config
+
+    profile = profile_config(config)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"{config.source}: log_directory is {config.log_directory!r}: {cache} cannot be made "
+            f"({error.strerror}): give a directory that you may write to"
+        ) from None
+    write_profile(profile, file)
+    return profile
+
+
+def _fingerprint(config: RunConfig) -> str:
+    """Of what the profile depends on: the model, the minibatch, the machine."""
+    import torch
+
+    settings = config.model_dump(mode="json", include=set(MEASURED))
+    if config.model is not None:
+        path = config.path(config.model)
+        settings["model"] = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+    machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks, config.machines]
+    return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,82 @@
+"""A rank of `vpipe train` and of `vpipe eval`."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from vpipe.errors import Stopped, VPipeError
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+
+def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
+    """This rank's part of a training run; rank 0 tells how it ended."""
+    from vpipe.launch.last_error import hold_signals
+    from vpipe.launch.rank import ASKED, start_beating
+    from vpipe.observe.report import write_report
+    from vpipe.observe.summary import summary_table
+    from vpipe.observe.trace import write_trace
+    from vpipe.system.console import show
+    from vpipe.system.files import write_json
+    from vpipe.train.requests import ignore_requests
+    from vpipe.train.trainer import Trainer
+
+    ignore_requests()
+    start_beating()
+    trainer = Trainer(config)
+    try:
+        summary = trainer.train(resume, debug, take_signals=hold_signals)
+    except Stopped as stopped:
+        if trainer.rank == 0:
+            print(stopped)
+        sys.exit(ASKED)
+    finally:
+        trainer.close()
+    if trainer.rank:
+        return
+    from vpipe.train.export import export_run, write_sentence
+
+    model = export_run(trainer, Path(summary["checkpoint"]))
+    summary["model"] = str(model)
+    write_json(trainer.folder / "summary.json", summary)
+    write_trace(trainer.folder)
+    write_report([trainer.folder], Path(summary["report"]))
+    sentence = write_sentence(trainer, model)
+    if sentence is not None:
+        print(f"{config.prompt!r} goes on: {sentence!r}")
+    show(summary_table(summary))
+
+
+def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
+    """This rank's part of an evaluation."""
+    from vpipe.launch.rank import start_beating
+    from vpipe.observe.recorder import perplexity
+    from vpipe.train.trainer import Trainer
+
+    start_beating()
+    trainer = Trainer(config)
+    try:
+        restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))
+        if not trainer.pipe.updates:
+            raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
+        loss = trainer.evaluate()
+    finally:
+        trainer.close()
+    if trainer.rank == 0:
+        shutil.rmtree(trainer.folder, ignore_errors=True)  # it holds logs of an evaluation that ended well
+        figures: dict[str, Any] = {
+            "loss": loss,
+            "perplexity": perplexity(loss),
+            "updates": trainer.pipe.updates,
+        }
+        print(
+            json.dumps(figures)
+            if as_json
+            else f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
+        )

@@ -1,0 +1,137 @@
+"""A run from its configuration to its end: this process is either its launcher or one of its ranks."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vpipe.config.arguments import build_schedule, check_blocks
+from vpipe.config.file import AUTO
+from vpipe.errors import ConfigError, RankFailedError
+from vpipe.launch.journal import Journal
+from vpipe.launch.local import Ranks, run_ranks_here
+from vpipe.launch.mps import gpus_of
+from vpipe.launch.rank import LAUNCHED, end_with_launcher
+from vpipe.record.folder import make_run_folder
+from vpipe.system.faults import VARIABLE, read_faults
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+
+def run(
+    config: RunConfig, arguments: Sequence[str], work: Callable[[], None], *, max_restarts: int = 0
+) -> None:
+    """Do `work` on every rank of the run; `arguments` are those of the same `vpipe` command for a rank.
+
+    A process that torchrun or the launcher has started is a rank and works; any other starts the ranks.
+    """
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        launch(config, arguments, max_restarts=max_restarts)
+        return
+    if LAUNCHED in os.environ:
+        end_with_launcher()
+    work()
+
+
+def launch(
+    config: RunConfig, arguments: Sequence[str], *, quiet: bool = False, max_restarts: int = 0
+) -> Path:
+    """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
+    read_faults(os.environ.get(VARIABLE, ""))
+    _check_hosts(config)
+    stages = _stages_of_ranks(config)
+    _check_paths(config)
+    directory = None if config.directory is None else config.path(config.directory)
+    if directory is not None and not directory.is_dir():
+        raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
+    folder = make_run_folder((directory or Path()) / config.log_directory)
+    if config.partition == AUTO:
+        from vpipe.train.planning import profile_cache, write_run_plan
+
+        plan = folder.absolute() / "plan.json"
+        write_run_plan(config, plan, profile_cache(config))
+        arguments = [*arguments, "--set", f"partition={plan}"]
+    ranks = Ranks(
+        arguments,
+        config.ranks,
+        folder,
+        stages,
+        port=config.port,
+        directory=directory,
+        interpreter=_interpreter(config),
+        quiet=quiet,
+        heartbeat_limit=config.heartbeat_limit,
+        patience=config.timeout,
+        gpus=gpus_of(config),
+    )
+    _run(ranks, max_restarts)
+    return folder
+
+
+def _run(ranks: Ranks, max_restarts: int) -> None:
+    journal = Journal(ranks.folder)
+    for attempt in range(max_restarts + 1):
+        try:
+            run_ranks_here(ranks, attempt, journal)
+            return
+        except RankFailedError as error:
+            if attempt == max_restarts:
+                if max_restarts:
+                    raise RankFailedError(f"gave up after {max_restarts} restarts: {error}") from None
+                raise
+            print(
+                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {ranks.folder}",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def _stages_of_ranks(config: RunConfig) -> list[str]:
+    """In words, for messages; once it is known that schedule, partition and model fit together."""
+    if config.partition == AUTO:
+        return ["some stage"] * config.ranks
+    schedule = build_schedule(config)
+    check_blocks(config, schedule)
+    return [" and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)]
+
+
+def _check_hosts(config: RunConfig) -> None:
+    """Only this host for now; ranks of others are started there, by torchrun."""
+    here = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    for machine in config.machines or ():
+        host = machine.rpartition(":")[0]
+        if host not in here:
+            raise ConfigError(
+                f"{config.source}: machines names {machine!r}, which is not this host ({socket.gethostname()}): "
+                f"start `torchrun ... -m vpipe train {config.source}` on each host, or name localhost"
+            )
+
+
+def _check_paths(config: RunConfig) -> None:
+    """What is not there need not wait for the ranks to find out."""
+    for key in ("data_dir", "tokenizer", "pretrained"):
+        written = getattr(config, key)
+        if written is not None and not config.path(written).exists():
+            raise ConfigError(f"{config.source}: {key} is {written!r}: there is no {config.path(written)}")
+
+
+def _interpreter(config: RunConfig) -> list[str]:
+    """What runs `-m vpipe`: this Python, or the one inside the container image."""
+    if config.container is None:
+        return [sys.executable]
+    image = config.path(config.container)
+    tool = shutil.which("apptainer") or shutil.which("singularity")
+    if tool is None:
+        raise ConfigError(
+            f"{config.source}: container is {config.container!r}: neither apptainer nor singularity is installed "
+            "here: install one, or leave the key out"
+        )
+    if not image.exists():
+        raise ConfigError(f"{config.source}: container is {config.container!r}: there is no such image")
+    return [tool, "exec", str(image.absolute()), "python3"]

@@ -1,0 +1,114 @@
+"""When a run saves a checkpoint, which ones stay, which one it resumes from, and what happens if it cannot save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from vpipe import checkpoint
+from vpipe.config import RunConfig
+from vpipe.errors import PeerError, VPipeError
+from vpipe.pipeline import Pipeline
+from vpipe.record.folder import newest_runs
+from vpipe.train.requests import GIVE_UP, SAVE, STOP, Requests
+
+BEST = "best_evaluation_loss"
+
+
+class SavePolicy:
+    """Every rank has one and asks it after every update; all decide alike."""
+
+    def __init__(
+        self, pipe: Pipeline, folder: Path, config: RunConfig, requests: Requests, say: Callable[[str], None]
+    ) -> None:
+        self._pipe = pipe
+        self._interval = config.checkpoint_interval
+        self._regular = bool(config.checkpoint_interval or config.checkpoint_minutes)
+        self._requests = requests
+        self._saver = checkpoint.Saver(
+            pipe,
+            folder / "checkpoints",
+            keep=config.keep_checkpoints,
+            report=say,
+            failed=lambda: requests.ask(GIVE_UP) if config.on_save_error == "stop" else None,
+        )
+        self._saved = pipe.updates
+        self._evaluated: tuple[int, float] | None = None  # updates, loss
+        self._best = math.inf
+        self._better = False  # whether the best is still to be saved
+
+    def evaluated(self, loss: float) -> None:
+        """The weights as they are now have this evaluation loss."""
+        self._evaluated = (self._pipe.updates, loss)
+        if loss < self._best:
+            self._best, self._better = loss, True
+
+    def wants(self, done: int, asked: int) -> bool:
+        """Whether to save after this many updates, of which the last one brought these requests."""
+        if asked & GIVE_UP:
+            self.finish()
+        due = self._interval and done - self._saved >= self._interval
+        best = self._better and self._regular  # what the regular ones are worth is known: keep the best
+        return self._pipe.updates > self._saved and bool(due or best or asked & (SAVE | STOP))
+
+    def save(self, position: Callable[[], dict[str, Any]]) -> None:
+        """Begin a save; an asynchronous pipeline is drained for it, then `position` is asked for."""
+        pipe = self._pipe
+        pipe.flush()
+        measured = self._evaluated is not None and self._evaluated[0] == pipe.updates
+        loss = self._evaluated[1] if measured and self._evaluated is not None else None
+        told = {checkpoint.EVALUATION: loss, BEST: self._best}
+        finite = {key: value for key, value in told.items() if value is not None and math.isfinite(value)}
+        self._saver.start(position() | finite)
+        self._saved, self._better = pipe.updates, False
+        self._requests.saved()
+
+    def resume(self, extra: dict[str, Any]) -> None:
+        """Go on with what an earlier run has told."""
+        self._best = extra.get(BEST, math.inf)
+        self._saved = self._pipe.updates
+
+    def finish(self) -> Path:
+        """The last checkpoint, once it is whole."""
+        try:
+            path = self._saver.finish()
+        except PeerError:
+            raise
+        except VPipeError as error:
+            raise VPipeError(f"{error}; those that were saved before are whole") from None
+        assert path is not None
+        return path
+
+    def __enter__(self) -> SavePolicy:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """What is being written is finished, whatever ends the run, but for a peer that is gone."""
+        if not isinstance(error, PeerError):
+            self._saver.wait()
+
+
+def find_checkpoint(wanted: str, log_directory: Path, report: Callable[[str], None]) -> Path | None:
+    """`auto` is the newest good one of any run, if there is one; else a checkpoint's or a run's folder.
+
+    `report` is told of each that is passed over, and why.
+    """
+    if wanted == "auto":
+        found = (checkpoint.newest(run / "checkpoints", report) for run in newest_runs(log_directory))
+        return next((path for path in found if path is not None), None)
+    path = Path(wanted)
+    if (path / "manifest.json").is_file():
+        return path
+    if (path / "checkpoints").is_dir() and (
+        good := checkpoint.newest(path / "checkpoints", report)
+    ) is not None:
+        return good
+    raise VPipeError(
+        f"--resume is {wanted!r}: there is no good checkpoint: give `auto`, the folder of a run, "
+        "or one of its checkpoints/step-..."
+    )

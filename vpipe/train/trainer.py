@@ -1,0 +1,290 @@
+"""What every rank of a run does: build the pipeline, train, evaluate, keep checkpoints, tell the figures."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from vpipe import checkpoint
+from vpipe.communication import ProcessWorld, World, agree
+from vpipe.config import RunConfig
+from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
+from vpipe.data import Batches, Sampler
+from vpipe.errors import ConfigError, Stopped, VPipeError
+from vpipe.launch import LAUNCHED
+from vpipe.observe.debug import attach
+from vpipe.observe.pace import Pace
+from vpipe.observe.recorder import Recorder
+from vpipe.pipeline import Pipeline
+from vpipe.record.folder import make_run_folder
+from vpipe.record.whereabouts import whereabouts
+from vpipe.runtime import count_labels
+from vpipe.runtime.clocks import align_clocks
+from vpipe.system.device import choose_device, limit_memory, make_deterministic
+from vpipe.system.faults import ATTEMPT
+from vpipe.system.units import read_bytes
+from vpipe.train.datasets import Datasets, make_datasets
+from vpipe.train.description import describe, plan_of, write_description
+from vpipe.train.models import build_model
+from vpipe.train.position import Position
+from vpipe.train.predicted_memory import telling_memory
+from vpipe.train.requests import STOP, Requests
+from vpipe.train.same_config import check_alike
+from vpipe.train.save_policy import SavePolicy, find_checkpoint
+from vpipe.weights import learning_rate_policy
+
+
+class Trainer:
+    """One rank's part of a run. Every rank makes one and calls the same methods."""
+
+    def __init__(self, config: RunConfig, world: World | None = None) -> None:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+        if config.deterministic:
+            make_deterministic()
+        self.config = config
+        if config.distributed_backend == "nccl" and not torch.cuda.is_available():
+            raise ConfigError(
+                f"{config.source}: distributed_backend is 'nccl', which carries GPU tensors, and there is no GPU here: "
+                "write gloo, or leave it out"
+            )
+        self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
+        self.place.say("the rendezvous")
+        watched = LAUNCHED in os.environ
+        self.world = world or ProcessWorld(
+            "nccl" if config.distributed_backend == "nccl" else "auto",
+            timeout=config.timeout,
+            rendezvous_limit=config.rendezvous_limit,
+            heartbeat_limit=None if watched else config.heartbeat_limit,
+        )
+        if self.world.size != config.ranks:
+            raise ConfigError(
+                f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
+                f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
+            )
+        check_alike(self.world, config)
+        self.rank = self.world.rank
+        self.device = agree(self.world, "device", self._take_device)
+        self.folder = self._agree_on_folder()
+        self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
+        self.place.say("the reading of the data")
+        self.data = agree(self.world, "data", self._read_data)
+        self.position = Position(config, self.data.train, build_schedule(config).update_interval)
+        self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
+        self.evaluated = 0  # updates that the last evaluation had seen
+        self.place.say("the making of the pipeline")
+        self.pipe = self._build_pipeline()
+        try:
+            check_plan(config, self.pipe.layout.graph.plan_fingerprint)
+        except ConfigError:
+            self.pipe.close()
+            raise
+
+    def restore(self, resume: str | None, report: Callable[[str], None]) -> str | None:
+        """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything.
+
+        `report` is told, on rank 0, of checkpoints that are passed over.
+        """
+        path = agree(self.world, "checkpoint", lambda: self._find(resume, report))
+        path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
+        if path is not None:
+            self.position_found = checkpoint.load(self.pipe, Path(path))
+            self.position.go_on(self.position_found, self.pipe.updates, path)
+            return f"resumed from {path} after {self.pipe.updates} updates"
+        if resume is not None:
+            return "there is no checkpoint to resume from: training starts anew"
+        if self.config.pretrained is not None:
+            written = self.config.pretrained
+            missing = checkpoint.load_pretrained(self.pipe, self.model, self.config.path(written))
+            return f"started from {written}" + (f", which lacks {', '.join(missing)}" if missing else "")
+        return None
+
+    def train(
+        self,
+        resume: str | None = None,
+        debug: Sequence[str] = (),
+        take_signals: Callable[[], None] | None = None,
+    ) -> dict[str, Any]:
+        """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before.
+
+        `debug` names what is told of each action. Signals do again afterwards what they did before, unless training
+        fails and `take_signals` says what they do from then on.
+        """
+        pipe, recorder = self.pipe, self._begin(resume, debug)
+        requests = Requests(
+            self.world,
+            pipe.schedule.placement[-1][0],
+            minutes=self.config.checkpoint_minutes,
+            say=recorder.say,
+        )
+        pipe.runtime.losses.asked = requests.take
+        pipe.runtime.updates.report = recorder.say
+        try:
+            with SavePolicy(pipe, self.folder, self.config, requests, recorder.say) as keeper:
+                keeper.resume(self.position_found)
+                requests.listen()
+                with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
+                    self._train(recorder, keeper)
+                keeper.save(self._position_here)
+                summary = self._summary(recorder) | {"checkpoint": str(keeper.finish())}
+        except BaseException as error:
+            recorder.error = error
+            if take_signals is not None:
+                requests.leave_to(take_signals)
+            raise
+        finally:
+            requests.close()
+            recorder.write_events(self.folder)
+            recorder.close()
+        self.place.say("its end")
+        self.world.all_gather("events", None)  # rank 0 reads everybody's
+        return summary
+
+    def _begin(self, resume: str | None, debug: Sequence[str]) -> Recorder:
+        """Restore what was saved, and say what begins."""
+        pipe = self.pipe
+        notes: list[str] = []
+        restored = self.restore(resume, notes.append)
+        if pipe.updates >= self.position.updates and not int(os.environ.get(ATTEMPT, "0")):
+            raise VPipeError(
+                f"there is nothing to train: {pipe.updates} of {self.position.updates} updates are made: "
+                "raise epochs or max_updates"
+            )
+        pipe.runtime.events.clock = align_clocks(pipe.handler)
+        if self.rank == 0:
+            write_description(pipe, self.config, self.data, self.folder)
+        recorder = self._make_recorder()
+        described = describe(pipe, self.config, type(self.model).__name__, self.position)
+        for line in (described, *notes, restored):
+            if line is not None:
+                recorder.say(line)
+        if debug:
+            attach(pipe, debug, recorder.log.line, recorder.show)
+        return recorder
+
+    def _summary(self, recorder: Recorder) -> dict[str, Any]:
+        layout = self.pipe.layout
+        return recorder.summary() | {
+            "schedule": self.pipe.schedule.name,
+            "partition": list(layout.partition),
+            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
+            "report": str(self.folder / "report.html"),
+        }
+
+    def _train(self, recorder: Recorder, keeper: SavePolicy) -> None:
+        """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
+        config, pipe = self.config, self.pipe
+        pace = Pace(pipe, recorder.say)
+        # Where it was drained for an evaluation is part of what a resumed run must do alike.
+        self.evaluated = self.position_found.get("evaluated", pipe.updates)
+        for update, loss in pipe.train(self.position.batches(pipe.updates)):
+            recorder.update(update, loss, self.position.epoch(update))
+            pace.update()
+            asked = pipe.runtime.losses.requests_of(update)
+            if update + 1 == self.position.updates:
+                continue
+            if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
+                self._evaluate(recorder, keeper)
+            if keeper.wants(update + 1, asked):
+                recorder.pause()
+                keeper.save(self._position_here)
+            if asked & STOP:
+                raise Stopped(
+                    f"the run was asked to end: it has made {pipe.updates} of {self.position.updates} updates, "
+                    f"which are saved in {keeper.finish()}; go on with --resume auto"
+                )
+        self._evaluate(recorder, keeper)
+
+    def _evaluate(self, recorder: Recorder, keeper: SavePolicy) -> None:
+        recorder.pause()
+        loss = self.evaluate()
+        self.evaluated = self.pipe.updates
+        recorder.evaluation(loss)
+        keeper.evaluated(loss)
+
+    def evaluate(self) -> float:
+        """The mean loss over the validation samples, always the same ones."""
+        config, samples = self.config, len(self.data.validation)
+        sampler = Sampler(samples, config.batch_size, config.seed)
+        count = -(-min(samples, config.evaluation_samples) // config.batch_size)
+        return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
+
+    def close(self) -> None:
+        self.pipe.close()
+
+    def _agree_on_folder(self) -> Path:
+        """The launcher has made the run's folder; otherwise rank 0 makes it for all."""
+
+        def make() -> str | None:
+            if LAUNCHED in os.environ:
+                return os.environ[LAUNCHED]
+            return str(make_run_folder(Path(self.config.log_directory))) if self.rank == 0 else None
+
+        return Path(self.world.all_gather("folder", agree(self.world, "run folder", make))[0])
+
+    def _read_data(self) -> Datasets:
+        """A tokenizer is trained once, by rank 0; the others wait and find it in the cache."""
+        cache = self.folder.parent / "cache"
+        if self.rank:
+            self.world.all_gather("tokenizer", None)
+            return make_datasets(self.config, self.model, cache)
+        try:
+            return make_datasets(self.config, self.model, cache)
+        finally:
+            self.world.all_gather("tokenizer", None)
+
+    def _build_pipeline(self) -> Pipeline:
+        config, train = self.config, self.data.train
+        policy = learning_rate_policy(
+            config.learning_rate_policy, warmup=config.warmup_updates, total=self.position.updates
+        )
+        return Pipeline(
+            self.model,
+            train.batch(range(min(config.batch_size, len(train))), 0),
+            lr_scheduler=policy,
+            precision=config.precision,
+            compile=config.compile,
+            cuda_graphs=config.cuda_graphs,
+            on_nonfinite=config.on_nonfinite,
+            loss_weight=count_labels,
+            device=self.device,
+            world=self.world,
+            **pipeline_arguments(config),
+        )
+
+    def _make_recorder(self) -> Recorder:
+        config = self.config
+        return Recorder(
+            self.pipe,
+            self.folder,
+            total=self.position.updates,
+            samples=self.position.interval * config.batch_size,
+            tokens=config.sequence_length,
+            print_frequency=config.print_frequency,
+            verbose_frequency=config.verbose_frequency,
+            hang_limit=config.hang_limit,
+            prometheus_port=config.prometheus_port,
+        )
+
+    def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:
+        if self.rank:
+            return None
+        # A run that was restarted after a fault goes on where it was; before its first checkpoint, as it began.
+        found = checkpoint.newest(self.folder / "checkpoints", report) if LAUNCHED in os.environ else None
+        if found is None and resume is not None:
+            found = find_checkpoint(resume, self.folder.parent, report)
+        return None if found is None else str(found)
+
+    def _position_here(self) -> dict[str, Any]:
+        """Where in the data the pipeline is, once it is drained."""
+        return {**self.position.told(self.pipe.updates), "evaluated": self.evaluated}
+
+    def _take_device(self) -> torch.device:
+        """This rank's device, of whose memory it may have what the configuration says."""
+        device = choose_device(None, self.world.local_rank)
+        cap = self.config.gpu_memory
+        limit_memory(device, None if cap is None else read_bytes(cap))
+        return device

@@ -1,0 +1,5 @@
+"""The proof that a pipeline trains a model as the plain model is trained."""
+
+from vpipe.verify.verification import Verification, verify, verify_config
+
+__all__ = ["Verification", "verify", "verify_config"]

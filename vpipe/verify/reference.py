@@ -1,0 +1,253 @@
+"""Independent references: the plain model, trained in one process by the textbook's formulas.
+
+Nothing here uses the runtime, the stages' modules or the weights' versions of vpipe. Of the captured graph
+only this is read: which block draws random numbers, and which stage holds which parameter (`vpipe.verify.eager`).
+"""
+
+from __future__ import annotations
+
+import copy
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.graph import ModelGraph, StageGraph
+from vpipe.graph import tied as tied_parameters
+from vpipe.schedule import Op, Schedule
+from vpipe.verify.eager import EagerModel
+
+LossWeight = Callable[[dict[str, Tensor]], float]
+OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
+Versions = Mapping[tuple[int, int], int]
+"""(stage, minibatch) ▶ the number of updates that the stage has made when the minibatch passes forward."""
+
+
+class Trained(NamedTuple):
+    """What a run leaves behind; gradients are those of the first update, as the optimizer got them."""
+
+    losses: list[float]
+    gradients: dict[str, Tensor]
+    weights: dict[str, Tensor]
+
+
+def equal_weights(fields: dict[str, Tensor]) -> float:
+    return 1.0
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a model is trained, whichever way: arguments of `Pipeline`, under the same names."""
+
+    optimizer: OptimizerFactory
+    loss_fn: Callable[..., Tensor] | None = None
+    seed: int = 0
+    clip_norm: float | None = None
+    loss_weight: LossWeight = equal_weights
+
+
+def train_synchronously(
+    model: nn.Module, minibatches: Sequence[Any], per_update: int, recipe: Recipe, graph: ModelGraph
+) -> Trained:
+    """Gradient accumulation with a copy of the plain model."""
+    plain = _in_training(copy.deepcopy(model))
+    eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed)
+    optimizer = recipe.optimizer(list(plain.parameters()))
+    losses: list[float] = []
+    gradients: dict[str, Tensor] = {}
+    for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
+        mean = 0.0
+        for minibatch, batch, share in group:
+            loss = eager.loss(batch, minibatch)
+            (loss * share).backward()
+            mean += loss.item() * share
+        if recipe.clip_norm is not None:
+            nn.utils.clip_grad_norm_(plain.parameters(), recipe.clip_norm)
+        gradients = gradients or _gradients(plain.named_parameters())
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(mean)
+    return Trained(losses, gradients, {name: p.detach() for name, p in plain.named_parameters()})
+
+
+class WeightHistory:
+    """Some parameters through time: w(t + 1) = w(t) - update(gradient); each w(t) to be read is kept."""
+
+    def __init__(self, values: Mapping[str, Tensor], make_optimizer: OptimizerFactory) -> None:
+        self.now = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
+        self.optimizer = make_optimizer(list(self.now.values())) if values else None
+        self.versions = [self.newest()]
+        self.forgotten = 0
+
+    def newest(self) -> dict[str, Tensor]:
+        return {name: tensor.detach().clone() for name, tensor in self.now.items()}
+
+    def read(self, version: int) -> dict[str, Tensor]:
+        return self.versions[version - self.forgotten]
+
+    def update(self, gradients: Mapping[str, Tensor | None], clip_norm: float | None) -> dict[str, Tensor]:
+        """Make the next version; returns the gradients as the optimizer got them."""
+        for name, tensor in self.now.items():
+            tensor.grad = gradients[name]
+        if clip_norm is not None:
+            nn.utils.clip_grad_norm_(self.now.values(), clip_norm)
+        used = _gradients(self.now.items())
+        if self.optimizer is not None:
+            self.optimizer.step()
+        self.versions.append(self.newest())
+        return used
+
+    def forget(self, before: int) -> None:
+        """No version before this one will be read."""
+        del self.versions[: max(0, before - self.forgotten)]
+        self.forgotten = max(self.forgotten, before)
+
+
+class StagedWeights:
+    """The weights of all stages through time: each stage updates on its own, at the schedule's instants.
+
+    A parameter that several stages hold is one parameter, updated with the sum of their gradients: its first
+    holder applies an update at once, the others `lag` updates later.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Tensor],
+        stages: Sequence[StageGraph],
+        versions: Versions,
+        lag: int,
+        make_optimizer: OptimizerFactory,
+    ) -> None:
+        self.versions = versions
+        self.lag = lag
+        self.holders = {name: where for name, where in tied_parameters(stages).items() if name in values}
+        own = [[n for n in stage.parameters if n in values and n not in self.holders] for stage in stages]
+        self.stages = [WeightHistory({n: values[n] for n in names}, make_optimizer) for names in own]
+        self.tied = {name: WeightHistory({name: values[name]}, make_optimizer) for name in self.holders}
+
+    @property
+    def histories(self) -> list[WeightHistory]:
+        return [*self.stages, *self.tied.values()]
+
+    def read(self, minibatch: int) -> tuple[dict[str, Tensor], dict[str, dict[int, Tensor]]]:
+        """Fresh leaves of what the minibatch sees: by name, and for tied parameters by name and stage."""
+        own: dict[str, Tensor] = {}
+        for stage, history in enumerate(self.stages):
+            version = history.read(self.versions[stage, minibatch])
+            own |= {name: _leaf(value) for name, value in version.items()}
+        tied = {
+            name: {s: _leaf(history.read(self._tied_version(name, s, minibatch))[name]) for s in holders}
+            for (name, holders), history in zip(self.holders.items(), self.tied.values(), strict=True)
+        }
+        return own, tied
+
+    def update(self, gradients: Mapping[str, Tensor | None], clip_norm: float | None) -> dict[str, Tensor]:
+        used: dict[str, Tensor] = {}
+        for history in self.histories:
+            used |= history.update(gradients, clip_norm)
+        return used
+
+    def forget(self, later: range) -> None:
+        """Only these minibatches are still to come."""
+        for stage, history in enumerate(self.stages):
+            history.forget(min((self.versions[stage, m] for m in later), default=0))
+        for name, history in self.tied.items():
+            oldest = (self._tied_version(name, s, m) for s in self.holders[name] for m in later)
+            history.forget(min(oldest, default=0))
+
+    def newest(self) -> dict[str, Tensor]:
+        return {name: value for history in self.histories for name, value in history.newest().items()}
+
+    def _tied_version(self, name: str, stage: int, minibatch: int) -> int:
+        late = 0 if stage == self.holders[name][0] else self.lag
+        return max(0, self.versions[stage, minibatch] - late)
+
+
+def train_asynchronously(
+    model: nn.Module,
+    minibatches: Sequence[Any],
+    per_update: int,
+    recipe: Recipe,
+    graph: ModelGraph,
+    *,
+    stages: Sequence[StageGraph],
+    versions: Versions,
+    lag: int,
+) -> Trained:
+    """Each minibatch sees in each stage the version that the schedule says (`versions_read`).
+
+    A stage clips by the norm of its own gradients, a tied parameter by its own.
+    """
+    plain = _in_training(copy.deepcopy(model))
+    eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
+    values = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    weights = StagedWeights(values, stages, versions, lag, recipe.optimizer)
+    losses: list[float] = []
+    first: dict[str, Tensor] = {}
+    for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
+        sums: dict[str, Tensor | None] = dict.fromkeys(values)
+        mean = 0.0
+        for minibatch, batch, share in group:
+            own, tied = weights.read(minibatch)
+            loss = eager.loss(batch, minibatch, own, tied)
+            (loss * share).backward()
+            mean += loss.item() * share
+            for name, leaf in [*own.items(), *((n, leaf) for n in tied for leaf in tied[n].values())]:
+                if leaf.grad is not None:
+                    known = sums[name]
+                    sums[name] = leaf.grad if known is None else known + leaf.grad
+        used = weights.update(sums, recipe.clip_norm)
+        first = first or used
+        losses.append(mean)
+        weights.forget(range(group[-1][0] + 1, len(minibatches)))
+    frozen = {name: p.detach() for name, p in plain.named_parameters()}
+    return Trained(losses, first, frozen | weights.newest())
+
+
+def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
+    """For the first `count` minibatches, read off the programs: STEP makes a version, F reads the newest."""
+    read: dict[tuple[int, int], int] = {}
+    length = schedule.minibatches or count
+    for rank in range(schedule.num_ranks):
+        made: Counter[int] = Counter()
+        for start in range(0, count, length):
+            exists = range(min(length, count - start)).__contains__
+            for stage, op, minibatch in schedule.program(rank, exists):
+                if op is Op.STEP:
+                    made[stage] += 1
+                elif op is Op.F:
+                    read[stage, start + minibatch] = made[stage]
+    return read
+
+
+def _groups(
+    minibatches: Sequence[Any],
+    per_update: int,
+    graph: ModelGraph,
+    loss_weight: LossWeight,
+) -> Iterable[list[tuple[int, Any, float]]]:
+    """The minibatches of each update: number, batch, share of the update's loss."""
+    for start in range(0, len(minibatches), per_update):
+        group = minibatches[start : start + per_update]
+        weights = [loss_weight(graph.batch_fields(batch)) for batch in group]
+        total = sum(weights)
+        yield [
+            (start + i, batch, weight / total if total else 0.0)
+            for i, (batch, weight) in enumerate(zip(group, weights, strict=True))
+        ]
+
+
+def _in_training(model: nn.Module) -> nn.Module:
+    """In training mode; a model that is already in it keeps the modes of its parts."""
+    return model if model.training else model.train()
+
+
+def _gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:
+    return {name: tensor.grad.clone() for name, tensor in named if tensor.grad is not None}
+
+
+def _leaf(value: Tensor) -> Tensor:
+    return value.detach().clone().requires_grad_()

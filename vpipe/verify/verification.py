@@ -1,0 +1,233 @@
+"""The proof, for a user's own model, that the pipeline trains it as the plain model would be trained.
+
+Both ways run in this process: the pipeline with a thread for each rank, the reference without any pipeline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils import _pytree as pytree
+
+from vpipe.config.arguments import pipeline_arguments
+from vpipe.errors import VPipeError
+from vpipe.pipeline import Pipeline
+from vpipe.pipeline.layout import Layout
+from vpipe.pipeline.threads import run_ranks
+from vpipe.runtime import Fields, count_samples
+from vpipe.schedule import Schedule
+from vpipe.stage import Stage
+from vpipe.system.device import choose_device
+from vpipe.train.models import build_model, synthetic_batch
+from vpipe.verify.comparison import (
+    Difference,
+    StageTensor,
+    compare_gradients,
+    compare_losses,
+    compare_weights,
+    rounding_alone,
+)
+from vpipe.verify.eager import check_runs
+from vpipe.verify.reference import Recipe, Trained, train_asynchronously, train_synchronously, versions_read
+from vpipe.weights import OptimizerFactory
+
+if TYPE_CHECKING:
+    from vpipe.communication import InProcessWorld
+    from vpipe.config import RunConfig
+
+K = TypeVar("K")
+BOUNDS = {"float64": 1e-9, "float32": 1e-5}
+"""The largest relative difference that rounding explains."""
+UPDATES = 5
+TIMEOUT = 3600.0
+"""Seconds that a rank waits for another: a stage of a large model takes long on a CPU."""
+
+
+@dataclass(frozen=True)
+class Verification:
+    schedule: str
+    partition: tuple[int, ...]
+    ranks: int
+    updates: int
+    minibatches: int
+    dtype: str
+    bound: float
+    loss: Difference
+    gradients: Difference
+    weights: Difference
+
+    @property
+    def differences(self) -> dict[str, Difference]:
+        return {"loss": self.loss, "gradients": self.gradients, "weights": self.weights}
+
+    @property
+    def ok(self) -> bool:
+        return all(difference.largest <= self.bound for difference in self.differences.values())
+
+
+@dataclass(frozen=True)
+class _RankRun:
+    """What one rank's part of the pipeline leaves behind; tensors by stage and name."""
+
+    layout: Layout
+    batches: list[Any]
+    losses: list[float]
+    gradients: dict[StageTensor, Tensor]
+    weights: dict[StageTensor, Tensor]
+
+
+def verify_config(
+    config: RunConfig, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+) -> Verification:
+    """Verify the run that a configuration describes, on synthetic data.
+
+    Its precision, its `compile` and its learning-rate policy have no part in this: both ways compute in `dtype`, as
+    the blocks stand (compiled dropout draws other masks), and the learning rate stays as it is.
+    """
+    model, _, loss_fn = build_model(config)
+    arguments = pipeline_arguments(config)
+    schedule = arguments["schedule"]
+    return verify(
+        model,
+        lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
+        ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
+        loss_fn=loss_fn,
+        updates=updates,
+        dtype=dtype,
+        device=device,
+        **arguments,
+    )
+
+
+def verify(
+    model: nn.Module,
+    make_batch: Callable[[int], Any],
+    *,
+    ranks: int,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[..., Tensor] | None = None,
+    updates: int | None = None,
+    dtype: str = "float64",
+    device: str | None = None,
+    clip_norm: float | None = None,
+    seed: int = 0,
+    loss_weight: Callable[[Fields], float] = count_samples,
+    **options: Any,
+) -> Verification:
+    """Train a copy of the model both ways and compare; `make_batch(number)` gives each minibatch.
+
+    Both compute on `device`: if none is given, on the GPU where there is one; all ranks share it.
+    `options` are those of Pipeline. Dropout stays on. Without a number of `updates` there are five, and in
+    an asynchronous schedule as many more as it takes until every stage works on stale weights.
+    """
+    kind = _read_dtype(dtype)
+    if updates is not None and updates < 1:
+        raise VPipeError(f"updates is {updates}: it must be 1 or more")
+    recipe = Recipe(optimizer, loss_fn, seed, clip_norm, loss_weight)
+    place = choose_device(device, 0)
+    model = copy.deepcopy(model).to(kind)
+
+    def batch(number: int) -> Any:
+        return _converted(make_batch(number), kind)
+
+    def run(world: InProcessWorld) -> _RankRun:
+        with Pipeline(model, batch(0), **vars(recipe), device=place, world=world, **options) as pipe:
+            batches = [batch(number) for number in range(_count(pipe.layout, updates))]
+            return _run_rank(pipe, batches)
+
+    with torch.random.fork_rng(devices=[]):
+        check_runs(model, batch(0), loss_fn, dtype)
+        runs = run_ranks(ranks, run, TIMEOUT)
+        layout, batches = runs[0].layout, runs[0].batches
+        there = [_moved(batch, place) for batch in batches]
+        trained = _train_plainly(model.to(place), there, layout, recipe)
+        expected = Trained(trained.losses, _on_host(trained.gradients), _on_host(trained.weights))
+    return _compare_runs(runs, expected, dtype)
+
+
+def _read_dtype(name: str) -> torch.dtype:
+    if name not in BOUNDS:
+        raise VPipeError(f"dtype is {name!r}: choose from {', '.join(BOUNDS)}")
+    return getattr(torch, name)
+
+
+def _converted(batch: Any, dtype: torch.dtype) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+
+
+def _moved(batch: Any, device: torch.device) -> Any:
+    return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
+
+
+def _on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
+    return {key: tensor.cpu() for key, tensor in tensors.items()}
+
+
+def _count(layout: Layout, updates: int | None) -> int:
+    """Minibatches of all updates; a table that is run again and again is run to its end."""
+    schedule = layout.schedule
+    wanted = (updates or UPDATES + layout.lag) * schedule.update_interval
+    length = schedule.minibatches or 1
+    return -(-wanted // length) * length
+
+
+def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
+    gradients: dict[StageTensor, Tensor] = {}
+    for stage in pipe.runtime.stages.values():
+        _record_first_gradients(stage, gradients)
+    losses = [loss for _, loss in pipe.train(batches)]
+    weights = {
+        (stage.index, name): tensor
+        for stage in pipe.runtime.stages.values()
+        for name, tensor in stage.optimizer.values().items()
+    }
+    return _RankRun(pipe.layout, batches, losses, _on_host(gradients), _on_host(weights))
+
+
+def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) -> None:
+    """Keep what each base optimizer of the stage is given for its first update."""
+    weights = stage.optimizer
+    places = {id(m): (stage.index, n) for n, m in zip(weights.names, weights.master_parameters, strict=True)}
+    updated: set[Optimizer] = set()
+
+    def keep(optimizer: Optimizer, *_: object) -> None:
+        if optimizer not in updated:
+            updated.add(optimizer)
+            given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+            gradients.update({places[id(p)]: p.grad.clone() for p in given})
+
+    for optimizer in (weights.base_optimizer, *weights.tied_optimizers.values()):
+        if optimizer is not None:
+            optimizer.register_step_pre_hook(keep)
+
+
+def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe) -> Trained:
+    schedule = layout.schedule
+    plain = (model, batches, schedule.update_interval, recipe, layout.graph)
+    if schedule.synchronous:
+        return train_synchronously(*plain)
+    versions = versions_read(schedule, len(batches))
+    return train_asynchronously(*plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag)
+
+
+def _compare_runs(runs: Sequence[_RankRun], expected: Trained, dtype: str) -> Verification:
+    layout = runs[0].layout
+    unsteady = rounding_alone(expected.gradients)
+    return Verification(
+        schedule=layout.schedule.name,
+        partition=layout.partition,
+        ranks=len(runs),
+        updates=len(expected.losses),
+        minibatches=len(runs[0].batches),
+        dtype=dtype,
+        bound=BOUNDS[dtype],
+        loss=compare_losses([run.losses for run in runs], expected.losses),
+        gradients=compare_gradients([run.gradients for run in runs], expected.gradients),
+        weights=compare_weights([run.weights for run in runs], expected.weights, unsteady),
+    )
