@@ -5,8 +5,8 @@ from itertools import pairwise
 import pytest
 import torch
 
-from vpipe.runtime import device_clock
-from vpipe.runtime.device_clock import DeviceClock
+from vpipe.runtime import recording
+from vpipe.runtime.recording import DeviceClock
 
 
 class Gpu:
@@ -47,7 +47,7 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
 
 
 def test_an_action_lasts_from_the_end_of_the_one_before(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_clock, "perf_counter", lambda: 50.0)  # when the clock is made
+    monkeypatch.setattr(recording, "perf_counter", lambda: 50.0)  # when the clock is made
     clock: DeviceClock[str] = DeviceClock(torch.device("cuda", 0))
     for name, milliseconds in (("wait", 2.0), ("forward", 5.0), ("backward", 9.0)):
         gpu.issued += milliseconds
@@ -65,7 +65,7 @@ def test_an_action_lasts_from_the_end_of_the_one_before(gpu: Gpu, monkeypatch: p
 def test_times_go_on_when_they_are_counted_from_a_later_event(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_clock, "REBASE", 3)
+    monkeypatch.setattr(recording, "REBASE", 3)
     clock: DeviceClock[int] = DeviceClock(torch.device("cuda", 0))
     ends = []
     for number in range(10):

@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from vpipe.observe.scenes import SCHEDULE, TENSORS, VERSIONS
-from vpipe.schedule import Action, Op, draw
+from vpipe.schedule import Op, draw
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
-    from vpipe.runtime.stage_runtime import Method
-    from vpipe.stage import Stage
+    from vpipe.runtime.prefetch import Work
 
 SHORT = 12
 """Lines of each scene that the user sees; the log has all."""
@@ -109,26 +108,21 @@ def _look(tensor: Tensor) -> str:
 def _versions(pipe: Pipeline, say: Say) -> None:
     """Each switch of the weights: what F and B read, what STEP makes, which versions are held."""
 
-    def around(op: Op) -> Callable[[Method], Method]:
-        def wrapper(plain: Method) -> Method:
-            def told(stage: Stage, minibatch: int) -> None:
-                optimizer = stage.optimizer
-                before = [version.number for version in optimizer.queue]
-                plain(stage, minibatch)
-                after = [version.number for version in optimizer.queue]
-                if op is Op.STEP:
-                    what = f"makes version {optimizer.latest_version}"
-                else:
-                    what = f"reads version {optimizer.current_version} of {before[-1]}"
-                dropped = "" if op is Op.STEP else _dropped(before, after)
-                say(f"{Action(stage.index, op, minibatch)} {what}; held: {_list(after)}{dropped}")
+    def look(work: Work) -> Callable[[], None]:
+        optimizer = work.stage.optimizer
+        before = [version.number for version in optimizer.queue]
 
-            return told
+        def report() -> None:
+            after = [version.number for version in optimizer.queue]
+            if work.action.op is Op.STEP:
+                say(f"{work.action} makes version {optimizer.latest_version}; held: {_list(after)}")
+            else:
+                read = f"reads version {optimizer.current_version} of {before[-1]}"
+                say(f"{work.action} {read}; held: {_list(after)}{_dropped(before, after)}")
 
-        return wrapper
+        return report
 
-    for op in (Op.F, Op.B, Op.I, Op.STEP):
-        pipe.runtime.wrap(op, around(op))
+    pipe.on_action(look, (Op.F, Op.B, Op.I, Op.STEP))
 
 
 def _dropped(before: list[int], after: list[int]) -> str:
@@ -145,26 +139,18 @@ def _list(versions: Iterable[int]) -> str:
 
 def _schedule(pipe: Pipeline, say: Say) -> None:
     """Which block is on which stage and rank, the schedule's grid, and each action with its time as it ends."""
-    layout, runtime = pipe.layout, pipe.runtime
+    layout = pipe.layout
     for stage in layout.stage_graphs:
         ranks = layout.schedule.placement[stage.index]
         blocks = ", ".join(layout.graph.blocks[block].name for block in stage.blocks)
         say(f"stage {stage.index} on rank {', '.join(map(str, ranks))}: {blocks}")
     say(f"{layout.schedule.name}\n{draw(layout.schedule, columns=60)}")
 
-    def around(op: Op) -> Callable[[Method], Method]:
-        def wrapper(plain: Method) -> Method:
-            def told(stage: Stage, minibatch: int) -> None:
-                plain(stage, minibatch)
-                since = runtime.whereabouts.page.place(pipe.rank).since
-                say(f"{Action(stage.index, op, minibatch)} took {1000 * (perf_counter() - since):.3f} ms")
+    def time(work: Work) -> Callable[[], None]:
+        start = perf_counter()
+        return lambda: say(f"{work.action} took {1000 * (perf_counter() - start):.3f} ms")
 
-            return told
-
-        return wrapper
-
-    for op in Op:
-        runtime.wrap(op, around(op))
+    pipe.on_action(time)
 
 
 def _replace(owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:
