@@ -315,8 +315,8 @@ def page(sections: dict[int, str]) -> str:
     introduction = f"""# How accurate the simulator is
 
 Predictions of the simulator beside measurements. The model is a transformer of {work.LAYERS} layers, {work.WIDTH} wide.
-A step has {MINIBATCHES} minibatches of {work.MINIBATCH} samples. Each rank is one process with one thread. Every block is
-kept, or every block is recomputed.
+A step has {MINIBATCHES} minibatches of {work.MINIBATCH} samples. Each rank is one process with one thread. Every block
+is kept, or every block is recomputed.
 
 - *Ratio* is the prediction divided by the measurement. For throughput it is the median over turns
   of one second, with the quartiles. Each turn is predicted from a profile that was measured right
