@@ -217,9 +217,9 @@ def report(
         f"sequence {work.SEQUENCE}, on {given.ranks} ranks of one thread. The figures are medians of {given.rounds} "
         f"rounds, in which the settings take turns. The cap is {cap:,} bytes a rank. That is what PipeDream needs with "
         f"{given.batch_size // 2} samples a minibatch (with {given.batch_size} it would not fit). GPipe recomputes "
-        "everything and accumulates as many minibatches as fit. *Bytes* are the activations of the rank that holds most "
-        f"of them, as autograd counts them. The machine's load was {given.load:.1f} before the run. Above 0.5 other "
-        "programs ran on it, and the speeds say little."
+        "everything and accumulates as many minibatches as fit. *Bytes* are the activations of the rank that holds "
+        f"most of them, as autograd counts them. The machine's load was {given.load:.1f} before the run. Above 0.5 "
+        "other programs ran on it, and the speeds say little."
     )
     lines = [
         TITLE,
