@@ -66,7 +66,7 @@ def be_patient() -> None:
 
     A machine may be so busy that the seconds which are given for that would be over. `make faults` leaves them alone.
     """
-    heartbeat.TO_HEAR = heartbeat.TO_END = PATIENCE
+    heartbeat.REASON_WAIT = heartbeat.EXIT_WAIT = PATIENCE
     last_error.TO_SPEAK = local.GRACE = supervised.FOR_VERDICT = watch.DOUBT = PATIENCE
 
 

@@ -66,7 +66,7 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     what = sys.argv[3:][rank]
     # A rank that has lost another one has imported it; here it would import torch.
-    sys.modules["vpipe.communication.heartbeat"] = SimpleNamespace(Heartbeat=SimpleNamespace(verdict=""))  # type: ignore[assignment]
+    sys.modules["vpipe.communication.heartbeat"] = SimpleNamespace(Heartbeat=SimpleNamespace(failure=""))  # type: ignore[assignment]
     supervised.TO_END = 0.2
     supervised.FOR_VERDICT = 0.0 if what == "follow:nobody" else 600.0
     supervised.end_with_launcher()

@@ -13,7 +13,7 @@ from tests.end_to_end.command import alive, end, start, vpipe, wait_until_gone
 from tests.faults.runs import be_patient, final_weights, half_done, shared_memory, train, write_config
 from tests.waiting import TIMEOUT, wait_until
 
-WORD = "error: stopped because rank 1 failed: it ended without a word"
+WORD = "error: stopped because rank 1 failed: its process ended and gave no reason"
 TORCHRUN = (
     "torch.distributed.run",
     "--standalone",

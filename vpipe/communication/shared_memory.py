@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
+from vpipe.communication.sockets import connect_peers
 from vpipe.errors import PeerError
 
 DTYPES = (
@@ -272,33 +273,21 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """A socket to each of this host's ranks; `gather` is called once by every rank of the world.
 
-    Of a pair the higher rank calls and the lower one answers. The address lies in the abstract namespace
-    (it dies with its socket); a caller must show the token that only the job's ranks were given.
+    The addresses lie in the abstract namespace, so they vanish with their sockets.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     token = os.urandom(16).hex()
-    listener.bind(b"\0vpipe-" + token[:16].encode())
-    listener.listen(len(peers) + 1)
-    listener.settimeout(timeout)
-    tokens = gather("shared memory", token)
-    links: dict[int, socket.socket] = {}
-    try:
-        for peer in (p for p in peers if p < rank):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(token))
+        listener.listen(len(peers) + 1)
+        tokens = gather("shared memory", token)
+
+        def call(peer: int) -> tuple[socket.socket, str]:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.connect(b"\0vpipe-" + tokens[peer][:16].encode())
-            link.send(f"{tokens[peer]} {rank}".encode())
-            links[peer] = link
-        while len(links) < len(peers):
-            link, _ = listener.accept()
-            link.settimeout(timeout)
-            said, _, caller = link.recv(128).decode(errors="replace").partition(" ")
-            if said != token or not caller.isdigit():
-                link.close()
-                continue
-            links[int(caller)] = link
-    except (TimeoutError, OSError) as error:
-        missing = sorted(set(peers) - set(links))
-        raise PeerError(f"ranks {missing} of this host did not connect within {timeout:g} s") from error
-    finally:
-        listener.close()
-    return links
+            link.connect(_address(tokens[peer]))
+            return link, tokens[peer]
+
+        return connect_peers(rank, peers, listener, token, call, timeout)
+
+
+def _address(token: str) -> bytes:
+    return b"\0vpipe-" + token[:16].encode()

@@ -27,11 +27,11 @@ from vpipe.communication.choice import (
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
 from vpipe.communication.gloo import DistributedChannel
-from vpipe.communication.heartbeat import Heartbeat, connect_beats
-from vpipe.communication.interfaces import LOOPBACK, gloo_on, own_address
+from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 from vpipe.communication.nccl import GroupChannel, StreamGroups
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
+from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
 from vpipe.communication.staged import StagedChannel
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
@@ -105,7 +105,7 @@ class ProcessWorld:
         heartbeat_limit: float | None = None,
     ) -> None:
         """With a rendezvous limit, all ranks must come within it. With a heartbeat limit, the process ends when a
-        peer is not heard of for so long (`beats.py`)."""
+        peer sends no heartbeat for so long (`heartbeat.py`)."""
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
         self.rank = int(os.environ.get("RANK", "0"))
@@ -118,7 +118,7 @@ class ProcessWorld:
         self._meetings: Counter[str] = Counter()
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
-        self._beats: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._groups = StreamGroups(False, timeout)
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
@@ -173,7 +173,9 @@ class ProcessWorld:
                 )
             self._owns_group = True
         if self._heartbeat_limit is not None:
-            self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
+            self._heartbeat = connect_heartbeat(
+                self.rank, self.size, towards, self.all_gather, self._heartbeat_limit
+            )
         self._groups = StreamGroups(any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout)
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
@@ -188,9 +190,9 @@ class ProcessWorld:
         self._groups.open(count)
 
     def close(self) -> None:
-        if self._beats is not None:
-            self._beats.close()
-            self._beats = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         self._groups.close()
         if self._owns_group:
             dist.destroy_process_group()

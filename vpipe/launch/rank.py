@@ -84,7 +84,7 @@ def fail(error: Exception) -> NoReturn:
     from vpipe.communication.heartbeat import Heartbeat  # whoever meets a PeerError has imported it
 
     with _saying:
-        verdict = Heartbeat.verdict if page is None else page.verdict
+        verdict = Heartbeat.failure if page is None else page.verdict
         if verdict:
             _stop(verdict)
         print(f"error: {error}", file=sys.stderr, flush=True)

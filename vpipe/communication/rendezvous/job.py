@@ -20,10 +20,10 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from vpipe.communication.interfaces import LOOPBACK
 from vpipe.communication.rendezvous.client import RendezvousAddress, RendezvousClient
 from vpipe.communication.rendezvous.server import Rendezvous
 from vpipe.communication.rendezvous.store import MeetingStore
+from vpipe.communication.sockets import LOOPBACK
 from vpipe.errors import PeerError
 from vpipe.system.environment import LISTENER, SECRET
 
