@@ -40,15 +40,13 @@ class DistributedChannel(Channel):
         self._posted: dict[Key, tuple[Any, Tensor]] = {}
 
     def send(self, key: Key, tensor: Tensor) -> None:
-        under_way = self._sent[key.stream]
-        while len(under_way) >= self.buffer:
-            self._wait(under_way.popleft()[1], f"room to send {key}")
+        self._wait_for_room(key)
         tensor = tensor.detach().contiguous()
-        under_way.append((key, self._begin(dist.isend, tensor, key), tensor))
+        self._sent[key.stream].append((key, self._begin(dist.isend, tensor, key), tensor))
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
         if key not in self._posted:
-            tensor = torch.empty(tuple(shape), dtype=dtype)
+            tensor = self._allocate(tuple(shape), dtype, device)
             self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
 
     def receive(
@@ -75,12 +73,25 @@ class DistributedChannel(Channel):
         self._sent.clear()
         self._posted.clear()
 
+    def _wait_for_room(self, key: Key) -> None:
+        under_way = self._sent[key.stream]
+        while len(under_way) >= self.buffer:
+            self._wait(under_way[0][1], f"room to send {key}")
+            under_way.popleft()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to receive into."""
+        return torch.empty(shape, dtype=dtype)
+
     def _begin(self, transfer: Callable[..., Any], tensor: Tensor, key: Key) -> Any:
-        tag = _tag(key)
         try:
-            return transfer(tensor, self.peer, tag=tag)
+            return transfer(tensor, self.peer, **self._route(tensor, key))
         except RuntimeError as error:
             raise self._no_answer(f"message {key}", error) from error
+
+    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
+        """The arguments by which both sides find the same transfer."""
+        return {"tag": _tag(key)}
 
     def _wait(self, work: Any, what: str) -> None:
         try:

@@ -9,8 +9,6 @@ cheap: NCCL connects a pair when the first message between them is posted.
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Sequence
 from datetime import timedelta
 from typing import Any
 
@@ -18,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.communication.channel import HOST, Key
+from vpipe.communication.channel import Key
 from vpipe.communication.gloo import DistributedChannel
 
 
@@ -56,54 +54,11 @@ class GroupChannel(DistributedChannel):
         super().__init__(peer, buffer, timeout)
         self._groups = groups
         self._everything = everything
-        self._under_way: dict[int, deque[tuple[Any, Tensor]]] = defaultdict(deque)  # sent on the device
-        self._expected: dict[Key, tuple[Any, Tensor]] = {}
 
-    def send(self, key: Key, tensor: Tensor) -> None:
-        if not self._on_groups(tensor.device):
-            super().send(key, tensor)
-            return
-        tensor = tensor.detach().contiguous()
-        under_way = self._under_way[key.stream]
-        under_way.append((self._begin_on(key, dist.isend, tensor), tensor))
-        if len(under_way) > self.buffer:
-            # The oldest: its memory may be used again by what follows on this stream.
-            self._wait(under_way.popleft()[0], f"room to send {key}")
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
 
-    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
-        if not self._on_groups(device):
-            super().expect(key, shape, dtype, device)
-        elif key not in self._expected:
-            tensor = torch.empty(tuple(shape), dtype=dtype, device=device)
-            self._expected[key] = (self._begin_on(key, dist.irecv, tensor), tensor)
-
-    def receive(
-        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
-    ) -> Tensor:
-        if not self._on_groups(device):
-            return super().receive(key, shape, dtype, device)
-        self.expect(key, shape, dtype, device)
-        work, tensor = self._expected.pop(key)
-        self._wait(work, f"message {key}")  # NCCL: the stream waits, not the host
-        return tensor
-
-    def leftovers(self) -> list[str]:
-        for under_way in self._under_way.values():
-            while under_way:
-                self._wait(under_way.popleft()[0], "the last messages to be taken")
-        unread = [f"{key} from rank {self.peer} was posted and not taken" for key in self._expected]
-        return unread + super().leftovers()
-
-    def close(self) -> None:
-        super().close()
-        self._under_way.clear()
-        self._expected.clear()
-
-    def _on_groups(self, device: torch.device) -> bool:
-        return self._everything or device.type == "cuda"
-
-    def _begin_on(self, key: Key, transfer: Any, tensor: Tensor) -> Any:
-        try:
-            return transfer(tensor, self.peer, group=self._groups[key.stream])
-        except RuntimeError as error:
-            raise self._no_answer(f"message {key}", error) from error
+    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
+        if self._everything or tensor.is_cuda:
+            return {"group": self._groups[key.stream]}
+        return super()._route(tensor, key)

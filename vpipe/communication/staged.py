@@ -7,10 +7,11 @@ memory and the copy to the GPU runs on a stream of its own.
 
 from __future__ import annotations
 
-import queue
-import threading
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotStarted
+from datetime import timedelta
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -18,7 +19,19 @@ from torch import Tensor
 
 from vpipe.communication.channel import HOST, Key
 from vpipe.communication.gloo import DistributedChannel
-from vpipe.errors import PeerError
+
+
+class _StagedWork(NamedTuple):
+    """A transfer that starts when its copy is made, waited for as torch's own works are."""
+
+    started: Future[Any]
+
+    def wait(self, timeout: timedelta) -> None:
+        try:
+            work = self.started.result(timeout.total_seconds())
+        except NotStarted:
+            raise RuntimeError("the GPU has not copied it to the host") from None
+        work.wait(timeout)
 
 
 class StagedChannel(DistributedChannel):
@@ -27,29 +40,23 @@ class StagedChannel(DistributedChannel):
     def __init__(self, peer: int, buffer: int, timeout: float, device: torch.device) -> None:
         super().__init__(peer, buffer, timeout)
         self.device = device
-        self._coming = torch.cuda.Stream(device)
-        self._to_do: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._failure: BaseException | None = None
-        threading.Thread(target=self._work, daemon=True, name=f"to rank {peer}").start()
+        self._copies = torch.cuda.Stream(device)  # of what arrives
+        self._starter = ThreadPoolExecutor(1, f"to rank {peer}")
+        self._newest: Future[Any] | None = None
 
     def send(self, key: Key, tensor: Tensor) -> None:
-        if self._failure is not None:
-            raise self._failure
         if not tensor.is_cuda:
             super().send(key, tensor)
             return
-        staged = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+        if self._newest is not None and self._newest.done():
+            self._newest.result()  # raises if it could not be started
+        self._wait_for_room(key)
+        staged = _pinned(tuple(tensor.shape), tensor.dtype)
         staged.copy_(tensor.detach(), non_blocking=True)
         copied = torch.cuda.Event()
         copied.record(torch.cuda.current_stream(self.device))
-        self._to_do.put(partial(self._send_when_copied, key, staged, copied))
-
-    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
-        if device.type != "cuda":
-            super().expect(key, shape, dtype, device)
-        elif key not in self._posted:
-            tensor = torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
-            self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
+        self._newest = self._starter.submit(self._begin_when_copied, key, staged, copied)
+        self._sent[key.stream].append((key, _StagedWork(self._newest), staged))
 
     def receive(
         self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
@@ -59,33 +66,23 @@ class StagedChannel(DistributedChannel):
             return arrived
         tensor = torch.empty_like(arrived, device=self.device)
         current = torch.cuda.current_stream(self.device)
-        self._coming.wait_stream(current)  # the memory may still be read by what was there before
-        with torch.cuda.stream(self._coming):
+        self._copies.wait_stream(current)  # the memory may still be read by what was there before
+        with torch.cuda.stream(self._copies):
             tensor.copy_(arrived, non_blocking=True)
-        current.wait_stream(self._coming)
+        current.wait_stream(self._copies)
         return tensor
 
-    def confirm(self, key: Key) -> None:
-        """The sending thread keeps the account of what is under way."""
-
-    def leftovers(self) -> list[str]:
-        done = threading.Event()
-        self._to_do.put(done.set)
-        if not done.wait(self.timeout):
-            raise self._failure or PeerError(f"waited {self.timeout:g} s for messages to rank {self.peer}")
-        return super().leftovers()
-
     def close(self) -> None:
-        self._to_do.put(None)
+        self._starter.shutdown(wait=False, cancel_futures=True)
         super().close()
 
-    def _send_when_copied(self, key: Key, staged: Tensor, copied: torch.cuda.Event) -> None:
-        copied.synchronize()
-        super().send(key, staged)
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _pinned(shape, dtype) if device.type == "cuda" else super()._allocate(shape, dtype, device)
 
-    def _work(self) -> None:
-        try:
-            while (next_one := self._to_do.get()) is not None:
-                next_one()
-        except BaseException as error:
-            self._failure = error
+    def _begin_when_copied(self, key: Key, staged: Tensor, copied: torch.cuda.Event) -> Any:
+        copied.synchronize()
+        return self._begin(dist.isend, staged, key)
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
