@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.data.library import library_sources
-from vpipe.data.text import describe, list_files, read_text
+from vpipe.data.text import describe, library_sources, list_files, read_text
 from vpipe.errors import ConfigError
 
 LIBRARY_BYTES = 4 << 20

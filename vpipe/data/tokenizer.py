@@ -1,16 +1,17 @@
-"""Tokenizers: trained on the text and kept by its hash, or given."""
+"""Tokenizers, trained on the text or given, and the cache of what is made of a text, by its hash."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vpipe.data.cache import content_hash, keep
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -207,3 +208,29 @@ def _characters(words: Counter[str], room: int) -> tuple[list[str], list[str]]:
             break
         kept.append(character)
     return sorted(kept), sorted(inside.intersection(kept))
+
+
+def content_hash(documents: Sequence[str], made_with: str) -> str:
+    """The name of what was made of these documents with these settings."""
+    digest = hashlib.sha256(made_with.encode())
+    for document in documents:
+        raw = document.encode()
+        digest.update(f" {len(raw)} ".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def keep(file: Path, what: str, write: Callable[[Path], object]) -> None:
+    """Have `write` make the file, whole or not at all.
+
+    All ranks of a run may be here at once: each writes a file of its own, and all of them are the same.
+    """
+    partial = file.with_name(f"{file.stem}.{uuid.uuid4().hex}{file.suffix}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, file)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise VPipeError(f"{what} cannot be kept in {file.parent}: {error.strerror}") from None
