@@ -43,7 +43,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
         doubt: float = NEVER,
         grace: float = NEVER,
     ) -> tuple[str, list[str]]:
-        monkeypatch.setattr(watch, "DOUBT", doubt)
+        monkeypatch.setattr(watch, "FOLLOWER_WAIT", doubt)
         monkeypatch.setattr(local, "GRACE", grace)
         ranks = Ranks(
             behaviour,
@@ -163,10 +163,10 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         )
         for step in range(600):
             now = 1000 + step / 10
-            culprit = found.culprit()
-            if culprit is not None:
-                assert culprit.rank == 1
-                return round(now - 1000), culprit.how.partition(" (stage")[0]
+            failed = found.failed_rank()
+            if failed is not None:
+                assert failed.rank == 1
+                return round(now - 1000), failed.how.partition(" (stage")[0]
         return None
 
     return run
@@ -207,7 +207,7 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     last = tmp_path / "output.log.2"
     try:
         wait_until(lambda: last.exists() and "VPIPE_FAULT: gil" in last.read_text(), "the last one's fault")
-        assert len(alive(str(tmp_path))) == 6  # launcher, keeper, 3, and a sleep
+        assert len(alive(str(tmp_path))) == 6  # launcher, cleanup process, 3, and a sleep
     finally:
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
@@ -217,10 +217,10 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
 def test_impatient_fingers_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
-    with local._heeding_signals() as asked:
+    with local._handling_signals() as signals:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert asked.to_end == [signal.SIGINT]
+        assert signals.to_end == [signal.SIGINT]
         now += local.AGAIN + 0.1
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.to_end == [signal.SIGINT, signal.SIGTERM]
+        assert signals.to_end == [signal.SIGINT, signal.SIGTERM]

@@ -28,11 +28,16 @@ def total_memory(root: Path = Path("/")) -> int:
 
 def cores(root: Path = Path("/")) -> float:
     """Cores that this process may run on; a cgroup may allow a part of one."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = usable_cores()
     quota = _text(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
         return min(float(own), int(quota[0]) / int(quota[1]))
     return float(own)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, whatever its cgroup allows of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available(root: Path) -> int | None:
