@@ -233,7 +233,7 @@ def test_what_is_damaged_is_passed_over_and_it_says_so(train: Callable[..., Path
     (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     second = train(resume="auto", **SYNCHRONOUS)
     told = log(second)
-    assert "step-00000008 is passed over: " in told
+    assert "step-00000008 is skipped: " in told
     assert "stage-001.safetensors is damaged: its hash is not the one in manifest.json" in told
     assert "step-00000006 is passed over: " in told
     assert "has no manifest.json" in told

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.checkpoint.directory import checkpoints, evaluation_loss, newest, prune
-from vpipe.checkpoint.files import not_finite, telling
+from vpipe.checkpoint.files import file_errors, not_finite
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from vpipe.errors import VPipeError
 
@@ -29,7 +29,7 @@ def find(path: Path) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the manifest tells, in plain values."""
+    """The manifest in plain values."""
     manifest = read_manifest(path)
     return {
         "path": str(path),
@@ -74,7 +74,7 @@ def prune_run(path: Path, keep: int) -> list[Path]:
     if folder.absolute() == path.absolute().parent:
         raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")
     good = newest(folder, _warn)
-    with telling("prune", folder):
+    with file_errors("prune", folder):
         return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
 
 

@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vpipe.checkpoint.files import read_header, read_tensors
-from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
-from vpipe.checkpoint.state import check_state
+from vpipe.checkpoint.manifest import Manifest, check_state, read_manifest, verify
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline

@@ -70,7 +70,7 @@ class InProcessChannel(Channel):
 
 
 class InProcessHub:
-    """The meeting place of `size` threads, each of which is a rank."""
+    """What `size` threads share, each of which is a rank."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
@@ -78,7 +78,7 @@ class InProcessHub:
         self.exclusive = threading.RLock()
         self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
         self._gathered: dict[str, dict[int, Any]] = {}
-        self._told: dict[tuple[str, int], Any] = {}
+        self.published: dict[tuple[str, int], Any] = {}
         self._changed = threading.Condition()
         self._broken: str | None = None
 
@@ -102,22 +102,15 @@ class InProcessHub:
             values[rank] = value
             self._changed.notify_all()
             while len(values) < self.size:
-                if self._broken:
-                    raise PeerError(self._broken)
+                self.check()
                 if not self._changed.wait(deadline - time.monotonic()):
                     missing = sorted(set(range(self.size)) - set(values))
                     raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
             return [values[r] for r in range(self.size)]
 
-    def tell(self, rank: int, name: str, value: Any) -> None:
-        with self._changed:
-            self._told[name, rank] = value
-
-    def told(self, rank: int, name: str) -> Any:
-        with self._changed:
-            if self._broken:
-                raise PeerError(self._broken)
-            return self._told.get((name, rank))
+    def check(self) -> None:
+        if self._broken:
+            raise PeerError(self._broken)
 
 
 class InProcessWorld:
@@ -131,20 +124,21 @@ class InProcessWorld:
         # Threads share torch's random generator and its exporter: one at a time.
         self.exclusive: AbstractContextManager[Any] = hub.exclusive
         self.meeting: tuple[str, int, float] | None = None
-        self._meetings: Counter[str] = Counter()
+        self._gathers: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
-        self._meetings[name] += 1
+        self._gathers[name] += 1
         self.meeting = (name, ANYONE, time.perf_counter())
-        gathered = self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
+        gathered = self.hub.gather(self.rank, f"{name}#{self._gathers[name]}", value)
         self.meeting = None
         return gathered
 
-    def tell(self, name: str, value: Any) -> None:
-        self.hub.tell(self.rank, name, value)
+    def publish(self, name: str, value: Any) -> None:
+        self.hub.published[name, self.rank] = value
 
-    def told(self, name: str, rank: int) -> Any:
-        return self.hub.told(rank, name)
+    def published(self, name: str, rank: int) -> Any:
+        self.hub.check()
+        return self.hub.published.get((name, rank))
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         boxes = self.hub._boxes

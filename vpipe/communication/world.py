@@ -1,4 +1,4 @@
-"""Who takes part: this process's rank, the others, and how it reaches them."""
+"""The ranks of a job as one of them sees it: its own rank, agreements with the others, channels to them."""
 
 import json
 import os
@@ -39,7 +39,7 @@ from vpipe.system import faults
 T = TypeVar("T")
 
 ANYONE = -1
-"""The peer of a wait for whoever is missing."""
+"""In place of a peer: the rank waits for whoever is missing."""
 
 
 class World(Protocol):
@@ -53,12 +53,12 @@ class World(Protocol):
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
 
-    def tell(self, name: str, value: Any) -> None:
-        """Let the others find this rank's value. Like `told`, it waits for nobody, and may be called by another
+    def publish(self, name: str, value: Any) -> None:
+        """Let the others read this rank's value. Like `published`, it waits for nobody, and may be called by another
         thread while this rank waits in `all_gather`."""
 
-    def told(self, name: str, rank: int) -> Any:
-        """What a rank has told, or None as long as it has not."""
+    def published(self, name: str, rank: int) -> Any:
+        """The value that a rank has published, or None as long as it has not."""
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         """One channel to each other rank, for tensors of this device and of the host."""
@@ -104,7 +104,7 @@ class ProcessWorld:
         rendezvous_limit: float | None = None,
         heartbeat_limit: float | None = None,
     ) -> None:
-        """With a rendezvous limit, all ranks must come within it. With a heartbeat limit, the process ends when a
+        """With a rendezvous limit, all ranks must join within it. With a heartbeat limit, the process ends when a
         peer sends no heartbeat for so long (`heartbeat.py`)."""
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
@@ -115,7 +115,7 @@ class ProcessWorld:
         self.meeting: tuple[str, int, float] | None = None
         self._kind = channel
         self._timeout = timeout
-        self._meetings: Counter[str] = Counter()
+        self._gathers: Counter[str] = Counter()
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
         self._heartbeat: Heartbeat | None = None
@@ -125,33 +125,33 @@ class ProcessWorld:
         faults.point("rendezvous")
         if self.size > 1:
             self._job = join(self.rank, self.size, rendezvous_limit or timeout)
-            # Each world of a job meets under names of its own: a script may build several pipelines.
+            # Each world of a job gathers under names of its own: a script may build several pipelines.
             self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
             self._store = dist.PrefixStore(self._name, self._job.store)
             if rendezvous_limit is not None:
-                self._job.meeting.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
+                self._job.client.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         if self._job is None:
             return [json.loads(json.dumps(value))]
-        self._meetings[name] += 1
-        place = f"{self._name}/{name}#{self._meetings[name]}"
+        self._gathers[name] += 1
+        place = f"{self._name}/{name}#{self._gathers[name]}"
         self.meeting = (name, ANYONE, perf_counter())
-        gathered = self._job.meeting.gather(place, value, name, self._timeout)
+        gathered = self._job.client.gather(place, value, name, self._timeout)
         self.meeting = None
         return gathered
 
-    def tell(self, name: str, value: Any) -> None:
-        self._store.set(f"told/{name}/{self.rank}", json.dumps(value))
+    def publish(self, name: str, value: Any) -> None:
+        self._store.set(f"published/{name}/{self.rank}", json.dumps(value))
 
-    def told(self, name: str, rank: int) -> Any:
-        key = f"told/{name}/{rank}"
+    def published(self, name: str, rank: int) -> Any:
+        key = f"published/{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        places = [RankLocation(*told) for told in self.all_gather("place", list(place_of(device)))]
+        places = [RankLocation(*place) for place in self.all_gather("place", list(place_of(device)))]
         kinds = {
             peer: choose_kind(self._kind, places[self.rank], places[peer])
             for peer in range(self.size)

@@ -60,7 +60,7 @@ class Requests:
             self._asked |= what
         if what == STOP and not self._leads:
             with suppress(PeerError):  # who cannot be told will end for that reason
-                self._world.tell("asked to end", True)
+                self._world.publish("asked to end", True)
 
     def take(self) -> int:
         """What is asked for now; it is asked for once."""
@@ -126,7 +126,7 @@ class Requests:
 
     def _another_was_asked(self, ranks: list[int]) -> bool:
         with suppress(PeerError):
-            return any(self._world.told("asked to end", rank) for rank in ranks)
+            return any(self._world.published("asked to end", rank) for rank in ranks)
         return False
 
     def _signalled(self, number: int) -> None:
