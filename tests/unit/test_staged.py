@@ -10,8 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from vpipe.communication import Key, staged
-from vpipe.communication.staged import StagedChannel
+from vpipe.communication import Key, distributed
+from vpipe.communication.distributed import StagedChannel
 from vpipe.errors import PeerError
 
 SHORT, PATIENT = 0.1, 100.0
@@ -70,7 +70,7 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", made.event)
-    monkeypatch.setattr(staged, "_pinned", made.pin)
+    monkeypatch.setattr(distributed, "_pinned", made.pin)
     monkeypatch.setattr(dist, "isend", made.isend)
     yield made
     made.copies.set()  # or the channel's thread would wait on

@@ -9,6 +9,7 @@ import importlib
 import json
 import os
 import re
+import resource
 import shutil
 import socket
 import sys
@@ -161,7 +162,7 @@ def _parse(requirement: str) -> tuple[str, str]:
 
 
 def _devices(torch: Any) -> MachineFact:
-    """Asked for one by one: a driver that does not answer is a finding too."""
+    """Each GPU is looked at: a driver that does not answer is a finding too."""
     try:
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
@@ -172,8 +173,10 @@ def _devices(torch: Any) -> MachineFact:
     if not found:
         advice = "ranks are CPU processes; `machines` then only counts them"
         return MachineFact("devices", "no CUDA device", None, advice)
-    told = [f"{number}: {one.name}, {one.total_memory / GIB:.0f} GiB" for number, one in enumerate(found)]
-    return MachineFact("devices", ", ".join(told), True)
+    described = [
+        f"{number}: {one.name}, {one.total_memory / GIB:.0f} GiB" for number, one in enumerate(found)
+    ]
+    return MachineFact("devices", ", ".join(described), True)
 
 
 def _backends(torch: Any) -> list[MachineFact]:
@@ -182,7 +185,7 @@ def _backends(torch: Any) -> list[MachineFact]:
         advice = "ranks cannot meet: install a build of torch with torch.distributed"
         return [MachineFact("torch.distributed", "not in this build", False, advice)]
     gloo, nccl = distributed.is_gloo_available(), distributed.is_nccl_available()
-    # Without a GPU nobody misses NCCL.
+    # NCCL is of no use without a GPU.
     missed = False if torch.cuda.is_available() else None
     far = "ranks on several hosts cannot exchange tensors"
     return [
@@ -213,7 +216,7 @@ def _cores() -> MachineFact:
         advice = "vpipe gives each rank its share; under torchrun set OMP_NUM_THREADS yourself"
         return MachineFact("cores", found, None, advice)
     ok = threads.isdigit() and 1 <= int(threads) <= max(1, number)
-    advice = f"ranks would crowd each other out: unset it, or set 1 to {max(1, int(number))}"
+    advice = f"the ranks would contend for cores: unset it, or set 1 to {max(1, int(number))}"
     return MachineFact("cores", found, ok, "" if ok else advice)
 
 
@@ -245,10 +248,6 @@ def _shared_memory() -> MachineFact:
 
 
 def _open_files() -> MachineFact:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return MachineFact("open files", "unknown")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MachineFact("open files", "no limit", True)

@@ -4,14 +4,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.world import ANYONE
+from vpipe.communication.world import World
 from vpipe.errors import PeerError
 
 
@@ -113,25 +112,16 @@ class InProcessHub:
             raise PeerError(self._broken)
 
 
-class InProcessWorld:
+class InProcessWorld(World):
     """One thread's view of the hub."""
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
-        self.hub = hub
-        self.rank = rank
-        self.size = hub.size
-        self.local_rank = rank
         # Threads share torch's random generator and its exporter: one at a time.
-        self.exclusive: AbstractContextManager[Any] = hub.exclusive
-        self.meeting: tuple[str, int, float] | None = None
-        self._gathers: Counter[str] = Counter()
+        super().__init__(rank, hub.size, rank, hub.exclusive)
+        self.hub = hub
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
-        self._gathers[name] += 1
-        self.meeting = (name, ANYONE, time.perf_counter())
-        gathered = self.hub.gather(self.rank, f"{name}#{self._gathers[name]}", value)
-        self.meeting = None
-        return gathered
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
+        return self.hub.gather(self.rank, f"{name}#{number}", value)
 
     def publish(self, name: str, value: Any) -> None:
         self.hub.published[name, self.rank] = value
@@ -149,9 +139,3 @@ class InProcessWorld:
             for peer in range(self.size)
             if peer != self.rank
         }
-
-    def open_streams(self, count: int) -> None:
-        """Threads need no preparation."""
-
-    def close(self) -> None:
-        """Nothing is held for a thread."""

@@ -9,7 +9,7 @@ goes over a Unix socket the first time the slot is used. The receiver maps it an
     slot 3 is free again  ◀──── FREE 3 ───── backward is done with it
 
 Nothing has a name in the file system, so nothing can be left behind, however a process dies; and the
-end of the socket tells the peer that it died. Small messages travel inside the socket message itself.
+end of the socket shows the peer that it died. Small messages travel inside the socket message itself.
 A system call costs as much as the rest of a message, so notices (TAKEN, FREE) ride in front of the next
 message or wait until there are a few, and the socket is read only when something is missing.
 """
@@ -70,7 +70,7 @@ class SharedMemoryChannel(Channel):
         self._peer_slots: dict[int, mmap.mmap] = {}  # theirs, read here
         self._arrived: dict[Key, tuple[Tensor, int | None]] = {}
         self._held: dict[Key, int] = {}  # received and not yet released: their slots
-        self._notices: list[bytes] = []  # what the peer has still to be told
+        self._notices: list[bytes] = []  # not sent yet
         self._patience = max(1, min(_NOTICES, buffer // 2))
         self._lost = False
 
@@ -108,7 +108,7 @@ class SharedMemoryChannel(Channel):
             self._notify(HEADER.pack(_FREE, 0, 0, 0, 0, slot, self._freed_size(slot)))
 
     def leftovers(self) -> list[str]:
-        self._tell()
+        self._send_notices()
         self._pump()
         return [
             *(f"{key} from rank {self.peer} was not taken" for key in self._arrived),
@@ -142,9 +142,9 @@ class SharedMemoryChannel(Channel):
     def _notify(self, notice: bytes) -> None:
         self._notices.append(notice)
         if len(self._notices) >= self._patience:
-            self._tell()
+            self._send_notices()
 
-    def _tell(self) -> None:
+    def _send_notices(self) -> None:
         """Send the notices. They only help the peer: one that has gone needs no help.
 
         That it has gone is found by reading, behind the last messages that it sent.
@@ -184,7 +184,7 @@ class SharedMemoryChannel(Channel):
                 continue
             if self._lost:
                 raise self._peer_is_gone()
-            self._tell()  # or both would wait for ever
+            self._send_notices()  # or both would wait for ever
             self._wait_for(select.POLLIN, deadline, what)
 
     def _wait_for(self, events: int, deadline: float, what: str) -> None:
@@ -206,7 +206,7 @@ class SharedMemoryChannel(Channel):
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            return True  # said once, by a peer that closed without reading all: what it sent is still there
+            return True  # raised once if the peer closed without reading all: what it sent is still there
         except OSError:
             message, ancillary = b"", []
         if not message:

@@ -2,12 +2,13 @@
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,16 +24,14 @@ from vpipe.communication.choice import (
     WANTED,
     RankLocation,
     choose_kind,
-    place_of,
+    location_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.gloo import DistributedChannel
+from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel, StreamGroups
 from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
-from vpipe.communication.nccl import GroupChannel, StreamGroups
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
-from vpipe.communication.staged import StagedChannel
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
 
@@ -42,31 +41,48 @@ ANYONE = -1
 """In place of a peer: the rank waits for whoever is missing."""
 
 
-class World(Protocol):
-    rank: int
-    size: int
-    local_rank: int
-    exclusive: AbstractContextManager[Any]
-    meeting: tuple[str, int, float] | None
-    """Where this rank waits for the others: the name, the one that it waits for or ANYONE, and since when."""
+class World(ABC):
+    """The ranks of a job, seen by one of them."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, exclusive: AbstractContextManager[Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.exclusive = exclusive
+        self.meeting: tuple[str, int, float] | None = None
+        """Where this rank waits for the others: the name, the one that it waits for or ANYONE, and since when."""
+        self._gathers: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
+        self._gathers[name] += 1
+        self.meeting = (name, ANYONE, perf_counter())
+        gathered = self._gather(name, self._gathers[name], value)
+        self.meeting = None
+        return gathered
 
+    @abstractmethod
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
+        """Everybody's value of the gather with this name and number."""
+
+    @abstractmethod
     def publish(self, name: str, value: Any) -> None:
         """Let the others read this rank's value. Like `published`, it waits for nobody, and may be called by another
         thread while this rank waits in `all_gather`."""
 
+    @abstractmethod
     def published(self, name: str, rank: int) -> Any:
         """The value that a rank has published, or None as long as it has not."""
 
+    @abstractmethod
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         """One channel to each other rank, for tensors of this device and of the host."""
 
-    def open_streams(self, count: int) -> None:
+    def open_streams(self, count: int) -> None:  # noqa: B027
         """Prepare for messages of so many streams; every rank calls it once, after `channels`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End the connections."""
 
 
 def agree(world: World, name: str, make: Callable[[], T]) -> T:
@@ -93,7 +109,7 @@ def agree_on(world: World, name: str, mine: Any, fix: str) -> None:
             raise PeerError(f"rank {rank} has another {name} than rank 0: {value} and {values[0]}; {fix}")
 
 
-class ProcessWorld:
+class ProcessWorld(World):
     """Processes started by torchrun (or by anything that sets its environment); alone without it."""
 
     def __init__(
@@ -108,14 +124,10 @@ class ProcessWorld:
         peer sends no heartbeat for so long (`heartbeat.py`)."""
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        self.exclusive: AbstractContextManager[Any] = nullcontext()
-        self.meeting: tuple[str, int, float] | None = None
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        super().__init__(rank, size, int(os.environ.get("LOCAL_RANK", rank)), nullcontext())
         self._kind = channel
         self._timeout = timeout
-        self._gathers: Counter[str] = Counter()
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
         self._heartbeat: Heartbeat | None = None
@@ -131,15 +143,10 @@ class ProcessWorld:
             if rendezvous_limit is not None:
                 self._job.client.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
         if self._job is None:
             return [json.loads(json.dumps(value))]
-        self._gathers[name] += 1
-        place = f"{self._name}/{name}#{self._gathers[name]}"
-        self.meeting = (name, ANYONE, perf_counter())
-        gathered = self._job.client.gather(place, value, name, self._timeout)
-        self.meeting = None
-        return gathered
+        return self._job.client.gather(f"{self._name}/{name}#{number}", value, name, self._timeout)
 
     def publish(self, name: str, value: Any) -> None:
         self._store.set(f"published/{name}/{self.rank}", json.dumps(value))
@@ -151,7 +158,7 @@ class ProcessWorld:
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        places = [RankLocation(*place) for place in self.all_gather("place", list(place_of(device)))]
+        places = [RankLocation(*place) for place in self.all_gather("location", list(location_of(device)))]
         kinds = {
             peer: choose_kind(self._kind, places[self.rank], places[peer])
             for peer in range(self.size)

@@ -1,7 +1,4 @@
-"""Text, JSON and YAML files, with one line for what goes wrong.
-
-YAML is read as plain data: it makes values and can do nothing else.
-"""
+"""Text, JSON and YAML files, with errors of one line. YAML is read as plain values and nothing else."""
 
 from __future__ import annotations
 
@@ -70,7 +67,7 @@ def _text(value: Any) -> str:
 
 class _PlainLoader(yaml.SafeLoader):
     """Values and nothing else: no objects, no aliases, with which a few lines can stand for gigabytes, and no brackets
-    nested deeper than anybody would: the scanner's time grows with the square of their number.
+    nested deeper than DEEPEST: the scanner's time grows with the square of their number.
     """
 
     def fetch_flow_collection_start(self, kind: Any) -> None:

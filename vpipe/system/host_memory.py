@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use: what the machine has, and what its cgroup allows."""
+"""The memory and the cores that this process may use: those of the machine, within the limits of its cgroups."""
 
 from __future__ import annotations
 

@@ -35,7 +35,6 @@ class RendezvousClient:
     """
 
     def __init__(self, rank: int, find: Callable[[], RendezvousAddress], timeout: float) -> None:
-        self.rank = rank
         self.timeout = timeout
         self._me = Introduction(rank, secrets.token_bytes(16))
         self._find = find
