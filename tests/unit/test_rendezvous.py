@@ -77,7 +77,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """One whose rendezvous waits for a rank that gets no processor for a while, as a rank waits for it."""
-    monkeypatch.setattr(server, "PATIENCE", PATIENT)
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", PATIENT)
     monkeypatch.setattr(client, "GRACE", PATIENT)
     made = Job()
     yield made
@@ -210,7 +210,7 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
             assert said == says["a lot"]  # it was turned away before it had said it all
         links.append(link)
     assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
-    monkeypatch.setattr(server, "PATIENCE", -1.0)  # it is over
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", -1.0)  # it is over
     job.ranks[0].change("check", "")  # the rendezvous looks round when somebody asks
     assert all(map(hangs_up, links))
     wait_until(lambda: len(logged) == len(says))

@@ -64,8 +64,8 @@ def prune(
     spared = {*kept, *spare, *_best(whole)}
     oldest = newest_first.index(kept[-1]) if len(kept) == keep else len(newest_first)
     deleted = [path for path in newest_first[oldest:] if path not in spared]
-    born = time.time() - unfinished_after
-    deleted += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= born]
+    latest = time.time() - unfinished_after
+    deleted += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= latest]
     for path in deleted:
         _delete(path)
     return deleted

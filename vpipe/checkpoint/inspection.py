@@ -1,4 +1,4 @@
-"""Saved checkpoints, inspected: found, described, examined and pruned."""
+"""Inspection of saved checkpoints: found, described, examined and pruned."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def newest_whole(path: Path) -> Path:
 
 
 def prune_run(path: Path, keep: int) -> list[Path]:
-    """Delete old ones; the newest that verifies stays, whatever the newer ones look like."""
+    """Delete old ones; the newest that verifies stays, also if newer ones are damaged."""
     folder = find(path)[0].parent
     if folder.absolute() == path.absolute().parent:
         raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")

@@ -102,7 +102,7 @@ class Saver:
         self._thread.start()
 
     def wait(self) -> None:
-        """Until no save is under way, whatever became of it."""
+        """Wait until no save is under way, failed or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

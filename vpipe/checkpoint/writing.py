@@ -1,7 +1,7 @@
 """The writers of a snapshot: each rank writes its stages' files, rank 0 commits them all.
 
-They report through `World.publish`, so nobody waits but the writers. Until rank 0 has renamed the folder there is
-no checkpoint, whoever dies at whatever moment; and rank 0 renames only what all ranks have seen on the disk.
+They report through `World.publish`, so only the writers wait. Until rank 0 has renamed the folder there is no
+checkpoint, whichever rank dies; and rank 0 renames only what all ranks have seen on the disk.
 """
 
 import json
@@ -53,7 +53,7 @@ def write(job: WriteJob) -> Path:
     if world.rank == 0:
         world.publish(f"committed {job.token}", _attempt(lambda: _commit(job)))
     if (failure := _wait_for(job, "committed", 0)[0]) is not None:
-        shutil.rmtree(job.folder, ignore_errors=True)  # nobody writes any more
+        shutil.rmtree(job.folder, ignore_errors=True)  # no rank writes any more
         raise VPipeError(f"checkpoint {job.final} was not saved: {failure}")
     return job.final
 

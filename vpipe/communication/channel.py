@@ -49,7 +49,7 @@ class Channel(ABC):
         """Wait for a message and return its tensor; on a GPU it may be read by what follows on the current stream."""
 
     def release(self, key: Key) -> None:  # noqa: B027
-        """Give the received tensor's memory back to the channel: nobody reads it any more."""
+        """Give the received tensor's memory back to the channel: it is not read any more."""
 
     def confirm(self, key: Key) -> None:  # noqa: B027
         """The peer is known to have taken this message: free what was kept for it."""

@@ -21,7 +21,7 @@ _NUMBERS = 1 << 18
 
 
 def _tag(key: Key) -> int:
-    """Both sides make the same tag; numbers come round long after their messages are gone."""
+    """Both sides make the same tag; numbers repeat long after their messages were taken."""
     if key.stream >= _STREAMS:
         raise PeerError(
             f"{key.stream + 1} named tensors cross the cuts, gloo tags hold {_STREAMS}: use fewer stages"
@@ -33,7 +33,7 @@ class DistributedChannel(Channel):
     """Over gloo, between any two hosts.
 
     Gloo starts a transfer when both sides have posted it, in a thread of its own, so a send that meets a receive
-    posted ahead costs the sender nothing. It cannot be asked whether a transfer is done, only be waited for: sent
+    posted ahead costs the sender nothing. Whether a transfer is done cannot be read, only waited for: sent
     tensors are kept until the peer is known to have them (`confirm`) or the buffer is full.
     """
 

@@ -11,7 +11,7 @@ from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
-"""How many messages of one tensor may be sent before the first is received."""
+"""Messages of one tensor that may be sent before the first is received."""
 
 Waiting = tuple[str, str, int, int, float]
 """A wait of the rank: for a MESSAGE or for ROOM to send, the tensor's name, its number, the peer, the start time."""
@@ -92,7 +92,7 @@ class CommunicationHandler:
         return tensor
 
     def release(self, owner: Hashable) -> None:
-        """Nobody reads what was received for this owner any more."""
+        """Give back the memory of what was received for this owner: it is not read any more."""
         for channel, key in self._unreleased.pop(owner, ()):
             channel.release(key)
 

@@ -145,10 +145,7 @@ class SharedMemoryChannel(Channel):
             self._send_notices()
 
     def _send_notices(self) -> None:
-        """Send the notices. They only help the peer: one that has gone needs no help.
-
-        That it has gone is found by reading, behind the last messages that it sent.
-        """
+        """Send the notices. They only serve the peer, so its end is no error here; reading will find it."""
         if self._notices and not self._lost:
             with suppress(PeerError):
                 self._transmit(b"")

@@ -49,16 +49,16 @@ class World(ABC):
         self.size = size
         self.local_rank = local_rank
         self.exclusive = exclusive
-        self.meeting: tuple[str, int, float] | None = None
-        """Where this rank waits for the others: the name, the one that it waits for or ANYONE, and since when."""
+        self.gathering: tuple[str, int, float] | None = None
+        """The gather in which this rank waits: its name, the rank that it waits for or ANYONE, and since when."""
         self._gathers: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
         self._gathers[name] += 1
-        self.meeting = (name, ANYONE, perf_counter())
+        self.gathering = (name, ANYONE, perf_counter())
         gathered = self._gather(name, self._gathers[name], value)
-        self.meeting = None
+        self.gathering = None
         return gathered
 
     @abstractmethod

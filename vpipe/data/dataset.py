@@ -79,7 +79,7 @@ class Minibatch(NamedTuple):
 class Sampler:
     """From the number of a minibatch, counted over all epochs, to its samples.
 
-    Nothing has to be saved: a run that resumes asks for the next number. Each epoch is a permutation of its
+    Nothing has to be saved: a run that resumes takes the next number. Each epoch is a permutation of its
     own, drawn from (seed, epoch); its last minibatch may be smaller than the others.
     """
 
@@ -115,7 +115,7 @@ class Sampler:
 
 @dataclass(frozen=True)
 class Batches:
-    """The batches of the minibatches from `start` to before `stop`; may be gone through again."""
+    """The batches of the minibatches from `start` to before `stop`; may be iterated again."""
 
     dataset: Dataset
     sampler: Sampler

@@ -167,9 +167,9 @@ class MaskedText:
         count = max(1, round(MASKED_SHARE * len(candidates)))
         chosen = random.choice(candidates, count, replace=False)
         labels[chosen] = ids[chosen]
-        fate = random.random(count)
+        draw = random.random(count)
         other = self.ordinary[random.integers(len(self.ordinary), size=count)]
-        shown = np.where(fate < HIDDEN, self.mask, np.where(fate < HIDDEN + REPLACED, other, ids[chosen]))
+        shown = np.where(draw < HIDDEN, self.mask, np.where(draw < HIDDEN + REPLACED, other, ids[chosen]))
         ids[chosen] = shown
         return ids, labels
 

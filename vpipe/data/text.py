@@ -140,7 +140,7 @@ def _wanted(name: str) -> bool:
 
 
 def _read_source(file: Path) -> str | None:
-    """None for what is no text: nobody chose these files, so none of them is a mistake."""
+    """None for a file that is no text: the user did not choose these files."""
     try:
         source = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -28,7 +28,7 @@ ROLES = {
     "end": ("[SEP]", "</s>", "<|endoftext|>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""What special tokens are called, here and in tokenizers that users bring."""
+"""Names of special tokens, here and in tokenizers that users bring."""
 SEEN_AT_LEAST = 2
 BYTES = 256
 
@@ -94,7 +94,7 @@ def read_tokenizer(given: Path, vocab_size: int) -> Tokenizer:
             f"{place}: its ids go up to {largest}, but vocab_size is {vocab_size}: set vocab_size to "
             f"{largest + 1} or more"
         )
-    # A file may say that every text is cut or padded; how long a sample is, is ours to say.
+    # A file may have every text cut or padded; here samples decide the length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -141,7 +141,7 @@ def _train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 def _train_wordpiece(documents: Sequence[str], vocab_size: int) -> Tokenizer:
     """BERT's: lower case, without accents, every Chinese character a word.
 
-    Left to itself, the trainer meets the characters inside words (##x) in an order that differs from process
+    By default the trainer meets the characters inside words (##x) in an order that differs from process
     to process, breaks ties by it, and counts no characters against `vocab_size`. So they are counted here,
     and it is given all of them, in order, as if they were special tokens.
     """

@@ -2,7 +2,7 @@
 
 The children are given torchrun's environment, so that a rank does not know who started it. Each leads a session of
 its own: a Ctrl-C of the terminal reaches the launcher alone, which passes it on once, and what a rank has started can
-be killed with it. Whatever happens here, no child stays.
+be killed with it. No child outlives the launcher, however it ends.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from vpipe.system.host_memory import usable_cores
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
 AGAIN = 1.0
-"""Seconds after which a further signal is another one: impatient fingers are quicker."""
+"""Seconds within which a further signal counts as the same one: a key that is pressed twice."""
 POLL = 0.02
 TAIL = 20
 """Lines of its log that are shown when a rank dies and reports no error."""
@@ -47,7 +47,7 @@ class Ranks:
     count: int
     folder: Path
     stages: Sequence[str]
-    """Those of each rank, in words."""
+    """The stages of each rank, as text for messages."""
     port: int = 0
     directory: Path | None = None
     interpreter: Sequence[str] = (sys.executable,)
@@ -170,7 +170,9 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
                     env=environment | own,
                     cwd=ranks.directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=log if rank or ranks.quiet else None,  # the first rank talks to the user
+                    stdout=log
+                    if rank or ranks.quiet
+                    else None,  # the first rank writes to the user's terminal
                     stderr=log,
                     start_new_session=True,
                     pass_fds=(page,) if rank else (page, listener.fileno()),

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
-PATIENCE = 2
+QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
 
 
@@ -35,7 +35,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def gpus_of(config: RunConfig) -> list[int] | None:
-    """The GPU of each rank: as `machines` says, or one after the other; None where there is no GPU."""
+    """The GPU of each rank: from `machines`, or one after the other; None where there is no GPU."""
     count = count_gpus()
     if not count or DEVICE in os.environ:
         return None
@@ -115,7 +115,7 @@ def _variables(folder: Path) -> dict[str, str]:
 
 
 def guard(place: str) -> None:
-    """Start the daemon, say so, and end it when the launcher closes our input, or dies."""
+    """Start the daemon, write READY, and end it when the launcher closes our input, or dies."""
     folder = Path(place)
     environment = {**os.environ, **_variables(folder)}
     for path in _variables(folder).values():
@@ -129,7 +129,7 @@ def guard(place: str) -> None:
     finally:
         subprocess.run(
             [CONTROL],
-            input=f"quit -t {PATIENCE}\n".encode(),
+            input=f"quit -t {QUIT_LIMIT}\n".encode(),
             env=environment,
             stdout=subprocess.DEVNULL,
             check=False,

@@ -84,7 +84,7 @@ def fail(error: Exception) -> NoReturn:
     deadline = time.monotonic() + REASON_WAIT
     while page is not None and not page.verdict and time.monotonic() < deadline:
         time.sleep(0.01)
-    from vpipe.communication.heartbeat import Heartbeat  # whoever meets a PeerError has imported it
+    from vpipe.communication.heartbeat import Heartbeat  # a rank that gets a PeerError has imported it
 
     with _reporting:
         reason = Heartbeat.failure if page is None else page.verdict

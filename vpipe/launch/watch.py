@@ -82,7 +82,7 @@ class LauncherWatch:
     ) -> None:
         self.children = children
         self.page = page
-        self.stages = stages  # of each rank, in words
+        self.stages = stages  # of each rank, as text
         self.limit = limit
         self.patience = patience
         self._logs = [(log, log.stat().st_size) for log in logs]  # an earlier attempt may have written there

@@ -7,7 +7,7 @@ LISTENER = "VPIPE_LISTENER"
 DEVICE = "VPIPE_DEVICE"
 """The device of a rank: 'cpu' or 'cuda:<number>'."""
 GPU_SHARE = "VPIPE_GPU_SHARE"
-"""How many ranks share the GPU of a rank: each may use an equal part of its memory."""
+"""The number of ranks that share the GPU of a rank: each may use an equal part of its memory."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's allocator of GPU memory, such as 'expandable_segments:True,max_split_size_mb:64'. The first of
 them that is set holds; it is the older name, which every torch reads."""

@@ -25,17 +25,17 @@ from vpipe.errors import ConfigError
 
 VARIABLE = "VPIPE_FAULT"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-"""How often the job was restarted before this process: torchrun's name for it, and our launcher's."""
+"""The number of restarts of the job before this process: torchrun's variable, and our launcher's."""
 
 POINTS = (
     *("rendezvous", "init", "data", "fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send"),
     *("reduce", "step", "ckpt_write", "ckpt_commit", "eval", "shutdown"),
 )
 TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
-"""Where there is a tensor that `nan` can poison."""
+"""Points with a tensor that `nan` can set."""
 KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
 EXIT_CODE = 70
-"""What `exit` ends the process with."""
+"""The exit code of `exit`."""
 
 
 @dataclass

@@ -47,7 +47,7 @@ class RendezvousClient:
         return [json.loads(written) for written in values]
 
     def get(self, key: str, timeout: float) -> str:
-        """A value, once somebody has set it."""
+        """A value, once a rank has set it."""
         return self._request(f"the value of {key!r}", timeout, op="get", key=key)
 
     def change(self, op: str, key: str, value: Any = None) -> Any:
@@ -103,12 +103,12 @@ class RendezvousClient:
                 self._links.add(link)
                 return link
 
-    def _try(self, place: RendezvousAddress, patience: float) -> socket.socket:
-        link = socket.create_connection((place.host, place.port), patience)
+    def _try(self, place: RendezvousAddress, timeout: float) -> socket.socket:
+        link = socket.create_connection((place.host, place.port), timeout)
         try:
             if link.getsockname() == link.getpeername():
-                raise ConnectionRefusedError("nobody listens there")  # a port that called itself
-            link.settimeout(patience)
+                raise ConnectionRefusedError("no server listens there")  # a port that called itself
+            link.settimeout(timeout)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             introduce(link, place.secret, self._me, str(place))
         except (OSError, RefusedError):

@@ -35,7 +35,7 @@ class Introduction(NamedTuple):
 
 
 class RefusedError(PeerError):
-    """The other end does not know this job's secret, or says that we do not."""
+    """The other end does not know this job's secret, or answers that we do not."""
 
 
 def greeting(challenge: bytes) -> bytes:

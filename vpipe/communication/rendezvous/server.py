@@ -1,13 +1,13 @@
 """The server of the rendezvous: rank 0 keeps values that the ranks of a job exchange at the start, for nobody else.
 
-One thread serves everybody. A caller first proves that it knows the job's secret (`handshake`); until then nothing
+One thread serves all ranks. A caller first proves that it knows the job's secret (`handshake`); until then nothing
 that it sends is interpreted, and soon it is turned away. Its requests are JSON with their length in front:
 
     {"op": "gather", "key": ..., "value": ..., "timeout": ...}    everybody's value, when all have come
-    {"op": "get", "key": ..., "timeout": ...}                      a value, when somebody has set it
+    {"op": "get", "key": ..., "timeout": ...}                      a value, when a rank has set it
     {"op": "set" | "add" | "check" | "delete", ...}                as their names say
 
-A rank whose connections have ended is gone: whoever waits for it gets that answer at once.
+A rank whose connections have ended is gone: a rank that waits for it is answered so at once.
 """
 
 import json
@@ -35,7 +35,7 @@ from vpipe.communication.rendezvous.handshake import (
 LENGTH = struct.Struct(">I")
 LARGEST = 16 << 20
 """Bytes of a message at most."""
-PATIENCE = 5.0
+HANDSHAKE_LIMIT = 5.0
 """Seconds that a caller has to prove that it belongs to the job."""
 STRANGERS = 64
 """Callers that have not proved it yet, at most; for a further one the oldest has to go."""
@@ -113,15 +113,17 @@ class Rendezvous:
                 if mask & selectors.EVENT_READ:
                     self._read(event.data)
         now = time.monotonic()
-        for caller in [c for c in self._callers if c.who is None and now - c.came > PATIENCE]:
-            self._turn_away(caller, f"it did not prove within {PATIENCE:g} s that it belongs to the job")
+        for caller in [c for c in self._callers if c.who is None and now - c.came > HANDSHAKE_LIMIT]:
+            self._turn_away(
+                caller, f"it did not prove within {HANDSHAKE_LIMIT:g} s that it belongs to the job"
+            )
         self._answer_waiting(now)
         return True
 
     def _pause(self) -> float | None:
         """Until the next deadline."""
         times = [waiting.deadline for waiting in self._waiting]
-        times += [caller.came + PATIENCE for caller in self._callers if caller.who is None]
+        times += [caller.came + HANDSHAKE_LIMIT for caller in self._callers if caller.who is None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     # Callers
