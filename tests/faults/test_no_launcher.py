@@ -1,4 +1,4 @@
-"""Ranks that others have started: one by one, where they name the one that failed, or by torchrun, which restarts them."""
+"""Ranks without our launcher: one by one, where they name the one that failed, or by torchrun, which restarts them."""
 
 import os
 import re

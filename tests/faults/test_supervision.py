@@ -136,8 +136,8 @@ def test_a_rank_that_is_stopped_while_it_imports_is_found(supervised: Supervised
 
 
 def test_who_works_or_imports_is_not_blamed(supervised: Supervised) -> None:
-    """The lock is held for longer than the limit. No rank waits that could be kept from its heartbeats for as long: the one
-    that is killed computes, in Python, until then."""
+    """The lock is held for longer than the limit. No rank waits that could be kept from its heartbeats for as long:
+    the one that is killed computes, in Python, until then."""
     text, _ = supervised("grind:1.2", "deaf", "kill:0", limit=1.0, grace=0.1)
     assert text.startswith("rank 2 failed: killed by SIGKILL")
 
