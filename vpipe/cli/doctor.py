@@ -61,10 +61,8 @@ class MachineFact:
 
 def examine() -> list[MachineFact]:
     torch, failure = _import_torch()
-    findings = [
-        _python(),
-        *(_dependency(name, failure if name[:5] == "torch" else "") for name in declared()),
-    ]
+    failures = {"torch": failure}
+    findings = [_python(), *(_dependency(each, failures.get(_parse(each)[0], "")) for each in declared())]
     if torch is not None:
         findings += [_devices(torch), *_backends(torch)]
     findings += [_mps(torch), _cores(), _memory(), _channel(), _shared_memory(), _open_files(), _loopback()]
