@@ -17,7 +17,7 @@ import yaml
 from tests.end_to_end.command import Ended, alive, end, start
 from tests.end_to_end.tiny import MODEL
 from vpipe.communication import heartbeat
-from vpipe.launch import last_error, local, watch
+from vpipe.launch import local, watch
 from vpipe.launch import rank as supervised
 
 PATIENCE = 200.0
@@ -66,8 +66,8 @@ def be_patient() -> None:
 
     A machine may be so busy that the seconds which are given for that would be over. `make faults` leaves them alone.
     """
-    heartbeat.TO_HEAR = heartbeat.TO_END = PATIENCE
-    last_error.TO_SPEAK = local.GRACE = supervised.FOR_VERDICT = watch.DOUBT = PATIENCE
+    heartbeat.REASON_WAIT = heartbeat.EXIT_WAIT = PATIENCE
+    supervised.SIGNAL_LIMIT = local.GRACE = supervised.REASON_WAIT = watch.FOLLOWER_WAIT = PATIENCE
 
 
 def train(

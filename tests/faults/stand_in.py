@@ -66,15 +66,15 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     what = sys.argv[3:][rank]
     # A rank that has lost another one has imported it; here it would import torch.
-    sys.modules["vpipe.communication.heartbeat"] = SimpleNamespace(Heartbeat=SimpleNamespace(verdict=""))  # type: ignore[assignment]
-    supervised.TO_END = 0.2
-    supervised.FOR_VERDICT = 0.0 if what == "follow:nobody" else 600.0
+    sys.modules["vpipe.communication.heartbeat"] = SimpleNamespace(Heartbeat=SimpleNamespace(failure=""))  # type: ignore[assignment]
+    supervised.EXIT_WAIT = 0.2
+    supervised.REASON_WAIT = 0.0 if what == "follow:nobody" else 600.0
     supervised.end_with_launcher()
     if what == "deaf":  # still importing
         time.sleep(600)
     if what == "stopped":  # while it imports
         os.kill(os.getpid(), signal.SIGSTOP)
-    supervised.start_beating()
+    supervised.start_heartbeat()
     with suppress(SystemExit):
         try:
             behave(what, rank)

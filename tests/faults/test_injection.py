@@ -32,7 +32,7 @@ def test_several_with_spaces() -> None:
 
 
 MISTAKES = {
-    "rank=1,point=fwd": "it does not say kind=",
+    "rank=1,point=fwd": "kind= is missing",
     "rank=1,point=forward,kind=kill": "point is one of rendezvous",
     "rank=1,point=fwd,kind=kil": "did you mean 'kill'?",
     "rnk=1,point=fwd,kind=kill": "did you mean 'rank'?",

@@ -24,7 +24,7 @@ def hosts() -> Iterator[TwoHosts]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
-@pytest.mark.long  # test_beats.py lets a process fall silent
+@pytest.mark.long  # test_heartbeat.py lets a process fall silent
 def test_both_sides_name_the_peer_that_they_lost(
     hosts: TwoHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -42,7 +42,7 @@ def test_both_sides_name_the_peer_that_they_lost(
         for rank, process in enumerate(ranks):
             _, said = process.communicate(TIMEOUT)
             assert process.returncode == 3
-            assert f"error: stopped because rank {1 - rank} failed: not heard of for " in said
+            assert f"error: stopped because rank {1 - rank} failed: no heartbeat for " in said
     finally:
         for process in ranks:
             end(process)

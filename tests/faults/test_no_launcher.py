@@ -1,4 +1,4 @@
-"""Ranks that others have started: one by one, where they name the culprit, or by torchrun, which restarts them."""
+"""Ranks without our launcher: one by one, where they name the one that failed, or by torchrun, which restarts them."""
 
 import os
 import re
@@ -13,7 +13,7 @@ from tests.end_to_end.command import alive, end, start, vpipe, wait_until_gone
 from tests.faults.runs import be_patient, final_weights, half_done, shared_memory, train, write_config
 from tests.waiting import TIMEOUT, wait_until
 
-WORD = "error: stopped because rank 1 failed: it ended without a word"
+WORD = "error: stopped because rank 1 failed: its process ended and gave no reason"
 TORCHRUN = (
     "torch.distributed.run",
     "--standalone",
@@ -32,7 +32,7 @@ def test_the_others_name_the_rank_that_was_killed(tmp_path: Path, monkeypatch: p
     monkeypatch.setenv("MASTER_PORT", str(listener.getsockname()[1]))
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("WORLD_SIZE", "3")
-    # Rank 0 is sent SIGTERM while it fails for that, as torchrun would do: it names the culprit first.
+    # Rank 0 is sent SIGTERM while it fails for that, as torchrun would do: it names the rank that failed first.
     faults = "rank=1,step=4,point=bwd,kind=kill;rank=0,point=shutdown,kind=term"
     monkeypatch.setenv("VPIPE_FAULT", faults)
     ranks = []

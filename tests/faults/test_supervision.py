@@ -1,4 +1,4 @@
-"""The launcher finds the rank that failed first, tells everybody, and leaves nothing behind.
+"""The launcher finds the rank that failed first, reports it to all, and leaves nothing behind.
 
 The ranks are stand-ins that start in a moment (`stand_in.py`); `test_restart.py` does it with real ones.
 """
@@ -43,7 +43,7 @@ def supervised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Supervised:
         doubt: float = NEVER,
         grace: float = NEVER,
     ) -> tuple[str, list[str]]:
-        monkeypatch.setattr(watch, "DOUBT", doubt)
+        monkeypatch.setattr(watch, "FOLLOWER_WAIT", doubt)
         monkeypatch.setattr(local, "GRACE", grace)
         ranks = Ranks(
             behaviour,
@@ -112,7 +112,7 @@ def test_a_traceback_comes_once_and_first(supervised: Supervised) -> None:
     assert "Traceback" not in logs[0]
 
 
-def test_a_mistake_is_told_as_it_was_said_and_is_no_fault(supervised: Supervised) -> None:
+def test_a_mistake_is_reported_unchanged_and_is_no_fault(supervised: Supervised) -> None:
     text, logs = supervised("mistake", "follow", error=VPipeError)
     assert text == "batch_size is 0: expected at least 1, such as\nbatch_size: 8"
     assert "stopped because rank 0 failed: batch_size is 0: expected at least 1, such as\n" in logs[1]
@@ -136,8 +136,8 @@ def test_a_rank_that_is_stopped_while_it_imports_is_found(supervised: Supervised
 
 
 def test_who_works_or_imports_is_not_blamed(supervised: Supervised) -> None:
-    """The lock is held for longer than the limit. Nobody waits, who could be starved of its beats for as long: the one
-    that is killed computes, in Python, until then."""
+    """The lock is held for longer than the limit. No rank waits that could be kept from its heartbeats for as long:
+    the one that is killed computes, in Python, until then."""
     text, _ = supervised("grind:1.2", "deaf", "kill:0", limit=1.0, grace=0.1)
     assert text.startswith("rank 2 failed: killed by SIGKILL")
 
@@ -146,8 +146,8 @@ def test_who_works_or_imports_is_not_blamed(supervised: Supervised) -> None:
 def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[float, str] | None]:
     """The second after which the last of some ranks is blamed within a minute, and for what, by a clock of our own."""
 
-    def run(state: str, beats: bool, share: float, patience: float = NEVER) -> tuple[float, str] | None:
-        """Its state, whether it beats, and which share of a processor it uses; the first one waits, and beats."""
+    def run(state: str, heartbeats: bool, share: float, patience: float = NEVER) -> tuple[float, str] | None:
+        """Its state, whether it sends heartbeats, and its share of a processor; the first one waits, and sends them."""
         now = 1000.0
         page = Page(bytearray(Page.size(2)))
         log = tmp_path / "log"
@@ -157,16 +157,16 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
             children, page, [log] * 2, ["stage 0", "stage 1"], limit=10.0, patience=patience
         )
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
-        monkeypatch.setattr(page, "beat", lambda rank: now if beats or rank == 0 else 1000.0)
+        monkeypatch.setattr(page, "beat", lambda rank: now if heartbeats or rank == 0 else 1000.0)
         monkeypatch.setattr(
             watch, "_look", lambda rank: (state, int(100 * share * (now - 1000))) if rank else ("S", 0)
         )
         for step in range(600):
             now = 1000 + step / 10
-            culprit = found.culprit()
-            if culprit is not None:
-                assert culprit.rank == 1
-                return round(now - 1000), culprit.how.partition(" (stage")[0]
+            failed = found.failed_rank()
+            if failed is not None:
+                assert failed.rank == 1
+                return round(now - 1000), failed.how.partition(" (stage")[0]
         return None
 
     return run
@@ -175,12 +175,12 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
 def test_the_watch_blames_who_stands_still_and_nobody_who_works_or_waits(
     watched: Callable[..., tuple[float, str] | None],
 ) -> None:
-    assert watched("S", beats=True, share=0.0) is None  # it waits
-    assert watched("R", beats=False, share=0.0) is None  # it waits for a processor, and holds the lock
-    assert watched("S", beats=False, share=0.5) is None  # its threads are at work
-    assert watched("S", beats=False, share=0.0) == (9, "stuck: its interpreter has not run for 9.1 s")
-    assert watched("T", beats=False, share=0.0) == (5, "stopped (SIGSTOP) for 5.1 s")
-    assert watched("R", beats=False, share=1.0, patience=30.0) == (
+    assert watched("S", heartbeats=True, share=0.0) is None  # it waits
+    assert watched("R", heartbeats=False, share=0.0) is None  # it waits for a processor, and holds the lock
+    assert watched("S", heartbeats=False, share=0.5) is None  # its threads are at work
+    assert watched("S", heartbeats=False, share=0.0) == (9, "stuck: its interpreter has not run for 9.1 s")
+    assert watched("T", heartbeats=False, share=0.0) == (5, "stopped (SIGSTOP) for 5.1 s")
+    assert watched("R", heartbeats=False, share=1.0, patience=30.0) == (
         30,
         "stuck: its interpreter has not run for 30.1 s",
     )
@@ -207,20 +207,20 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
     last = tmp_path / "output.log.2"
     try:
         wait_until(lambda: last.exists() and "VPIPE_FAULT: gil" in last.read_text(), "the last one's fault")
-        assert len(alive(str(tmp_path))) == 6  # launcher, keeper, 3, and a sleep
+        assert len(alive(str(tmp_path))) == 6  # launcher, cleanup process, 3, and a sleep
     finally:
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
     wait_until_gone(str(tmp_path))
 
 
-def test_impatient_fingers_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
-    with local._heeding_signals() as asked:
+    with local._handling_signals() as signals:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert asked.to_end == [signal.SIGINT]
+        assert signals.to_end == [signal.SIGINT]
         now += local.AGAIN + 0.1
         os.kill(os.getpid(), signal.SIGTERM)
-        assert asked.to_end == [signal.SIGINT, signal.SIGTERM]
+        assert signals.to_end == [signal.SIGINT, signal.SIGTERM]

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe.communication import HOST, Channel, ProcessWorld
-from vpipe.communication.nccl import GroupChannel, StreamGroups
+from vpipe.communication.distributed import GroupChannel, StreamGroups
 from vpipe.pipeline.threads import run_ranks
 
 

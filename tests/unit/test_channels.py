@@ -129,10 +129,10 @@ def test_a_lost_peer_is_named_and_what_it_had_sent_still_arrives() -> None:
         b.receive(Key(0, 1), (5000,), torch.float32)
 
 
-def test_what_a_peer_sends_just_before_it_goes_arrives_though_it_cannot_be_told_anything() -> None:
+def test_the_last_message_of_a_peer_arrives_though_notices_cannot_be_sent_to_it() -> None:
     a, b = shared_memory_pair(buffer=8, timeout=PATIENT)
     a.send(Key(0, 0), torch.ones(2))
-    b.receive(Key(0, 0), (2,), torch.float32)  # a is still to be told
+    b.receive(Key(0, 0), (2,), torch.float32)  # a's notice waits
     a.send(Key(0, 1), torch.ones(3))
     a.close()
     read, looked = b._pump, []

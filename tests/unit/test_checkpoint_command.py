@@ -87,7 +87,7 @@ def test_prune_keeps_the_newest_that_verifies(vpipe: Run, saved: Path) -> None:
     code, said = vpipe("prune", saved, "--keep", 1)
     assert code == 0
     assert said.startswith("warning: checkpoint ")
-    assert "step-00000002 is passed over: " in said
+    assert "step-00000002 is skipped: " in said
     assert said.count("\n") == 1
     raw[-1] ^= 1
     file.write_bytes(raw)

@@ -207,7 +207,7 @@ def test_a_text_is_encoded_once_whatever_the_length(
     (file,) = (tmp_path / "cache").iterdir()
     whole = file.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("vpipe.data.windows._encode", lambda *_: pytest.fail("it was encoded again"))
+        patch.setattr("vpipe.data.samples._encode_documents", lambda *_: pytest.fail("it was encoded again"))
         assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
         assert np.array_equal(
             causal_text(texts, bpe, 4, None, file.parent).tokens[: 2 * len(plain)], plain.reshape(-1, 4)

@@ -9,9 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.data import read_documents, read_pairs
-from vpipe.data.library import library_sources
 from vpipe.data.pairs import library_pairs
-from vpipe.data.text import split_text
+from vpipe.data.text import library_sources, split_text
 from vpipe.errors import ConfigError
 
 

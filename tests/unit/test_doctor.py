@@ -2,8 +2,11 @@
 
 import io
 import json
+import os
+import re
 import shutil
 import socket
+import subprocess
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -11,11 +14,14 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tomllib
 from rich.console import Console
 
 from vpipe.cli import doctor
 from vpipe.cli.doctor import EXTRAS, MachineFact, describe, doctor_table, examine
 from vpipe.system.host_memory import cores, free_memory
+
+ROOT = Path(__file__).parents[2]
 
 
 def found(what: str) -> MachineFact:
@@ -44,7 +50,7 @@ def test_everything_is_looked_at() -> None:
         "cores",
     } < set(names)
     assert {"free memory", "shared-memory channel", "/dev/shm", "open files", "loopback"} < set(names)
-    assert {package for _, package, _, _ in EXTRAS} < set(names)
+    assert {package for package, _, _ in EXTRAS} < set(names)
     assert found("torch").value == metadata.version("torch")
     # What does not work says what follows from it.
     assert all(finding.advice for finding in findings if finding.ok is False)
@@ -76,10 +82,80 @@ def test_without_torch(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("version", "ok"),
-    [("2.8.1", False), ("2.9.0", True), ("2.13.0+cpu", True), ("3.0", True), ("1.99", False)],
+    [
+        ("2.8.1", False),
+        ("2.9.0", True),
+        ("2.13.0+cpu", True),
+        ("3.0", True),
+        ("1.99", False),
+        ("of unknown version", True),
+    ],
 )
 def test_versions(monkeypatch: pytest.MonkeyPatch, version: str, ok: bool) -> None:
-    assert doctor._torch(SimpleNamespace(__version__=version), "").ok is ok
+    monkeypatch.setattr(doctor, "_version", lambda package: version)
+    finding = doctor._dependency("torch>=2.9")
+    assert (finding.what, finding.value, finding.ok) == ("torch", version, ok)
+    assert finding.advice == ("" if ok else "vpipe needs 2.9 or newer: pip install 'torch>=2.9'")
+
+
+def test_every_declared_dependency_is_looked_at() -> None:
+    declared = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    assert all(doctor.REQUIREMENT.fullmatch(requirement) for requirement in declared), (
+        "else it is not understood"
+    )
+    names = [re.split("[>=<~!]", requirement)[0] for requirement in declared]
+    assert all(found(name).ok for name in names)
+    assert set(doctor.CONSEQUENCES) <= set(names)
+
+
+# Without torch it takes a second less; what is missing besides is the point.
+BLOCKED = """
+import sys
+sys.modules["torch"] = sys.modules[sys.argv.pop(1)] = None
+from vpipe.cli import main
+main()
+"""
+
+
+def blocked(module: str, *arguments: str) -> "subprocess.CompletedProcess[str]":
+    """`vpipe` with these arguments, where this module cannot be imported."""
+    return subprocess.run(
+        [sys.executable, "-c", BLOCKED, module, *arguments],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+
+
+@pytest.mark.parametrize("package", [*doctor.CONSEQUENCES, "numpy"])
+def test_a_missing_dependency_is_named_whatever_needs_it(package: str) -> None:
+    ended = blocked({"PyYAML": "yaml"}.get(package, package), "doctor", "--json")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    wrong = [finding["what"] for finding in json.loads(ended.stdout) if finding["ok"] is False]
+    assert set(wrong) == {"torch", package}
+
+
+def test_the_text_where_no_table_can_be_drawn() -> None:
+    ended = blocked("rich", "doctor")
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert ended.stdout.startswith("This machine: 2 of these will not work\nok python: ")
+    assert "\nNO rich: not installed: no command but this one works: pip install 'rich'\n" in ended.stdout
+
+
+def test_other_commands_say_what_they_miss() -> None:
+    ended = blocked("pydantic", "train", "run.yml")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr == (
+        "error: pydantic cannot be imported, and vpipe needs it: `vpipe doctor` lists what is missing\n"
+    )
+
+
+def test_dependencies_where_vpipe_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(name: str) -> Any:
+        raise metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(metadata, "requires", fail)
+    assert doctor.declared() == list(doctor.CONSEQUENCES)
 
 
 def cuda(**answers: Any) -> SimpleNamespace:
@@ -104,7 +180,7 @@ def test_devices() -> None:
 def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "find_spec", lambda name: None)
     assert found("transformers").ok is False
-    for _, package, extra, without in EXTRAS:
+    for package, extra, without in EXTRAS:
         finding = found(package)
         assert (finding.ok, finding.value) == (None, "not installed")
         assert finding.advice == f"{without} (pip install 'vpipe[{extra}]')"
@@ -113,7 +189,7 @@ def test_packages_that_are_missing(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_extras_are_those_of_the_package() -> None:
     provided = metadata.metadata("vpipe").get_all("Provides-Extra")
     assert provided is not None
-    assert {extra for _, _, extra, _ in EXTRAS} <= set(provided)
+    assert {extra for _, extra, _ in EXTRAS} <= set(provided)
 
 
 @pytest.mark.parametrize(("threads", "ok"), [("1", True), ("100000", False), ("0", False), ("many", False)])

@@ -218,7 +218,7 @@ def test_an_asynchronous_run_is_drained_saved_and_goes_on(
     assert updates(second) == [8]
 
 
-def test_what_is_damaged_is_passed_over_and_it_says_so(train: Callable[..., Path], tmp_path: Path) -> None:
+def test_damaged_checkpoints_are_skipped_and_reported(train: Callable[..., Path], tmp_path: Path) -> None:
     first = train(checkpoint_interval=3, **SYNCHRONOUS)
     assert updates(first) == [3, 6, 8]
     file = first / "checkpoints" / "step-00000008" / "stage-001.safetensors"
@@ -228,9 +228,9 @@ def test_what_is_damaged_is_passed_over_and_it_says_so(train: Callable[..., Path
     (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     second = train(resume="auto", **SYNCHRONOUS)
     told = log(second)
-    assert "step-00000008 is passed over: " in told
+    assert "step-00000008 is skipped: " in told
     assert "stage-001.safetensors is damaged: its hash is not the one in manifest.json" in told
-    assert "step-00000006 is passed over: " in told
+    assert "step-00000006 is skipped: " in told
     assert "has no manifest.json" in told
     assert "step-00000003 after 3 updates" in told
 

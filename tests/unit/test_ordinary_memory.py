@@ -7,7 +7,7 @@ from contextlib import suppress
 import pytest
 import torch
 
-from vpipe.communication.ordinary_memory import (
+from vpipe.communication.cuda_ipc import (
     allocator_settings,
     has_expandable_segments,
     ordinary_memory,

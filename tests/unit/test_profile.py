@@ -32,13 +32,14 @@ from vpipe.profile import links, profile_model
 from vpipe.profile import model as model_module
 from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, run_rounds
 from vpipe.profile.contention import company
-from vpipe.profile.device import COPIED, COUNT, measure_device, total_memory
+from vpipe.profile.device import COPIED, COUNT, measure_device
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.model import LEAST_ROUNDS, ModelBench, _set_up
 from vpipe.profile.overhead import MINIBATCHES
 from vpipe.profile.swapping import ISSUED, ISSUED_SWAPPED
 from vpipe.profile.times import Calls, Times
+from vpipe.system.host_memory import total_memory
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
 

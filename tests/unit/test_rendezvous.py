@@ -27,9 +27,8 @@ from vpipe.communication.rendezvous.handshake import (
     YES,
     RefusedError,
 )
-from vpipe.communication.rendezvous.job import _listener
+from vpipe.communication.rendezvous.job import RendezvousStore, _listener
 from vpipe.communication.rendezvous.server import LARGEST, Rendezvous
-from vpipe.communication.rendezvous.store import MeetingStore
 from vpipe.errors import ConfigError, PeerError
 from vpipe.launch.local import listen_here
 
@@ -46,11 +45,11 @@ class Job:
         self.listener = listen_here(0)
         self.port: int = self.listener.getsockname()[1]
         self.rendezvous = Rendezvous(self.listener, SIZE, SECRET)
-        self.ranks = [self.meeting(rank) for rank in range(SIZE)]
+        self.ranks = [self.client(rank) for rank in range(SIZE)]
         for rank in self.ranks:
-            rank.tell("check", "")  # each has a connection of this thread, which stays
+            rank.change("check", "")  # each has a connection of this thread, which stays
 
-    def meeting(self, rank: int, secret: bytes = SECRET) -> RendezvousClient:
+    def client(self, rank: int, secret: bytes = SECRET) -> RendezvousClient:
         return RendezvousClient(rank, lambda: RendezvousAddress("127.0.0.1", self.port, secret), PATIENT)
 
     def gather(self, name: str, ranks: list[int], timeout: float = PATIENT) -> list[Any]:
@@ -78,7 +77,7 @@ class Job:
 @pytest.fixture
 def job(monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     """One whose rendezvous waits for a rank that gets no processor for a while, as a rank waits for it."""
-    monkeypatch.setattr(server, "PATIENCE", PATIENT)
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", PATIENT)
     monkeypatch.setattr(client, "GRACE", PATIENT)
     made = Job()
     yield made
@@ -121,13 +120,13 @@ def test_ranks_meet_in_any_order_and_again(job: Job) -> None:
     wait_until(lambda: not job.rendezvous._gathered)  # nothing is kept of what everybody has
 
 
-def test_who_is_missing_is_told(job: Job) -> None:
-    (told,) = job.gather("model", [1], timeout=0.2)
-    assert told == "ranks 0, 2 did not come to 'model' within 0.2 s"
+def test_missing_ranks_are_named(job: Job) -> None:
+    (errors,) = job.gather("model", [1], timeout=0.2)
+    assert errors == "ranks 0, 2 did not come to 'model' within 0.2 s"
 
 
 def while_two_wait(job: Job, ranks: list[int], do: Callable[[], None]) -> list[Any]:
-    """What two ranks are told that would wait for hours for the third, if something else did not happen meanwhile."""
+    """The errors of two ranks that would wait for hours for the third, if something else did not happen meanwhile."""
 
     def wait_and_do() -> None:
         wait_until(lambda: len(job.rendezvous._waiting) == 2)
@@ -135,21 +134,21 @@ def while_two_wait(job: Job, ranks: list[int], do: Callable[[], None]) -> list[A
 
     thread = threading.Thread(target=wait_and_do)
     thread.start()
-    told = job.gather("data", ranks, timeout=10_000.0)
+    errors = job.gather("data", ranks, timeout=10_000.0)
     thread.join()
-    return told
+    return errors
 
 
-def test_a_rank_that_ends_is_told_at_once(job: Job) -> None:
+def test_a_rank_that_ends_is_reported_at_once(job: Job) -> None:
     job.gather("first", [0, 1, 2])
-    told = while_two_wait(job, [0, 1], job.ranks[2].close)
-    assert told == ["rank 2 ended or was killed before 'data'; see its own output"] * 2
+    errors = while_two_wait(job, [0, 1], job.ranks[2].close)
+    assert errors == ["rank 2 ended or was killed before 'data'; see its own output"] * 2
 
 
-def test_a_rendezvous_that_ends_is_told_at_once(job: Job) -> None:
+def test_a_rendezvous_that_ends_is_reported_at_once(job: Job) -> None:
     job.gather("first", [0, 1, 2])
-    for told in while_two_wait(job, [1, 2], job.rendezvous.close):
-        assert "rank 0, which keeps the rendezvous, has gone" in told
+    for errors in while_two_wait(job, [1, 2], job.rendezvous.close):
+        assert "rank 0, which serves the rendezvous, has gone" in errors
 
 
 def test_nobody_opens_the_rendezvous() -> None:
@@ -172,7 +171,7 @@ def test_threads_of_a_rank_do_not_hold_each_other_up(job: Job) -> None:
 
 
 def test_the_store_is_one_that_torch_understands(job: Job) -> None:
-    inner = MeetingStore(job.ranks[0])  # torch does not keep it alive
+    inner = RendezvousStore(job.ranks[0])  # torch does not keep it alive
     store = dist.PrefixStore("inner", inner)
     value = bytes(range(256))
     store.set("key", value.decode("latin-1"))
@@ -182,7 +181,7 @@ def test_the_store_is_one_that_torch_understands(job: Job) -> None:
     assert not store.check(["key", "none"])
     assert [store.add("count", 2), store.add("count", 3)] == [2, 5]
     assert store.delete_key("key")
-    late = threading.Timer(0.1, lambda: MeetingStore(job.ranks[1]).set("inner/late", value))
+    late = threading.Timer(0.1, lambda: RendezvousStore(job.ranks[1]).set("inner/late", value))
     late.start()
     store.wait(["late"])
     assert store.get("late") == value
@@ -199,7 +198,7 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
         "nothing": b"",
         "little": b"x",
         "HTTP": b"GET / HTTP/1.1\r\nHost: there\r\n\r\n" + b" " * INTRODUCTION_BYTES,
-        "a question": struct.pack(">I", 30) + b'{"op": "set", "key": "a"}'.ljust(INTRODUCTION_BYTES),
+        "a request": struct.pack(">I", 30) + b'{"op": "set", "key": "a"}'.ljust(INTRODUCTION_BYTES),
         "a lot": secrets.token_bytes(1 << 20),
     }
     links = []
@@ -211,8 +210,8 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
             assert said == says["a lot"]  # it was turned away before it had said it all
         links.append(link)
     assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
-    monkeypatch.setattr(server, "PATIENCE", -1.0)  # it is over
-    job.ranks[0].tell("check", "")  # the rendezvous looks round when somebody asks
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", -1.0)  # it is over
+    job.ranks[0].change("check", "")  # the rendezvous looks round when somebody asks
     assert all(map(hangs_up, links))
     wait_until(lambda: len(logged) == len(says))
     assert all(
@@ -224,7 +223,7 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
 
 
 def test_a_wrong_secret_is_turned_away(job: Job, logged: list[str]) -> None:
-    stranger = job.meeting(1, b"of another job")
+    stranger = job.client(1, b"of another job")
     with pytest.raises(
         RefusedError, match="belongs to another job and turned rank 1 away: give each job a port"
     ):
@@ -237,7 +236,7 @@ def test_a_second_process_for_one_rank_is_turned_away(job: Job, logged: list[str
     job.gather("meeting", [0, 1, 2])
     for rank in (1, SIZE):
         with pytest.raises(RefusedError, match=f"turned rank {rank} away"):
-            job.meeting(rank).gather("meeting", None, "meeting", PATIENT)
+            job.client(rank).gather("meeting", None, "meeting", PATIENT)
     assert "rank 1 is here already" in logged[0]
 
 
@@ -286,7 +285,7 @@ def test_a_rank_tells_nothing_to_a_rendezvous_that_does_not_know_the_secret() ->
         rank = RendezvousClient(
             1, lambda: RendezvousAddress("127.0.0.1", listener.getsockname()[1], SECRET), PATIENT
         )
-        with pytest.raises(RefusedError, match="does not know this job's secret: it is told nothing"):
+        with pytest.raises(RefusedError, match="does not know this job's secret: nothing is sent to it"):
             rank.gather("meeting", "confidential", "meeting", PATIENT)
         thread.join()
     assert len(heard) == INTRODUCTION_BYTES
@@ -318,12 +317,12 @@ def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> N
     for link in flood:
         link.close()
     wait_until(lambda: len(job.rendezvous._callers) == SIZE)
-    assert len(logged) == server.TOLD  # and the disk is not filled
-    assert logged[-1].endswith("further ones are not told")
+    assert len(logged) == server.LOGGED  # and the disk is not filled
+    assert logged[-1].endswith("further ones are not logged")
 
 
 def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: list[str]) -> None:
-    with pytest.raises(PeerError, match=r"has \d+ bytes: 16777216 may be told"):
+    with pytest.raises(PeerError, match=r"has \d+ bytes: at most 16777216 are sent"):
         job.ranks[0].gather("meeting", "x" * LARGEST, "meeting", PATIENT)
     job.gather("meeting", [0, 1, 2])
     job.ranks[1]._own.link.sendall(struct.pack(">I", LARGEST + 1))
@@ -347,15 +346,15 @@ def test_noise(job: Job, noise: list[bytes]) -> None:
 
 def test_even_a_rank_may_only_ask_what_there_is_to_ask(job: Job, logged: list[str]) -> None:
     job.gather("meeting", [0, 1, 2])
-    for question in ([], {"op": "eval", "key": "1"}, {"op": "gather"}, {"op": "set", "key": {}, "value": 1}):
-        rank = job.meeting(0)
+    for request in ([], {"op": "eval", "key": "1"}, {"op": "gather"}, {"op": "set", "key": {}, "value": 1}):
+        rank = job.client(0)
         rank._me = job.ranks[0]._me
-        raw = json.dumps(question).encode()
+        raw = json.dumps(request).encode()
         rank._connect().sendall(struct.pack(">I", len(raw)) + raw)
         with pytest.raises(PeerError):
-            rank.tell("check", "x")
+            rank.change("check", "x")
     wait_until(lambda: len(logged) == 4)
-    assert all("it sent what is no question" in line for line in logged)
+    assert all("it sent no valid request" in line for line in logged)
     assert job.gather("again", [0, 1, 2]) == [[0, 10, 20]] * 3
 
 
@@ -363,7 +362,7 @@ def test_even_a_rank_may_only_ask_what_there_is_to_ask(job: Job, logged: list[st
 
 
 def test_two_jobs_one_port(job: Job) -> None:
-    """Row 12: whoever starts the second is told so, by the launcher or by its rank 0."""
+    """Row 12: whoever starts the second is errors so, by the launcher or by its rank 0."""
     with pytest.raises(
         ConfigError, match=f"port is {job.port}: it cannot be used .* another job or program has it"
     ):

@@ -399,9 +399,9 @@ def test_cuda_graphs_on_a_cpu_are_refused() -> None:
             cuda_graphs=True,
         )
 
-    with pytest.raises(VPipeError, match="cuda_graphs are asked for on the device cpu: leave them out"):
+    with pytest.raises(VPipeError, match="cuda_graphs are requested on the device cpu: leave them out"):
         run_ranks(1, work)
-    with pytest.raises(VPipeError, match="cuda_graphs are asked for on the device cpu: leave them out"):
+    with pytest.raises(VPipeError, match="cuda_graphs are requested on the device cpu: leave them out"):
         ModelBench(
             nn.Linear(4, 4), batch, nn.functional.mse_loss, optimizer=torch.optim.SGD, cuda_graphs=True
         )

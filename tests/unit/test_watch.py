@@ -269,7 +269,7 @@ def test_of_ten_looks_one_makes_a_status(tmp_path: Path) -> None:
 
 def test_a_rank_that_waits_at_a_meeting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def meet(made: RankWatch) -> Waiting | None:
-        made._pipe.world.meeting = ("training state", -1, 100.0)
+        made._pipe.world.gathering = ("training state", -1, 100.0)
         monkeypatch.setattr(watch, "time", SimpleNamespace(perf_counter=lambda: 131.0))
         return made._waiting()
 

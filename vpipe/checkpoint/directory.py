@@ -14,12 +14,12 @@ import warnings
 from collections.abc import Callable, Collection
 from pathlib import Path
 
-from vpipe.checkpoint.files import telling
+from vpipe.checkpoint.files import file_errors
 from vpipe.checkpoint.manifest import Manifest, check_size, read_manifest, verify
 from vpipe.errors import VPipeError
 
 EVALUATION = "evaluation_loss"
-"""What `extra` may tell: the loss that was evaluated with just these weights."""
+"""The key of `extra` for the loss that was evaluated with just these weights."""
 
 _WHOLE = re.compile(r"step-([0-9]{8,})")
 _REPLACED = re.compile(r"\.(step-([0-9]{8,}))\.old-[0-9a-f]+")
@@ -31,17 +31,17 @@ def step_name(updates: int) -> str:
 
 
 def hidden_name(name: str, kind: str, token: str) -> str:
-    """The name of a checkpoint that is `tmp` or `old`; the token tells attempts apart."""
+    """The name of a checkpoint that is `tmp` or `old`; the token distinguishes attempts."""
     return f".{name}.{kind}-{token}"
 
 
 def newest(directory: Path, report: Callable[[str], None] = warnings.warn) -> Path | None:
-    """The newest checkpoint that verifies; those passed over are reported, with what is wrong with them."""
+    """The newest checkpoint that verifies; those skipped are reported, with what is wrong with them."""
     for path in reversed(checkpoints(directory)):
         try:
             verify(path)
         except VPipeError as error:
-            report(f"checkpoint {path} is passed over: {error}")
+            report(f"checkpoint {path} is skipped: {error}")
         else:
             return path
     return None
@@ -63,12 +63,12 @@ def prune(
     kept = list(whole)[:keep]
     spared = {*kept, *spare, *_best(whole)}
     oldest = newest_first.index(kept[-1]) if len(kept) == keep else len(newest_first)
-    doomed = [path for path in newest_first[oldest:] if path not in spared]
-    born = time.time() - unfinished_after
-    doomed += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= born]
-    for path in doomed:
+    deleted = [path for path in newest_first[oldest:] if path not in spared]
+    latest = time.time() - unfinished_after
+    deleted += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= latest]
+    for path in deleted:
         _delete(path)
-    return doomed
+    return deleted
 
 
 def evaluation_loss(manifest: Manifest) -> float | None:
@@ -87,7 +87,7 @@ def _best(whole: dict[Path, Manifest]) -> list[Path]:
 def _entries(directory: Path) -> list[Path]:
     if not directory.is_dir():
         return []
-    with telling("list", directory):
+    with file_errors("list", directory):
         return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
 
 
@@ -128,7 +128,7 @@ def _changed(path: Path) -> float:
 
 def _delete(path: Path) -> None:
     """Out of sight first: half a checkpoint must not stand under a checkpoint's name."""
-    with telling("delete", path):
+    with file_errors("delete", path):
         if _WHOLE.fullmatch(path.name):
             path = path.rename(path.with_name(hidden_name(path.name, "tmp", secrets.token_hex(4))))
         shutil.rmtree(path)

@@ -1,4 +1,4 @@
-"""Files of tensors: written, synced, hashed and read, each failure an error that names the file.
+"""Files of tensors: written, synced, hashed and read, with errors that name the file.
 
 A safetensors file is the length of its header (8 bytes), the header as JSON, and the tensors one behind the
 other. It is written here piece by piece, because a save goes on beside the training: a piece that is being
@@ -39,15 +39,13 @@ _KINDS = {
 
 
 class Written(NamedTuple):
-    """What is told of a file that was written."""
-
     size: int
     sha256: str
 
 
 @contextmanager
-def telling(what: str, path: Path) -> Iterator[None]:
-    """What the system or the format refuses is a user's matter: no traceback, and the file's name."""
+def file_errors(what: str, path: Path) -> Iterator[None]:
+    """Turn errors of the system or the format into one that names the file, without a traceback."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -60,7 +58,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
     # Wide types first, so that every tensor is aligned to its own type.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     size, digest = 0, hashlib.sha256()
-    with telling("write", path), path.open("wb") as file:
+    with file_errors("write", path), path.open("wb") as file:
         for piece in (_header(path, ordered, metadata), *map(_bytes_of, ordered.values())):
             for start in range(0, len(piece), CHUNK):
                 part = piece[start : start + CHUNK]
@@ -98,19 +96,19 @@ def _bytes_of(tensor: Tensor) -> memoryview:
 
 def read_tensors(path: Path, names: Iterable[str]) -> dict[str, Tensor]:
     """These tensors of a safetensors file, and nothing else of it; they may be views of the file."""
-    with telling("read", path), safe_open(path, framework="pt") as file:
+    with file_errors("read", path), safe_open(path, framework="pt") as file:
         return {name: file.get_tensor(name) for name in names}
 
 
 def read_header(path: Path) -> tuple[list[str], dict[str, str]]:
     """The names of a file's tensors, and its metadata."""
-    with telling("read", path), safe_open(path, framework="pt") as file:
+    with file_errors("read", path), safe_open(path, framework="pt") as file:
         return list(file.keys()), file.metadata() or {}
 
 
 def not_finite(path: Path) -> str | None:
     """The name of the first tensor in a file that holds a number that is not finite, if one does."""
-    with telling("read", path), safe_open(path, framework="pt") as file:
+    with file_errors("read", path), safe_open(path, framework="pt") as file:
         for name in file.keys():  # noqa: SIM118 (it is no mapping)
             tensor = file.get_tensor(name)
             if tensor.is_floating_point() and not bool(torch.isfinite(tensor.float()).all()):
@@ -129,7 +127,7 @@ def sync(path: Path) -> None:
 
 def sha256(path: Path) -> str:
     digest = hashlib.sha256()
-    with telling("read", path), path.open("rb") as file:
+    with file_errors("read", path), path.open("rb") as file:
         while chunk := file.read(CHUNK):
             digest.update(chunk)
     return digest.hexdigest()

@@ -1,4 +1,4 @@
-"""Saved checkpoints, inspected: found, described, examined and pruned."""
+"""Inspection of saved checkpoints: found, described, examined and pruned."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.checkpoint.directory import checkpoints, evaluation_loss, newest, prune
-from vpipe.checkpoint.files import not_finite, telling
+from vpipe.checkpoint.files import file_errors, not_finite
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
 from vpipe.errors import VPipeError
 
@@ -29,7 +29,7 @@ def find(path: Path) -> list[Path]:
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """What the manifest tells, in plain values."""
+    """The manifest in plain values."""
     manifest = read_manifest(path)
     return {
         "path": str(path),
@@ -69,12 +69,12 @@ def newest_whole(path: Path) -> Path:
 
 
 def prune_run(path: Path, keep: int) -> list[Path]:
-    """Delete old ones; the newest that verifies stays, whatever the newer ones look like."""
+    """Delete old ones; the newest that verifies stays, also if newer ones are damaged."""
     folder = find(path)[0].parent
     if folder.absolute() == path.absolute().parent:
         raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")
     good = newest(folder, _warn)
-    with telling("prune", folder):
+    with file_errors("prune", folder):
         return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
 
 

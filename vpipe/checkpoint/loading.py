@@ -1,4 +1,4 @@
-"""Loading: each rank reads of a checkpoint what its own stages hold, whatever partition it was saved under."""
+"""Loading of checkpoints: each rank reads what its own stages hold, from files of any partition."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -7,8 +7,7 @@ from typing import Any
 from torch import Tensor
 
 from vpipe.checkpoint.files import read_header, read_tensors
-from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
-from vpipe.checkpoint.state import check_state
+from vpipe.checkpoint.manifest import Manifest, check_state, read_manifest, verify
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
@@ -55,7 +54,7 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
             pipe.load_training_state(state, manifest.state)
         except VPipeError:
             raise
-        except Exception as error:  # an optimizer's own opinion of what is in it
+        except Exception as error:  # an optimizer may refuse its state with any error
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise VPipeError(f"{path}: its training state does not fit this run: {reason}") from None
 

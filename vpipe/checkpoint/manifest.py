@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: what belongs to it, with sizes and hashes, and everything that is no tensor.
+"""The manifest of a checkpoint: its files with sizes and hashes, and the training state that is no tensor.
 
 It is written last. It carries a hash of itself, so that a changed learning rate is found like a changed weight.
 """
@@ -7,21 +7,25 @@ import hashlib
 import json
 from collections.abc import Collection
 from pathlib import Path
-from reprlib import Repr
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, ValidationError
 
-from vpipe.checkpoint.files import sha256, sync, telling
+from vpipe.checkpoint.files import file_errors, sha256, sync
 from vpipe.errors import VPipeError
+from vpipe.system.files import short_repr
 
-_REPR = Repr()
-_REPR.maxstring = 100
 MANIFEST = "manifest.json"
 VERSION = 1
 
 # A name and nothing else: no folder, no way up, no absolute path.
 FileName = Annotated[str, Field(pattern=r"^stage-[0-9]{3,}\.safetensors$")]
+Number = (
+    Annotated[int, Field(strict=True, ge=-(2**63), lt=2**63)]
+    | Annotated[float, Field(strict=True, allow_inf_nan=False)]
+)
+Natural = Annotated[int, Field(strict=True, ge=0, lt=2**53)]
+Plain = StrictBool | Number | StrictStr | None
 
 
 class FileEntry(BaseModel):
@@ -35,8 +39,8 @@ class FileEntry(BaseModel):
 
 
 class Manifest(BaseModel):
-    """`state` is what resuming needs besides tensors, `layout` tells how the run was laid out, `extra` is the
-    caller's."""
+    """`state` is what resuming needs besides tensors, `layout` describes how the run was laid out, `extra` is
+    the caller's."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -53,8 +57,38 @@ class Manifest(BaseModel):
         return {tensor: name for name, entry in self.files.items() for tensor in entry.tensors}
 
 
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore", frozen=True)
+
+
+class _Group(_Part):
+    parameters: list[StrictStr]
+    numbers: dict[str, Number | list[Number]]
+
+
+class _Record(_Part):
+    """Of one base optimizer (`vpipe.weights.optimizer_state`)."""
+
+    optimizer: StrictStr
+    groups: list[_Group]
+    values: dict[str, dict[str, Plain | list[Plain]]]
+    scheduler: dict[str, Any] | None
+
+
+class _LossScale(_Part):
+    enabled: StrictBool
+    value: Annotated[float, Field(strict=True, gt=0, allow_inf_nan=False)]
+    good_updates: Natural
+
+
+class _State(_Part):
+    updates: Natural
+    loss_scale: _LossScale
+    optimizers: list[_Record]
+
+
 def as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """What a reader will see: lists for tuples, text for keys."""
+    """The values as they are read back: lists for tuples, text for keys."""
     try:
         return json.loads(json.dumps(extra))
     except (TypeError, ValueError) as error:
@@ -66,7 +100,7 @@ def as_json(extra: dict[str, Any]) -> dict[str, Any]:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     content = manifest.model_dump()
     path = folder / MANIFEST
-    with telling("write", path):
+    with file_errors("write", path):
         path.write_text(json.dumps({**content, "sha256": _hash(content)}, indent=1), encoding="utf-8")
         sync(path)
 
@@ -87,9 +121,23 @@ def read_manifest(folder: Path) -> Manifest:
     try:
         return Manifest.model_validate(content)
     except ValidationError as error:
-        first = error.errors()[0]
-        place = " ".join(".".join(map(str, first["loc"])).split())[:100]
-        raise VPipeError(f"{path}: {place}: {first['msg']}, but it is {_REPR.repr(first['input'])}") from None
+        place, message, value = _first_problem(error)
+        raise VPipeError(f"{path}: {place}: {message}, but it is {short_repr(value)}") from None
+
+
+def check_state(state: dict[str, Any], path: Path) -> None:
+    """Raise unless it has the form that `Pipeline.training_state` gives it: who can write a file can write its hash."""
+    try:
+        _State.model_validate(state)
+    except ValidationError as error:
+        place, message, _ = _first_problem(error)
+        raise VPipeError(f"{path}: state.{place} in its manifest is wrong: {message.lower()}") from None
+
+
+def _first_problem(error: ValidationError) -> tuple[str, str, Any]:
+    """Place, message and value of the first thing that is wrong."""
+    first = error.errors()[0]
+    return " ".join(".".join(map(str, first["loc"])).split())[:100], first["msg"], first["input"]
 
 
 def verify(folder: Path, only: Collection[str] | None = None) -> Manifest:
@@ -104,7 +152,7 @@ def verify(folder: Path, only: Collection[str] | None = None) -> Manifest:
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """What can be told of a file without reading it."""
+    """Check what can be known of a file without reading it."""
     if path.is_symlink():
         raise VPipeError(f"{path} is a symbolic link: a checkpoint holds its files itself")
     if not path.is_file():
@@ -124,7 +172,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
         raise VPipeError(f"there is no checkpoint at {folder}")
     if path.is_symlink() or not path.is_file():
         raise VPipeError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one")
-    with telling("read", path):
+    with file_errors("read", path):
         raw = path.read_bytes()
     try:
         content = json.loads(raw.decode("utf-8"))

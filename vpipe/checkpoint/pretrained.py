@@ -1,20 +1,25 @@
 """Hugging Face directories: weights read into any partition, and written for `from_pretrained`.
 
 Files may know a tensor by another name than the model does: a tied one by any of its names, a bare BertModel
-without the `bert.` of BertForMaskedLM (or the other way round), an old layer norm's by `gamma` and `beta`; or as
-several tensors (`vpipe.checkpoint.conversion`).
+without the `bert.` of BertForMaskedLM (or the other way round), an old layer norm's by `gamma` and `beta`. Or as
+several tensors: a Mixtral's file holds `...block_sparse_moe.experts.0.w1.weight` and so on, one for each expert and
+matrix; the model has one `...mlp.experts.gate_up_proj` for all of them. transformers states such rules for every model
+that has any, and applies them when it loads; here they are applied to what a rank needs, and no more.
 """
+
+from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Collection, Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
 
-from vpipe.checkpoint.conversion import Origin, origins
-from vpipe.checkpoint.files import read_header, read_tensors, telling
+from vpipe.checkpoint.files import file_errors, read_header, read_tensors
 from vpipe.checkpoint.loading import check_shapes
 from vpipe.checkpoint.manifest import verify
 from vpipe.communication import agree
@@ -59,7 +64,7 @@ def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[s
 def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> list[str]:
     """Write the weights of a checkpoint to a directory that `from_pretrained` reads; needs no pipeline.
 
-    `model` tells names and configuration and may be on `meta`. Parameters that training never used are in no
+    `model` has names and configuration and may be on `meta`. Parameters that training never used are in no
     checkpoint: the model's own values are written. Returns the names of those that it has no values for
     either, which `from_pretrained` will initialise.
     """
@@ -78,7 +83,7 @@ def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> li
     }
     state = {name: values[first[name]] for name in own if not values[first[name]].is_meta}
     exporting: Any = model
-    with telling("write", directory):
+    with file_errors("write", directory):
         exporting.save_pretrained(directory, state_dict=dict(state))
     return [name for name in own if name not in state]
 
@@ -114,7 +119,7 @@ def _places(directory: Path) -> dict[str, str]:
             f"{directory} has neither {SINGLE} nor {INDEX}: give a directory that save_pretrained wrote "
             "(pickled weights, such as pytorch_model.bin, are not read)"
         )
-    with telling("read", index):
+    with file_errors("read", index):
         raw = index.read_bytes()
     try:
         places = dict(json.loads(raw)["weight_map"])
@@ -171,3 +176,60 @@ def _read(
     for file, names in by_file.items():
         tensors |= read_tensors(directory / file, names)
     return tensors
+
+
+@dataclass
+class Origin:
+    """Where a tensor of the model comes from: one tensor of a file, or several and what is done with them."""
+
+    target: str
+    """What they become, or the first of it."""
+    names: list[str] = field(default_factory=list)
+    patterns: list[str] = field(default_factory=list)
+    converter: Any = None
+
+    def make(self, target: str, tensors: Mapping[str, Tensor], model: Any) -> Tensor:
+        """The model's tensor from those of the files."""
+        if self.converter is None:
+            return tensors[self.names[0]]
+        converter = deepcopy(self.converter)
+        for name, pattern in zip(self.names, self.patterns, strict=True):
+            converter.add_tensor(self.target, name, pattern, tensors[name])
+        try:
+            made = converter.convert(self.target, model=model, config=model.config)[target]
+        except Exception as error:
+            raise VPipeError(
+                f"tensor {target!r} cannot be made of {self.names[0]!r} and what belongs to it: {error}"
+            ) from None
+        return made[0] if isinstance(made, list) else made
+
+
+def origins(model: nn.Module, in_files: Iterable[str], own: Collection[str]) -> dict[str, Origin]:
+    """For each name that the model may know: what of the files it comes from. `own` are the model's names."""
+    # Not above: most of what has to do with checkpoints does not need it, and it takes long to import.
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import (
+        WeightConverter,
+        WeightRenaming,
+        dot_natural_key,
+        rename_source_key,
+    )
+
+    any_model: Any = model
+    rules = get_model_conversion_mapping(any_model)
+    renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
+    converters = [rule for rule in rules if isinstance(rule, WeightConverter)]
+    by_pattern = {pattern: rule for rule in converters for pattern in rule.source_patterns}
+    found: dict[str, Origin] = {}
+    for name in sorted(in_files, key=dot_natural_key):
+        target, pattern = (name, None) if name in own else rename_source_key(name, renamings, converters)
+        origin = found.setdefault(target, Origin(target))
+        origin.names.append(name)
+        if pattern is not None:
+            origin.patterns.append(pattern)
+            origin.converter = by_pattern[pattern]
+    for origin in [origin for origin in found.values() if origin.converter is not None]:
+        first, *others = origin.converter.target_patterns
+        before, _, behind = origin.target.partition(first)
+        found |= {f"{before}{other}{behind}": origin for other in others}
+    return found

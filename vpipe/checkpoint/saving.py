@@ -5,34 +5,35 @@
     writer of rank 0            .step-00000100.tmp-5f0c/manifest.json           when all have written theirs
     writer of rank 0            step-00000100                                   renamed: now it exists
 
-One save at a time: the next one waits for it. Passing it over instead would make the updates at which an
+One save at a time: the next one waits for it. Skipping it instead would make the updates at which an
 asynchronous pipeline is drained, and with them the training, depend on how fast the disk is.
 """
 
 import secrets
 import threading
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vpipe.checkpoint.directory import step_name
 from vpipe.checkpoint.manifest import as_json
-from vpipe.checkpoint.snapshot import Snapshot
 from vpipe.checkpoint.writing import WriteJob, write
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
+from vpipe.stage.stage import StageState
 
 
 def save(pipe: Pipeline, directory: Path, extra: dict[str, Any]) -> Path:
     """Save the pipeline to `directory/step-<updates>` and wait until it is there; call it on every rank.
 
-    `Saver` says the rest; this one keeps no memory and deletes no other checkpoint.
+    As `Saver` does it, but no memory is kept and no other checkpoint is deleted.
     """
-    saver = Saver(pipe, directory, report=lambda line: None)  # it is raised
+    saver = Saver(pipe, directory, report=lambda line: None)  # errors are raised
     saver.start(extra)
     path = saver.finish()
     assert path is not None
@@ -57,8 +58,8 @@ class Saver:
         report: Callable[[str], None] = warnings.warn,
         failed: Callable[[], None] = lambda: None,
     ) -> None:
-        """After each save all but the `keep` newest and the best are deleted; None: nothing is. `report` is
-        told what goes wrong beside the training, `failed` is called if a save fails; both by another thread."""
+        """After each save all but the `keep` newest and the best are deleted; None: nothing is. `report` gets
+        what goes wrong beside the training, `failed` is called if a save fails; both by another thread."""
         self.directory = directory
         self._pipe = pipe
         self._keep = keep
@@ -71,7 +72,7 @@ class Saver:
     def start(self, extra: dict[str, Any]) -> None:
         """Begin a save; call it on every rank at the same update. Of the ranks' `extra` rank 0's is kept.
 
-        Draining makes further updates: call `flush` before you tell the data's position in `extra`.
+        Draining makes further updates: call `flush` before you put the data's position into `extra`.
         """
         self.wait()
         pipe, world = self._pipe, self._pipe.world
@@ -80,19 +81,28 @@ class Saver:
             stages, plain = pipe.training_state()
             return as_json(extra), self._snapshot.take(stages), plain
 
-        told, stages, plain = agree(world, "training state", take)
+        own_extra, stages, plain = agree(world, "training state", take)
         agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
         token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
         final = self.directory / step_name(pipe.updates)
         job = WriteJob(
-            world, final, token, stages, pipe.updates, _describe(pipe), plain, told, self._keep, self._report
+            world,
+            final,
+            token,
+            stages,
+            pipe.updates,
+            _describe(pipe),
+            plain,
+            own_extra,
+            self._keep,
+            self._report,
         )
         self._saved = self._error = None
         self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
 
     def wait(self) -> None:
-        """Until no save is under way, whatever became of it."""
+        """Wait until no save is under way, failed or not."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None
@@ -110,7 +120,7 @@ class Saver:
     def finish(self) -> Path | None:
         """The checkpoint that was begun last, once it is whole, or what went wrong; None if none was begun.
 
-        Every rank calls it: rank 0, which keeps what the ranks tell each other, must not leave before all have heard.
+        Every rank calls it: rank 0 serves the rendezvous, where the writers report, and must not leave before all know.
         """
         self.wait()
         self._pipe.world.all_gather("checkpoint saved", None)
@@ -125,6 +135,33 @@ class Saver:
             self._error = error if isinstance(error, VPipeError) else VPipeError(_crash(job, error))
             self._report(f"WARNING: {self._error}")
             self._failed()
+
+
+class Snapshot:
+    """A copy of the state of a rank's stages; the first one allocates the buffers, the next ones write into them."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[int, str], Tensor] = {}
+
+    def take(self, stages: Mapping[int, StageState]) -> dict[int, StageState]:
+        """The same states over buffers of our own, in host memory."""
+        taken = {
+            index: StageState(
+                {name: self._copy((index, name), tensor) for name, tensor in stage.tensors.items()},
+                stage.optimizers,
+            )
+            for index, stage in stages.items()
+        }
+        if any(t.is_cuda for stage in stages.values() for t in stage.tensors.values()):
+            torch.cuda.current_stream().synchronize()
+        return taken
+
+    def _copy(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
+        kept = self._kept.get(key)
+        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            self._kept[key] = kept
+        return kept.copy_(tensor, non_blocking=tensor.is_cuda)
 
 
 def _crash(job: WriteJob, error: BaseException) -> str:

@@ -1,7 +1,7 @@
-"""What the writers do with a snapshot: each rank writes its stages' files, rank 0 commits them all.
+"""The writers of a snapshot: each rank writes its stages' files, rank 0 commits them all.
 
-They speak through `World.tell`, so nobody waits but the writers. Until rank 0 has renamed the folder there is
-no checkpoint, whoever dies at whatever moment; and rank 0 renames only what all ranks have seen on the disk.
+They report through `World.publish`, so only the writers wait. Until rank 0 has renamed the folder there is no
+checkpoint, whichever rank dies; and rank 0 renames only what all ranks have seen on the disk.
 """
 
 import json
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.checkpoint.directory import hidden_name, prune
-from vpipe.checkpoint.files import Written, read_header, sync, telling, write_tensors
+from vpipe.checkpoint.files import Written, file_errors, read_header, sync, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
 from vpipe.communication import World
 from vpipe.errors import VPipeError
@@ -22,7 +22,7 @@ from vpipe.stage.stage import StageState
 from vpipe.system import faults
 
 OPTIMIZERS = "optimizers"
-SOON, LATER = 0.002, 0.1  # seconds between two looks at what another rank has told
+SOON, LATER = 0.002, 0.1  # seconds between two looks at what another rank has published
 
 
 @dataclass(frozen=True)
@@ -49,17 +49,17 @@ class WriteJob:
 def write(job: WriteJob) -> Path:
     """Save, together with the writers of all other ranks; the same outcome on each of them."""
     world = job.world
-    world.tell(f"written {job.token}", _attempt(lambda: _write_files(job)))
+    world.publish(f"written {job.token}", _attempt(lambda: _write_files(job)))
     if world.rank == 0:
-        world.tell(f"committed {job.token}", _attempt(lambda: _commit(job)))
+        world.publish(f"committed {job.token}", _attempt(lambda: _commit(job)))
     if (failure := _wait_for(job, "committed", 0)[0]) is not None:
-        shutil.rmtree(job.folder, ignore_errors=True)  # nobody writes any more
+        shutil.rmtree(job.folder, ignore_errors=True)  # no rank writes any more
         raise VPipeError(f"checkpoint {job.final} was not saved: {failure}")
     return job.final
 
 
 def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
-    """What went wrong, and what came of it: a failure is everybody's."""
+    """What went wrong, or None, and the result."""
     try:
         return None, work()
     except Exception as error:
@@ -68,15 +68,15 @@ def _attempt(work: Callable[[], Any]) -> tuple[str | None, Any]:
 
 def _wait_for(job: WriteJob, what: str, rank: int) -> tuple[str | None, Any]:
     pause = SOON
-    while (told := job.world.told(f"{what} {job.token}", rank)) is None:
+    while (published := job.world.published(f"{what} {job.token}", rank)) is None:
         time.sleep(pause)
         pause = min(LATER, 1.5 * pause)
-    failure, value = told
+    failure, value = published
     return failure, value
 
 
 def _write_files(job: WriteJob) -> dict[str, Written]:
-    with telling("make", job.folder):
+    with file_errors("make", job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
     faults.point("ckpt_write", job.updates)
     written = {}
@@ -101,7 +101,7 @@ def _commit(job: WriteJob) -> None:
         Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra),
     )
     faults.point("ckpt_commit", job.updates)
-    with telling("rename", job.folder):
+    with file_errors("rename", job.folder):
         sync(job.folder)
         _show(job.folder, job.final, job.token)
     if job.keep is not None:

@@ -5,35 +5,40 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from typing import TYPE_CHECKING
 
-import typer
-
-from vpipe.cli import checkpoints, looking, planning, running, schedules
 from vpipe.errors import RankFailedError, VPipeError
 
-app = typer.Typer(
-    help="Pipeline-parallel training for any PyTorch module, with every schedule as data.",
-    no_args_is_help=True,
-    add_completion=False,
-    pretty_exceptions_enable=False,
-)
-for group in (schedules, running, planning, looking):
-    app.add_typer(group.app)
-app.add_typer(checkpoints.app, name="checkpoint")
+if TYPE_CHECKING:
+    import typer
 
 
-@app.callback()
-def commands() -> None:
-    pass
+def make_app() -> typer.Typer:
+    import typer
+
+    from vpipe.cli import checkpoints, looking, planning, running, schedules
+
+    app = typer.Typer(
+        help="Pipeline-parallel training for any PyTorch module, with every schedule as data.",
+        no_args_is_help=True,
+        add_completion=False,
+        pretty_exceptions_enable=False,
+        callback=lambda: None,
+    )
+    for group in (schedules, running, planning, looking):
+        app.add_typer(group.app)
+    app.add_typer(checkpoints.app, name="checkpoint")
+    return app
 
 
 def main() -> None:
     """Runs the command line; a user's mistake is one message and exit code 2, a rank's fault exit code 1."""
     try:
-        sys.exit(app(prog_name="vpipe", standalone_mode=False))
+        sys.exit(make_app()(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
+        from vpipe.cli.doctor import is_dependency, without_dependency
         from vpipe.cli.usage import tell_usage
         from vpipe.launch.rank import fail
 
@@ -41,6 +46,8 @@ def main() -> None:
             sys.exit(code)
         if "RANK" in os.environ:
             fail(error)
+        if isinstance(error, ModuleNotFoundError) and is_dependency(error.name):
+            sys.exit(without_dependency(error, sys.argv[1:]))
         if not isinstance(error, VPipeError):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -1,9 +1,15 @@
-"""The examination of this machine: what it has, what would not work on it, and why."""
+"""The examination of this machine: what it has, what would not work on it, and why.
+
+It runs without any of vpipe's dependencies, so that it can name the ones that are missing.
+"""
 
 from __future__ import annotations
 
 import importlib
+import json
 import os
+import re
+import resource
 import shutil
 import socket
 import sys
@@ -12,33 +18,34 @@ from dataclasses import asdict, dataclass
 from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any
-
-from rich.markup import escape
-from rich.table import Table
+from typing import TYPE_CHECKING, Any
 
 from vpipe.system.host_memory import cores, free_memory
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 MIB, GIB = 2**20, 2**30
 LITTLE_MEMORY = 2 * GIB
 FEW_FILES = 1024
 SHARED_MEMORY = Path("/dev/shm")
 
+REQUIREMENT = re.compile(r"([\w.-]+)(?:>=([\d.]+))?")
+MODULES = {"PyYAML": "yaml"}
+"""What a package is imported as, where that is not its name."""
+CONSEQUENCES = {
+    "torch": "nothing but `vpipe schedule` works",
+    "transformers": "no model can be built",
+    "pydantic": "no configuration can be read",
+    "PyYAML": "no configuration can be read",
+    "typer": "no command but this one works",
+    "rich": "no command but this one works",
+}
 EXTRAS = (
-    (
-        "pytorch_optimizer",
-        "pytorch-optimizer",
-        "lamb",
-        "`optimizer: lamb` is refused: it takes LAMB from there",
-    ),
-    ("h5py", "h5py", "hdf5", "`data_dir` cannot be a folder of HDF5 shards: nothing else reads them"),
-    (
-        "tensorboard",
-        "tensorboard",
-        "tensorboard",
-        "no TensorBoard scalars are written; metrics.jsonl always is",
-    ),
-    ("matplotlib", "matplotlib", "plot", "`vpipe compare` draws no plot: its table needs nothing"),
+    ("pytorch-optimizer", "lamb", "`optimizer: lamb` is refused: it takes LAMB from there"),
+    ("h5py", "hdf5", "`data_dir` cannot be a folder of HDF5 shards: nothing else reads them"),
+    ("tensorboard", "tensorboard", "no TensorBoard scalars are written; metrics.jsonl always is"),
+    ("matplotlib", "plot", "`vpipe compare` draws no plot: its table needs nothing"),
 )
 
 
@@ -54,11 +61,47 @@ class MachineFact:
 
 def examine() -> list[MachineFact]:
     torch, failure = _import_torch()
-    findings = [_python(), _torch(torch, failure), _transformers()]
+    failures = {"torch": failure}
+    findings = [_python(), *(_dependency(each, failures.get(_parse(each)[0], "")) for each in declared())]
     if torch is not None:
         findings += [_devices(torch), *_backends(torch)]
     findings += [_mps(torch), _cores(), _memory(), _channel(), _shared_memory(), _open_files(), _loopback()]
     return [*findings, *(_extra(*extra) for extra in EXTRAS)]
+
+
+def declared() -> list[str]:
+    """The dependencies that vpipe's own distribution declares, such as `pydantic>=2`, without those of its extras."""
+    try:
+        return [text for text in metadata.requires("vpipe") or [] if "extra ==" not in text]
+    except metadata.PackageNotFoundError:  # run from its source
+        return list(CONSEQUENCES)
+
+
+def without_dependency(error: ModuleNotFoundError, arguments: Sequence[str]) -> int:
+    """Run `vpipe doctor`, or refuse another command, where a dependency cannot be imported; the exit code."""
+    if list(arguments[:1]) != ["doctor"]:
+        print(
+            f"error: {error.name} cannot be imported, and vpipe needs it: `vpipe doctor` lists what is missing",
+            file=sys.stderr,
+        )
+        return 2
+    findings = examine()
+    if "--json" in arguments:
+        print(json.dumps(describe(findings)))
+        return 0
+    print(_title(findings))
+    marks = {True: "ok", False: "NO", None: "  "}
+    for found in findings:
+        print(
+            f"{marks[found.ok]} {found.what}: {found.value}" + (f": {found.advice}" if found.advice else "")
+        )
+    return 0
+
+
+def is_dependency(module: str | None) -> bool:
+    """Whether a module belongs to one of the declared dependencies."""
+    top = (module or "").partition(".")[0]
+    return top in [_module(_parse(requirement)[0]) for requirement in declared()]
 
 
 def describe(findings: Sequence[MachineFact]) -> list[dict[str, Any]]:
@@ -67,14 +110,21 @@ def describe(findings: Sequence[MachineFact]) -> list[dict[str, Any]]:
 
 
 def doctor_table(findings: Sequence[MachineFact]) -> Table:
-    wrong = sum(finding.ok is False for finding in findings)
-    table = Table(title="This machine: " + (f"{wrong} of these will not work" if wrong else "all is well"))
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(title=_title(findings))
     for column in ("", "what", "found", "what follows"):
         table.add_column(column, overflow="fold")
     marks = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "·"}
     for finding in findings:
         table.add_row(marks[finding.ok], finding.what, escape(finding.value), escape(finding.advice))
     return table
+
+
+def _title(findings: Sequence[MachineFact]) -> str:
+    wrong = sum(finding.ok is False for finding in findings)
+    return "This machine: " + (f"{wrong} of these will not work" if wrong else "all is well")
 
 
 def _import_torch() -> tuple[Any, str]:
@@ -91,26 +141,26 @@ def _python() -> MachineFact:
     return MachineFact("python", found, ok, "" if ok else "vpipe needs Python 3.10 or newer")
 
 
-def _torch(torch: Any, failure: str) -> MachineFact:
-    if torch is None:
-        advice = "nothing but `vpipe schedule` works: pip install -c constraints.txt torch"
-        return MachineFact("torch", failure, False, advice)
-    found = str(torch.__version__)
-    ok = _at_least(found, (2, 9))
-    return MachineFact("torch", found, ok, "" if ok else "vpipe needs torch 2.9 or newer to capture models")
+def _dependency(requirement: str, failure: str = "") -> MachineFact:
+    """A declared dependency; `failure` says why it cannot be imported, where that was tried."""
+    name, least = _parse(requirement)
+    found = _version(name)
+    fix = f"pip install '{requirement}'"
+    if found is None or failure:
+        follows = CONSEQUENCES.get(name, "vpipe does not train")
+        return MachineFact(name, failure or "not installed", False, f"{follows}: {fix}")
+    ok = _at_least(found, least)
+    return MachineFact(name, found, ok, "" if ok else f"vpipe needs {least} or newer: {fix}")
 
 
-def _transformers() -> MachineFact:
-    fix = "pip install 'transformers>=5'"
-    found = _version("transformers", "transformers")
-    if found is None:
-        return MachineFact("transformers", "not installed", False, f"no model can be built: {fix}")
-    ok = _at_least(found, (5,))
-    return MachineFact("transformers", found, ok, "" if ok else f"models are built with version 5: {fix}")
+def _parse(requirement: str) -> tuple[str, str]:
+    """Name and smallest version of a declared dependency."""
+    match = REQUIREMENT.match(requirement)
+    return (match[1], match[2] or "0") if match else (requirement, "0")
 
 
 def _devices(torch: Any) -> MachineFact:
-    """Asked for one by one: a driver that does not answer is a finding too."""
+    """Each GPU is looked at: a driver that does not answer is a finding too."""
     try:
         found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     except (RuntimeError, AssertionError) as error:
@@ -121,8 +171,10 @@ def _devices(torch: Any) -> MachineFact:
     if not found:
         advice = "ranks are CPU processes; `machines` then only counts them"
         return MachineFact("devices", "no CUDA device", None, advice)
-    told = [f"{number}: {one.name}, {one.total_memory / GIB:.0f} GiB" for number, one in enumerate(found)]
-    return MachineFact("devices", ", ".join(told), True)
+    described = [
+        f"{number}: {one.name}, {one.total_memory / GIB:.0f} GiB" for number, one in enumerate(found)
+    ]
+    return MachineFact("devices", ", ".join(described), True)
 
 
 def _backends(torch: Any) -> list[MachineFact]:
@@ -131,7 +183,7 @@ def _backends(torch: Any) -> list[MachineFact]:
         advice = "ranks cannot meet: install a build of torch with torch.distributed"
         return [MachineFact("torch.distributed", "not in this build", False, advice)]
     gloo, nccl = distributed.is_gloo_available(), distributed.is_nccl_available()
-    # Without a GPU nobody misses NCCL.
+    # NCCL is of no use without a GPU.
     missed = False if torch.cuda.is_available() else None
     far = "ranks on several hosts cannot exchange tensors"
     return [
@@ -162,7 +214,7 @@ def _cores() -> MachineFact:
         advice = "vpipe gives each rank its share; under torchrun set OMP_NUM_THREADS yourself"
         return MachineFact("cores", found, None, advice)
     ok = threads.isdigit() and 1 <= int(threads) <= max(1, number)
-    advice = f"ranks would crowd each other out: unset it, or set 1 to {max(1, int(number))}"
+    advice = f"the ranks would contend for cores: unset it, or set 1 to {max(1, int(number))}"
     return MachineFact("cores", found, ok, "" if ok else advice)
 
 
@@ -194,10 +246,6 @@ def _shared_memory() -> MachineFact:
 
 
 def _open_files() -> MachineFact:
-    try:
-        import resource
-    except ImportError:  # not on Windows
-        return MachineFact("open files", "unknown")
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return MachineFact("open files", "no limit", True)
@@ -225,17 +273,17 @@ def _loopback() -> MachineFact:
     return MachineFact("loopback", f"port {port} is free, localhost is {', '.join(sorted(addresses))}", True)
 
 
-def _extra(module: str, package: str, extra: str, without: str) -> MachineFact:
-    found = _version(module, package)
+def _extra(package: str, extra: str, without: str) -> MachineFact:
+    found = _version(package)
     if found is not None:
         return MachineFact(package, found, True)
     return MachineFact(package, "not installed", None, f"{without} (pip install 'vpipe[{extra}]')")
 
 
-def _version(module: str, package: str) -> str | None:
+def _version(package: str) -> str | None:
     """The version of what is installed, without importing it."""
     try:
-        if find_spec(module) is None:
+        if find_spec(_module(package)) is None:
             return None
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -244,6 +292,12 @@ def _version(module: str, package: str) -> str | None:
         return None
 
 
-def _at_least(version: str, wanted: tuple[int, ...]) -> bool:
+def _module(package: str) -> str:
+    return MODULES.get(package, package.replace("-", "_"))
+
+
+def _at_least(version: str, least: str) -> bool:
+    """Whether a version is this one or newer; one that is not known is taken for new enough."""
+    wanted = [int(part) for part in least.split(".")]
     numbers = [int(part) if part.isdigit() else 0 for part in version.split(".")[: len(wanted)]]
-    return tuple(numbers) >= wanted
+    return numbers >= wanted or not version[:1].isdigit()

@@ -1,4 +1,4 @@
-"""What every channel offers: tensors under a key, from this rank to one peer and back."""
+"""The interface of all channels: tensors under a key, from this rank to one peer and back."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -26,7 +26,7 @@ class Channel(ABC):
     """
 
     name: ClassVar[str]
-    """What carries the messages, for the log."""
+    """The transport, for the log."""
     takes_expectations: ClassVar[bool] = False
     """Whether `expect` does anything: a channel that pushes needs no such hint."""
 
@@ -40,7 +40,7 @@ class Channel(ABC):
         """Hand a tensor over; blocks only while the stream's buffer is full."""
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:  # noqa: B027
-        """Say ahead of need that this message will be received."""
+        """Announce that this message will be received, so that its transfer can begin early."""
 
     @abstractmethod
     def receive(
@@ -49,10 +49,10 @@ class Channel(ABC):
         """Wait for a message and return its tensor; on a GPU it may be read by what follows on the current stream."""
 
     def release(self, key: Key) -> None:  # noqa: B027
-        """Give the received tensor's memory back to the channel: nobody reads it any more."""
+        """Give the received tensor's memory back to the channel: it is not read any more."""
 
     def confirm(self, key: Key) -> None:  # noqa: B027
-        """The peer is known to have taken this message: let go of what was kept for it."""
+        """The peer is known to have taken this message: free what was kept for it."""
 
     @abstractmethod
     def leftovers(self) -> list[str]:

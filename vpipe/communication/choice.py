@@ -1,4 +1,4 @@
-"""Which channel joins two ranks: where each of them is, and the best that can carry tensors between the two."""
+"""The choice of the channel between two ranks, from the location of each."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from vpipe.errors import PeerError
 
 SHARED_MEMORY, CUDA_IPC, NCCL, GLOO, STAGED = "shared_memory", "cuda_ipc", "nccl", "gloo", "staged"
 WANTED = ("auto", GLOO, SHARED_MEMORY, CUDA_IPC, NCCL)
-"""What a user may ask for. `gloo` between GPUs is `staged`: through pinned memory of the hosts."""
+"""The channels that a user may choose. `gloo` between GPUs is `staged`: through pinned memory of the hosts."""
 NEAR = (SHARED_MEMORY, CUDA_IPC)
 """The channels that need both ranks on one host."""
 
 
 class RankLocation(NamedTuple):
-    """Where a rank is, in words that mean the same to every rank."""
+    """The location of a rank, in terms that mean the same to every rank."""
 
     host: str
     gpu: str  # its identity, "" for a rank on the CPU
@@ -27,7 +27,7 @@ class RankLocation(NamedTuple):
     nccl: bool
 
 
-def place_of(device: torch.device) -> RankLocation:
+def location_of(device: torch.device) -> RankLocation:
     if device.type != "cuda":
         return RankLocation(_host(), "", -1, [], False)
     others = range(torch.cuda.device_count())

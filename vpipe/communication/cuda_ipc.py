@@ -1,10 +1,10 @@
 """The channel between processes of one host whose tensors lie on GPUs: memory and events of CUDA IPC.
 
 It is the shared-memory channel with another kind of slot, which is not read where it lies: what a stage holds until
-its backward belongs into its own memory, where it is foreseen, and not into that of the rank before it. The sender
-copies a tensor into a slot of its own GPU memory and records the slot's event. The receiver, told over the socket,
-lets its stream wait for that event, copies the tensor out and records the event again, for which the sender's next
-copy into the slot waits:
+its backward belongs into its own memory, where it is planned, and not into that of the rank before it. The sender
+copies a tensor into a slot of its own GPU memory and records the slot's event. The receiver learns of it over the
+socket, lets its stream wait for that event, copies the tensor out and records the event again, for which the sender's
+next copy into the slot waits:
 
     sender's stream     copy ▶ slot 3, record e3 ................... wait e3, copy ▶ slot 3   (or a free one)
     socket                              DATA 3 ▶       ◀ FREE 3
@@ -18,18 +18,23 @@ from __future__ import annotations
 
 import base64
 import json
+import os
+import re
 import struct
+import warnings
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Key
-from vpipe.communication.ordinary_memory import ordinary_memory
 from vpipe.communication.shared_memory import DEVICE_DATA, DTYPE_CODES, DTYPES, HEADER, SharedMemoryChannel
+from vpipe.system.environment import ALLOCATOR
 
+_SEGMENTS = re.compile(r"(?<![^,])expandable_segments:(True|False)(?![^,])")
 FIRST = 1 << 40
 """Slots of device memory are numbered from here, those of host memory from 0."""
 GRAIN = 512
@@ -38,7 +43,7 @@ SPARE = 64 * 2**20
 
 
 class _Slot(NamedTuple):
-    """Device memory that both processes see, and the event that says who may touch it."""
+    """Device memory that both processes see, and the event that orders access to it."""
 
     buffer: Tensor  # of bytes
     event: torch.cuda.Event
@@ -160,3 +165,41 @@ def choose_slot(free: Sequence[int], size: int, is_done: Callable[[int], bool]) 
 def _as_text(value: Any) -> dict[str, str]:
     assert isinstance(value, bytes)
     return {"bytes": base64.b64encode(value).decode()}
+
+
+@contextmanager
+def ordinary_memory() -> Iterator[None]:
+    """What is allocated on a GPU here lies in ordinary segments of memory, which another process may open.
+
+    Expandable segments leave fewer gaps, so the launcher asks for them (`launch/mps.py`). But memory of such a segment
+    is opened by taking a descriptor out of the process that owns it (pidfd_getfd), which many hosts forbid between
+    siblings; memory of an ordinary segment is opened by a handle. So what is shared is allocated while the setting
+    is off: then torch's allocator leaves expandable segments alone.
+    """
+    settings = allocator_settings(os.environ)
+    if not has_expandable_segments(settings):
+        yield
+        return
+    _set(_SEGMENTS.sub("expandable_segments:False", settings))
+    try:
+        yield
+    finally:
+        _set(settings)
+
+
+def allocator_settings(environment: Mapping[str, str]) -> str:
+    """As torch reads them: the first of the variables that is there, blanks left out."""
+    written = next((environment[name] for name in ALLOCATOR if name in environment), "")
+    return "".join(written.split())
+
+
+def has_expandable_segments(settings: str) -> bool:
+    """Whether they are on: of several mentions the last holds."""
+    return _SEGMENTS.findall(settings)[-1:] == ["True"]
+
+
+def _set(settings: str) -> None:
+    """All of them: some that are not mentioned would fall back to their defaults."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)  # its successor is not in every torch
+        torch.cuda.memory._set_allocator_settings(settings)

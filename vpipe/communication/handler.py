@@ -11,10 +11,10 @@ from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
-"""How many messages of one tensor may be sent before the first is received."""
+"""Messages of one tensor that may be sent before the first is received."""
 
 Waiting = tuple[str, str, int, int, float]
-"""What a rank waits for: MESSAGE or ROOM, the tensor's name, its number, the peer, and since when."""
+"""A wait of the rank: for a MESSAGE or for ROOM to send, the tensor's name, its number, the peer, the start time."""
 MESSAGE, ROOM = "message", "room"
 
 
@@ -28,14 +28,14 @@ class CommunicationHandler:
         self.world = world
         self.device = device
         self.rank = world.rank
-        self.local_rank = world.local_rank
         self.world_size = world.size
         self.tensor_tags: dict[str, int] = {}
         self.bytes_sent = 0
         self.bytes_received = 0
         self.waited = 0.0  # seconds spent in waiting for messages
-        self.waiting: Waiting | None = None  # read by the rank's watch; after a failure it is what failed
-        self.buffer = buffer
+        self.waiting: Waiting | None = (
+            None  # read by the rank's watch; after a failure, the operation that failed
+        )
         self._channels: dict[int, Channel] = world.channels(buffer, device)
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
@@ -92,7 +92,7 @@ class CommunicationHandler:
         return tensor
 
     def release(self, owner: Hashable) -> None:
-        """Nobody reads what was received for this owner any more."""
+        """Give back the memory of what was received for this owner: it is not read any more."""
         for channel, key in self._unreleased.pop(owner, ()):
             channel.release(key)
 
@@ -120,7 +120,7 @@ class CommunicationHandler:
 
     @property
     def channel_names(self) -> dict[int, str]:
-        """What carries the tensors to and from each of the others."""
+        """The transport to each of the others."""
         return {peer: channel.name for peer, channel in self._channels.items()}
 
     def everyone(self) -> list[int]:
@@ -134,7 +134,7 @@ class CommunicationHandler:
         return [gathered[rank] for rank in range(self.world_size)]
 
     def leftovers(self) -> list[str]:
-        """What a finished run has left over: empty if the program was right."""
+        """Messages and tensors that a finished run has left over: empty if the program was right."""
         held = [f"tensors received for {owner} were not released" for owner in self._unreleased]
         return held + [line for channel in self._channels.values() for line in channel.leftovers()]
 

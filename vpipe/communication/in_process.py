@@ -4,14 +4,13 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.world import ANYONE
+from vpipe.communication.world import World
 from vpipe.errors import PeerError
 
 
@@ -70,7 +69,7 @@ class InProcessChannel(Channel):
 
 
 class InProcessHub:
-    """The meeting place of `size` threads, each of which is a rank."""
+    """What `size` threads share, each of which is a rank."""
 
     def __init__(self, size: int, timeout: float = 60.0) -> None:
         self.size = size
@@ -78,7 +77,7 @@ class InProcessHub:
         self.exclusive = threading.RLock()
         self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
         self._gathered: dict[str, dict[int, Any]] = {}
-        self._told: dict[tuple[str, int], Any] = {}
+        self.published: dict[tuple[str, int], Any] = {}
         self._changed = threading.Condition()
         self._broken: str | None = None
 
@@ -102,49 +101,34 @@ class InProcessHub:
             values[rank] = value
             self._changed.notify_all()
             while len(values) < self.size:
-                if self._broken:
-                    raise PeerError(self._broken)
+                self.check()
                 if not self._changed.wait(deadline - time.monotonic()):
                     missing = sorted(set(range(self.size)) - set(values))
                     raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
             return [values[r] for r in range(self.size)]
 
-    def tell(self, rank: int, name: str, value: Any) -> None:
-        with self._changed:
-            self._told[name, rank] = value
-
-    def told(self, rank: int, name: str) -> Any:
-        with self._changed:
-            if self._broken:
-                raise PeerError(self._broken)
-            return self._told.get((name, rank))
+    def check(self) -> None:
+        if self._broken:
+            raise PeerError(self._broken)
 
 
-class InProcessWorld:
+class InProcessWorld(World):
     """One thread's view of the hub."""
 
     def __init__(self, hub: InProcessHub, rank: int) -> None:
-        self.hub = hub
-        self.rank = rank
-        self.size = hub.size
-        self.local_rank = rank
         # Threads share torch's random generator and its exporter: one at a time.
-        self.exclusive: AbstractContextManager[Any] = hub.exclusive
-        self.meeting: tuple[str, int, float] | None = None
-        self._meetings: Counter[str] = Counter()
+        super().__init__(rank, hub.size, rank, hub.exclusive)
+        self.hub = hub
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
-        self._meetings[name] += 1
-        self.meeting = (name, ANYONE, time.perf_counter())
-        gathered = self.hub.gather(self.rank, f"{name}#{self._meetings[name]}", value)
-        self.meeting = None
-        return gathered
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
+        return self.hub.gather(self.rank, f"{name}#{number}", value)
 
-    def tell(self, name: str, value: Any) -> None:
-        self.hub.tell(self.rank, name, value)
+    def publish(self, name: str, value: Any) -> None:
+        self.hub.published[name, self.rank] = value
 
-    def told(self, name: str, rank: int) -> Any:
-        return self.hub.told(rank, name)
+    def published(self, name: str, rank: int) -> Any:
+        self.hub.check()
+        return self.hub.published.get((name, rank))
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         boxes = self.hub._boxes
@@ -155,9 +139,3 @@ class InProcessWorld:
             for peer in range(self.size)
             if peer != self.rank
         }
-
-    def open_streams(self, count: int) -> None:
-        """Threads need no preparation."""
-
-    def close(self) -> None:
-        """Nothing is held for a thread."""

@@ -9,7 +9,7 @@ goes over a Unix socket the first time the slot is used. The receiver maps it an
     slot 3 is free again  ◀──── FREE 3 ───── backward is done with it
 
 Nothing has a name in the file system, so nothing can be left behind, however a process dies; and the
-end of the socket tells the peer that it died. Small messages travel inside the socket message itself.
+end of the socket shows the peer that it died. Small messages travel inside the socket message itself.
 A system call costs as much as the rest of a message, so notices (TAKEN, FREE) ride in front of the next
 message or wait until there are a few, and the socket is read only when something is missing.
 """
@@ -30,6 +30,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
+from vpipe.communication.sockets import connect_peers
 from vpipe.errors import PeerError
 
 DTYPES = (
@@ -69,7 +70,7 @@ class SharedMemoryChannel(Channel):
         self._peer_slots: dict[int, mmap.mmap] = {}  # theirs, read here
         self._arrived: dict[Key, tuple[Tensor, int | None]] = {}
         self._held: dict[Key, int] = {}  # received and not yet released: their slots
-        self._notices: list[bytes] = []  # what the peer has still to be told
+        self._notices: list[bytes] = []  # not sent yet
         self._patience = max(1, min(_NOTICES, buffer // 2))
         self._lost = False
 
@@ -107,7 +108,7 @@ class SharedMemoryChannel(Channel):
             self._notify(HEADER.pack(_FREE, 0, 0, 0, 0, slot, self._freed_size(slot)))
 
     def leftovers(self) -> list[str]:
-        self._tell()
+        self._send_notices()
         self._pump()
         return [
             *(f"{key} from rank {self.peer} was not taken" for key in self._arrived),
@@ -141,13 +142,10 @@ class SharedMemoryChannel(Channel):
     def _notify(self, notice: bytes) -> None:
         self._notices.append(notice)
         if len(self._notices) >= self._patience:
-            self._tell()
+            self._send_notices()
 
-    def _tell(self) -> None:
-        """Send the notices. They only help the peer: one that has gone needs no help.
-
-        That it has gone is found by reading, behind the last messages that it sent.
-        """
+    def _send_notices(self) -> None:
+        """Send the notices. They only serve the peer, so its end is no error here; reading will find it."""
         if self._notices and not self._lost:
             with suppress(PeerError):
                 self._transmit(b"")
@@ -183,7 +181,7 @@ class SharedMemoryChannel(Channel):
                 continue
             if self._lost:
                 raise self._peer_is_gone()
-            self._tell()  # or both would wait for ever
+            self._send_notices()  # or both would wait for ever
             self._wait_for(select.POLLIN, deadline, what)
 
     def _wait_for(self, events: int, deadline: float, what: str) -> None:
@@ -205,7 +203,7 @@ class SharedMemoryChannel(Channel):
         except BlockingIOError:
             return False
         except ConnectionResetError:
-            return True  # said once, by a peer that closed without reading all: what it sent is still there
+            return True  # raised once if the peer closed without reading all: what it sent is still there
         except OSError:
             message, ancillary = b"", []
         if not message:
@@ -272,33 +270,21 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """A socket to each of this host's ranks; `gather` is called once by every rank of the world.
 
-    Of a pair the higher rank calls and the lower one answers. The address lies in the abstract namespace
-    (it dies with its socket); a caller must show the token that only the job's ranks were given.
+    The addresses lie in the abstract namespace, so they vanish with their sockets.
     """
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     token = os.urandom(16).hex()
-    listener.bind(b"\0vpipe-" + token[:16].encode())
-    listener.listen(len(peers) + 1)
-    listener.settimeout(timeout)
-    tokens = gather("shared memory", token)
-    links: dict[int, socket.socket] = {}
-    try:
-        for peer in (p for p in peers if p < rank):
+    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
+        listener.bind(_address(token))
+        listener.listen(len(peers) + 1)
+        tokens = gather("shared memory", token)
+
+        def call(peer: int) -> tuple[socket.socket, str]:
             link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.connect(b"\0vpipe-" + tokens[peer][:16].encode())
-            link.send(f"{tokens[peer]} {rank}".encode())
-            links[peer] = link
-        while len(links) < len(peers):
-            link, _ = listener.accept()
-            link.settimeout(timeout)
-            said, _, caller = link.recv(128).decode(errors="replace").partition(" ")
-            if said != token or not caller.isdigit():
-                link.close()
-                continue
-            links[int(caller)] = link
-    except (TimeoutError, OSError) as error:
-        missing = sorted(set(peers) - set(links))
-        raise PeerError(f"ranks {missing} of this host did not connect within {timeout:g} s") from error
-    finally:
-        listener.close()
-    return links
+            link.connect(_address(tokens[peer]))
+            return link, tokens[peer]
+
+        return connect_peers(rank, peers, listener, token, call, timeout)
+
+
+def _address(token: str) -> bytes:
+    return b"\0vpipe-" + token[:16].encode()

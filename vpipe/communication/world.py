@@ -1,13 +1,14 @@
-"""Who takes part: this process's rank, the others, and how it reaches them."""
+"""The ranks of a job as one of them sees it: its own rank, agreements with the others, channels to them."""
 
 import json
 import os
+from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from time import perf_counter
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -23,50 +24,65 @@ from vpipe.communication.choice import (
     WANTED,
     RankLocation,
     choose_kind,
-    place_of,
+    location_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.gloo import DistributedChannel
-from vpipe.communication.heartbeat import Heartbeat, connect_beats
-from vpipe.communication.interfaces import LOOPBACK, gloo_on, own_address
-from vpipe.communication.nccl import GroupChannel, StreamGroups
+from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel, StreamGroups
+from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
-from vpipe.communication.staged import StagedChannel
+from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
 
 T = TypeVar("T")
 
 ANYONE = -1
-"""The peer of a wait for whoever is missing."""
+"""In place of a peer: the rank waits for whoever is missing."""
 
 
-class World(Protocol):
-    rank: int
-    size: int
-    local_rank: int
-    exclusive: AbstractContextManager[Any]
-    meeting: tuple[str, int, float] | None
-    """Where this rank waits for the others: the name, the one that it waits for or ANYONE, and since when."""
+class World(ABC):
+    """The ranks of a job, seen by one of them."""
+
+    def __init__(self, rank: int, size: int, local_rank: int, exclusive: AbstractContextManager[Any]) -> None:
+        self.rank = rank
+        self.size = size
+        self.local_rank = local_rank
+        self.exclusive = exclusive
+        self.gathering: tuple[str, int, float] | None = None
+        """The gather in which this rank waits: its name, the rank that it waits for or ANYONE, and since when."""
+        self._gathers: Counter[str] = Counter()
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
+        self._gathers[name] += 1
+        self.gathering = (name, ANYONE, perf_counter())
+        gathered = self._gather(name, self._gathers[name], value)
+        self.gathering = None
+        return gathered
 
-    def tell(self, name: str, value: Any) -> None:
-        """Let the others find this rank's value. Like `told`, it waits for nobody, and may be called by another
+    @abstractmethod
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
+        """Everybody's value of the gather with this name and number."""
+
+    @abstractmethod
+    def publish(self, name: str, value: Any) -> None:
+        """Let the others read this rank's value. Like `published`, it waits for nobody, and may be called by another
         thread while this rank waits in `all_gather`."""
 
-    def told(self, name: str, rank: int) -> Any:
-        """What a rank has told, or None as long as it has not."""
+    @abstractmethod
+    def published(self, name: str, rank: int) -> Any:
+        """The value that a rank has published, or None as long as it has not."""
 
+    @abstractmethod
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         """One channel to each other rank, for tensors of this device and of the host."""
 
-    def open_streams(self, count: int) -> None:
+    def open_streams(self, count: int) -> None:  # noqa: B027
         """Prepare for messages of so many streams; every rank calls it once, after `channels`."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:  # noqa: B027
+        """End the connections."""
 
 
 def agree(world: World, name: str, make: Callable[[], T]) -> T:
@@ -93,7 +109,7 @@ def agree_on(world: World, name: str, mine: Any, fix: str) -> None:
             raise PeerError(f"rank {rank} has another {name} than rank 0: {value} and {values[0]}; {fix}")
 
 
-class ProcessWorld:
+class ProcessWorld(World):
     """Processes started by torchrun (or by anything that sets its environment); alone without it."""
 
     def __init__(
@@ -104,54 +120,45 @@ class ProcessWorld:
         rendezvous_limit: float | None = None,
         heartbeat_limit: float | None = None,
     ) -> None:
-        """With a rendezvous limit, all ranks must come within it. With a heartbeat limit, the process ends when a
-        peer is not heard of for so long (`beats.py`)."""
+        """With a rendezvous limit, all ranks must join within it. With a heartbeat limit, the process ends when a
+        peer sends no heartbeat for so long (`heartbeat.py`)."""
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
-        self.rank = int(os.environ.get("RANK", "0"))
-        self.size = int(os.environ.get("WORLD_SIZE", "1"))
-        self.local_rank = int(os.environ.get("LOCAL_RANK", self.rank))
-        self.exclusive: AbstractContextManager[Any] = nullcontext()
-        self.meeting: tuple[str, int, float] | None = None
+        rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
+        super().__init__(rank, size, int(os.environ.get("LOCAL_RANK", rank)), nullcontext())
         self._kind = channel
         self._timeout = timeout
-        self._meetings: Counter[str] = Counter()
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
-        self._beats: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._groups = StreamGroups(False, timeout)
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
         if self.size > 1:
             self._job = join(self.rank, self.size, rendezvous_limit or timeout)
-            # Each world of a job meets under names of its own: a script may build several pipelines.
+            # Each world of a job gathers under names of its own: a script may build several pipelines.
             self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
             self._store = dist.PrefixStore(self._name, self._job.store)
             if rendezvous_limit is not None:
-                self._job.meeting.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
+                self._job.client.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
 
-    def all_gather(self, name: str, value: Any) -> list[Any]:
+    def _gather(self, name: str, number: int, value: Any) -> list[Any]:
         if self._job is None:
             return [json.loads(json.dumps(value))]
-        self._meetings[name] += 1
-        place = f"{self._name}/{name}#{self._meetings[name]}"
-        self.meeting = (name, ANYONE, perf_counter())
-        gathered = self._job.meeting.gather(place, value, name, self._timeout)
-        self.meeting = None
-        return gathered
+        return self._job.client.gather(f"{self._name}/{name}#{number}", value, name, self._timeout)
 
-    def tell(self, name: str, value: Any) -> None:
-        self._store.set(f"told/{name}/{self.rank}", json.dumps(value))
+    def publish(self, name: str, value: Any) -> None:
+        self._store.set(f"published/{name}/{self.rank}", json.dumps(value))
 
-    def told(self, name: str, rank: int) -> Any:
-        key = f"told/{name}/{rank}"
+    def published(self, name: str, rank: int) -> Any:
+        key = f"published/{name}/{rank}"
         return json.loads(self._store.get(key)) if self._store.check([key]) else None
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        places = [RankLocation(*told) for told in self.all_gather("place", list(place_of(device)))]
+        places = [RankLocation(*place) for place in self.all_gather("location", list(location_of(device)))]
         kinds = {
             peer: choose_kind(self._kind, places[self.rank], places[peer])
             for peer in range(self.size)
@@ -173,7 +180,9 @@ class ProcessWorld:
                 )
             self._owns_group = True
         if self._heartbeat_limit is not None:
-            self._beats = connect_beats(self.rank, self.size, towards, self.all_gather, self._heartbeat_limit)
+            self._heartbeat = connect_heartbeat(
+                self.rank, self.size, towards, self.all_gather, self._heartbeat_limit
+            )
         self._groups = StreamGroups(any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout)
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
@@ -188,9 +197,9 @@ class ProcessWorld:
         self._groups.open(count)
 
     def close(self) -> None:
-        if self._beats is not None:
-            self._beats.close()
-            self._beats = None
+        if self._heartbeat is not None:
+            self._heartbeat.close()
+            self._heartbeat = None
         self._groups.close()
         if self._owns_group:
             dist.destroy_process_group()

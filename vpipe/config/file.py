@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from difflib import get_close_matches
 from pathlib import Path
-from reprlib import Repr
 from typing import Any
 
 import yaml
@@ -17,7 +16,7 @@ from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
-from vpipe.system.files import parse_yaml, read_text
+from vpipe.system.files import parse_yaml, read_text, short_repr
 
 KEYS = tuple(RunConfig.model_fields)
 
@@ -66,7 +65,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
         own = getattr(config, key)
         if value is not None and own is not None and own != value:
             raise ConfigError(
-                f"{config.source}: {key} is {_shown(own)}, but {path} says {_shown(value)}: "
+                f"{config.source}: {key} is {short_repr(own)}, but {path} says {short_repr(value)}: "
                 "make the two equal, or leave one out"
             )
     given = config.model_dump(exclude_unset=True)
@@ -109,7 +108,9 @@ def check_values(values: dict[str, Any], path: Path) -> RunConfig:
         if key not in KEYS:
             close = get_close_matches(str(key)[:40], KEYS, n=1, cutoff=0.6)
             hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(KEYS)}"
-            raise ConfigError(f"{path}: unknown key {_shown(key)} (its value is {_shown(value)}): {hint}")
+            raise ConfigError(
+                f"{path}: unknown key {short_repr(key)} (its value is {short_repr(value)}): {hint}"
+            )
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
@@ -121,14 +122,14 @@ def _describe(error: ValidationError, values: dict[str, Any]) -> str:
     first = error.errors()[0]
     if first["type"] == "conflict":
         key, problem = first["ctx"]["key"], first["ctx"]["problem"]
-        return f"{key} is {_shown(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
+        return f"{key} is {short_repr(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
     key = str(first["loc"][0])
     # A key that may be of several types has an error for each of them; one inside a list tells the most.
     mistakes = [e for e in error.errors() if str(e["loc"][0]) == key]
     inside = [e for e in mistakes if _entry(e) is not None]
     expected = list(dict.fromkeys(_expected(e) for e in inside or mistakes))
     place = f", entry {_entry(inside[0])}" if inside else ""
-    return f"{key} is {_shown(values[key])}{place}: expected {' or '.join(expected)}"
+    return f"{key} is {short_repr(values[key])}{place}: expected {' or '.join(expected)}"
 
 
 def _entry(error: ErrorDetails) -> int | None:
@@ -158,15 +159,6 @@ _EXPECTED = {
 def _expected(error: ErrorDetails) -> str:
     template = _EXPECTED.get(error["type"])
     return error["msg"] if template is None else template.format(**error.get("ctx", {}))
-
-
-_REPR = Repr()
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 4, 30, 30, 100, 60
-
-
-def _shown(value: Any) -> str:
-    text = _REPR.repr(value)  # in short, however large or deep it is
-    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _kind(value: Any) -> str:

@@ -1,11 +1,17 @@
 """Data: text and its tokenizer, samples of fixed length, and the order in which they are trained on."""
 
-from vpipe.data.dataset import Batch, Dataset, Subset, split
-from vpipe.data.masking import MaskedText, masked_text
+from vpipe.data.dataset import Batch, Batches, Dataset, Sampler, Subset, split
 from vpipe.data.pairs import read_pairs
-from vpipe.data.sampler import Batches, SampleIndices, Sampler
-from vpipe.data.samples import CausalText, Pairs, Synthetic, causal_text, synthetic, translation_pairs
-from vpipe.data.shards import Shards, has_shards, read_shards
+from vpipe.data.samples import (
+    CausalText,
+    MaskedText,
+    Synthetic,
+    causal_text,
+    masked_text,
+    synthetic,
+    translation_pairs,
+)
+from vpipe.data.shards import has_shards, read_shards
 from vpipe.data.text import read_documents
 from vpipe.data.tokenizer import build_tokenizer, read_tokenizer, special_id
 
@@ -15,10 +21,7 @@ __all__ = [
     "CausalText",
     "Dataset",
     "MaskedText",
-    "Pairs",
-    "SampleIndices",
     "Sampler",
-    "Shards",
     "Subset",
     "Synthetic",
     "build_tokenizer",

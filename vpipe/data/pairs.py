@@ -8,12 +8,11 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.data.library import library_sources
-from vpipe.data.text import describe, list_files, read_text
+from vpipe.data.text import describe, library_sources, list_files, read_text
 from vpipe.errors import ConfigError
 
 LIBRARY_BYTES = 4 << 20
-"""How much of the standard library is parsed: enough for thousands of pairs, within seconds."""
+"""Bytes of the standard library that are parsed: enough for thousands of pairs, within seconds."""
 
 
 def read_pairs(path: Path | None) -> list[tuple[str, str]]:

@@ -1,25 +1,37 @@
-"""Samples for language models (windows of text), for translation (pairs of texts), and random ones."""
+"""Samples: windows of text for language models, masked ones for BERT, pairs of texts, and random ones."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
-from vpipe.data.dataset import IGNORED, Batch
-from vpipe.data.streams import Use, stream
-from vpipe.data.tokenizer import encode, special_id
-from vpipe.data.windows import Tokens, windows
+from vpipe.data.dataset import IGNORED, Batch, Use, stream
+from vpipe.data.text import describe
+from vpipe.data.tokenizer import content_hash, encode, keep, special_id, special_ids
+from vpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
-TOGETHER = 4096
-"""Texts of pairs that are encoded at once."""
+Tokens = NDArray[np.int32]
+DOCUMENTS_TOGETHER, TEXTS_TOGETHER = 8, 4096
+"""Documents, and texts of pairs, that are encoded at once: the library keeps more of each token than its id."""
+MASKED_SHARE = 0.15
+"""Share of a sample's tokens that has labels. Of these:"""
+HIDDEN = 0.8
+"""are replaced by [MASK],"""
+REPLACED = 0.1
+"""by another token at random; the others stay."""
+SHORTEST_MASKED = 4
+"""[CLS], two tokens, [SEP]: of two neighbours at least one is a token of the text."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,16 +88,16 @@ class Pairs:
 
 def translation_pairs(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) -> Pairs:
     """Each side cut to `length` tokens, the end token included."""
-    sources = _encode([source for source, _ in texts], tokenizer, length)
-    targets = _encode([target for _, target in texts], tokenizer, length)
+    sources = _encode_texts([source for source, _ in texts], tokenizer, length)
+    targets = _encode_texts([target for _, target in texts], tokenizer, length)
     return Pairs(sources, targets, length, special_id(tokenizer, "pad"))
 
 
-def _encode(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Tokens]:
+def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Tokens]:
     end = special_id(tokenizer, "end")
     rows: list[Tokens] = []
-    for first in range(0, len(texts), TOGETHER):
-        group = encode(tokenizer, texts[first : first + TOGETHER])
+    for first in range(0, len(texts), TEXTS_TOGETHER):
+        group = encode(tokenizer, texts[first : first + TEXTS_TOGETHER])
         rows += [np.array([*ids[: length - 1], end], np.int32) for ids in group]
     return rows
 
@@ -116,3 +128,117 @@ def synthetic(make_batch: Callable[[int, int], Batch], samples: int, seed: int) 
         return make_batch(len(indices), int(drawn))
 
     return Synthetic(make, samples)
+
+
+@dataclass(frozen=True, eq=False)
+class MaskedText:
+    """[CLS] tokens [SEP] in each sample; the masks depend on seed, epoch and sample alone."""
+
+    tokens: Tokens
+    begin: int
+    end: int
+    mask: int
+    ordinary: Tokens
+    """The ids of text, of which random ones are drawn."""
+    seed: int
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        inner = [self._masked(sample, epoch) for sample in indices]
+        ids = np.stack([ids for ids, _ in inner])
+        labels = np.stack([labels for _, labels in inner])
+        ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.begin, self.end)))
+        labels = np.pad(labels, ((0, 0), (1, 1)), constant_values=IGNORED)
+        return {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.ones(ids.shape, dtype=torch.int64),
+            "labels": torch.from_numpy(labels),
+        }
+
+    def _masked(self, sample: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """The ids as they are shown, and the labels."""
+        random = stream(Use.MASKING, self.seed, epoch, sample)
+        ids = self.tokens[sample].astype(np.int64)
+        labels = np.full_like(ids, IGNORED)
+        candidates = np.flatnonzero(ids != self.end)
+        # An exact share, not a chance for each token: minibatches then weigh the same, and none has no label.
+        count = max(1, round(MASKED_SHARE * len(candidates)))
+        chosen = random.choice(candidates, count, replace=False)
+        labels[chosen] = ids[chosen]
+        draw = random.random(count)
+        other = self.ordinary[random.integers(len(self.ordinary), size=count)]
+        shown = np.where(draw < HIDDEN, self.mask, np.where(draw < HIDDEN + REPLACED, other, ids[chosen]))
+        ids[chosen] = shown
+        return ids, labels
+
+
+def masked_text(
+    documents: Sequence[str],
+    tokenizer: Tokenizer,
+    length: int,
+    seed: int,
+    path: Path | None,
+    cache: Path | None = None,
+) -> MaskedText:
+    """Windows of the text at `path` (for messages) with `length` tokens each, [CLS] and [SEP] included."""
+    if length < SHORTEST_MASKED:
+        raise ConfigError(f"sequence_length is {length}: give {SHORTEST_MASKED} or more")
+    specials = special_ids(tokenizer)
+    return MaskedText(
+        windows(documents, tokenizer, length - 2, length, path, cache),
+        begin=special_id(tokenizer, "begin"),
+        end=special_id(tokenizer, "end"),
+        mask=special_id(tokenizer, "mask"),
+        ordinary=np.array(sorted(set(tokenizer.get_vocab().values()) - specials), np.int32),
+        seed=seed,
+    )
+
+
+def windows(
+    documents: Sequence[str],
+    tokenizer: Tokenizer,
+    width: int,
+    length: int,
+    path: Path | None,
+    cache: Path | None = None,
+) -> Tokens:
+    """(samples, width): every document followed by an end token, the remainder at the very end left out.
+
+    With a `cache` the text is encoded once, whatever the width, and then found there.
+    """
+    tokens = (
+        _encode_documents(documents, tokenizer)
+        if cache is None
+        else _cached_tokens(documents, tokenizer, cache)
+    )
+    found = len(tokens)
+    if found < width:
+        raise ConfigError(
+            f"{describe(path)}: the text has {found} tokens, but one sample takes {width} (sequence_length is "
+            f"{length}): give more text or a smaller sequence_length"
+        )
+    return tokens[: found - found % width].reshape(-1, width)
+
+
+def _cached_tokens(documents: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Tokens:
+    """Mapped, not read: ranks of one host share it."""
+    file = cache / f"{content_hash(documents, tokenizer.to_str())}.npy"
+    if os.path.isfile(file):
+        with suppress(OSError, ValueError, EOFError):  # cut short or damaged: it is made anew below
+            tokens = np.load(file, mmap_mode="r")
+            if tokens.dtype == np.int32 and tokens.ndim == 1:
+                return tokens
+    tokens = _encode_documents(documents, tokenizer)
+    keep(file, "the tokens of the text", lambda path: np.save(path, tokens))
+    return tokens
+
+
+def _encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
+    end = special_id(tokenizer, "end")
+    parts: list[Tokens] = [np.empty(0, np.int32)]
+    for first in range(0, len(documents), DOCUMENTS_TOGETHER):
+        group = documents[first : first + DOCUMENTS_TOGETHER]
+        parts += [np.array([*ids, end], np.int32) for ids in encode(tokenizer, group) if ids]
+    return np.concatenate(parts)

@@ -162,6 +162,6 @@ def _opened(file: Path, path: Path) -> Iterator[Any]:
             yield shard
     except ConfigError:
         raise
-    except Exception as error:  # of a damaged file the library says almost anything
+    except Exception as error:  # a damaged file makes the library raise almost anything
         reason = " ".join(str(error).split())[:200]
         raise ConfigError(f"{describe(path)}: {file} cannot be read as HDF5: {reason}") from None

@@ -3,14 +3,29 @@
 from __future__ import annotations
 
 import os
+import sysconfig
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.data.library import library_sources
 from vpipe.errors import ConfigError
 
 LONGEST_DOCUMENT = 1 << 20
 """Characters; a longer file becomes several documents."""
+LIBRARY_LARGEST = 8 << 20
+"""Bytes of the standard library that are read at most."""
+LIBRARY_SKIPPED = {
+    "__pycache__",
+    "dist-packages",
+    "encodings",  # tables of code points
+    "idlelib",
+    "lib2to3",
+    "site-packages",
+    "test",
+    "tests",
+    "turtledemo",
+}
+LIBRARY_GENERATED = ("config-", "_sysconfigdata")
+"""Beginnings of names whose contents differ from machine to machine."""
 
 
 def read_documents(path: Path | None) -> list[str]:
@@ -89,3 +104,45 @@ def _last_break(text: str, start: int, stop: int) -> int:
         if found >= 0:
             return found + len(mark)
     return stop
+
+
+def library_sources(largest: int = LIBRARY_LARGEST) -> list[str]:
+    """Its files in the order of their names, as many as fit into `largest` bytes; the same for a Python version."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    sources: list[str] = []
+    room = largest
+    for file in _library_files(root):
+        source = _read_source(file)
+        if source is None:
+            continue
+        room -= len(source.encode())
+        if room < 0:
+            break
+        sources.append(source)
+    if not sources:
+        raise ConfigError(
+            f"data_dir is not given, and this Python has no source of its standard library in {root}: "
+            "give data_dir, a file or folder of text"
+        )
+    return sources
+
+
+def _library_files(root: Path) -> list[Path]:
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if name not in LIBRARY_SKIPPED and _wanted(name)]
+        found += [Path(folder, name) for name in names if name.endswith(".py") and _wanted(name)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _wanted(name: str) -> bool:
+    return not name.startswith((".", *LIBRARY_GENERATED))
+
+
+def _read_source(file: Path) -> str | None:
+    """None for a file that is no text: the user did not choose these files."""
+    try:
+        source = file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return None
+    return source if source.strip() and "\0" not in source else None

@@ -1,16 +1,17 @@
-"""Tokenizers: trained on the text and kept by its hash, or given."""
+"""Tokenizers, trained on the text or given, and the cache of what is made of a text, by its hash."""
 
 from __future__ import annotations
 
+import hashlib
 import os
+import uuid
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vpipe.data.cache import content_hash, keep
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -27,7 +28,7 @@ ROLES = {
     "end": ("[SEP]", "</s>", "<|endoftext|>"),
     "mask": ("[MASK]", "<mask>"),
 }
-"""What special tokens are called, here and in tokenizers that users bring."""
+"""Names of special tokens, here and in tokenizers that users bring."""
 SEEN_AT_LEAST = 2
 BYTES = 256
 
@@ -93,7 +94,7 @@ def read_tokenizer(given: Path, vocab_size: int) -> Tokenizer:
             f"{place}: its ids go up to {largest}, but vocab_size is {vocab_size}: set vocab_size to "
             f"{largest + 1} or more"
         )
-    # A file may say that every text is cut or padded; how long a sample is, is ours to say.
+    # A file may have every text cut or padded; here samples decide the length.
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
@@ -140,7 +141,7 @@ def _train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
 def _train_wordpiece(documents: Sequence[str], vocab_size: int) -> Tokenizer:
     """BERT's: lower case, without accents, every Chinese character a word.
 
-    Left to itself, the trainer meets the characters inside words (##x) in an order that differs from process
+    By default the trainer meets the characters inside words (##x) in an order that differs from process
     to process, breaks ties by it, and counts no characters against `vocab_size`. So they are counted here,
     and it is given all of them, in order, as if they were special tokens.
     """
@@ -207,3 +208,29 @@ def _characters(words: Counter[str], room: int) -> tuple[list[str], list[str]]:
             break
         kept.append(character)
     return sorted(kept), sorted(inside.intersection(kept))
+
+
+def content_hash(documents: Sequence[str], made_with: str) -> str:
+    """The name of what was made of these documents with these settings."""
+    digest = hashlib.sha256(made_with.encode())
+    for document in documents:
+        raw = document.encode()
+        digest.update(f" {len(raw)} ".encode())
+        digest.update(raw)
+    return digest.hexdigest()
+
+
+def keep(file: Path, what: str, write: Callable[[Path], object]) -> None:
+    """Have `write` make the file, whole or not at all.
+
+    All ranks of a run may be here at once: each writes a file of its own, and all of them are the same.
+    """
+    partial = file.with_name(f"{file.stem}.{uuid.uuid4().hex}{file.suffix}")
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        write(partial)
+        os.replace(partial, file)
+    except OSError as error:
+        with suppress(OSError):
+            partial.unlink()
+        raise VPipeError(f"{what} cannot be kept in {file.parent}: {error.strerror}") from None

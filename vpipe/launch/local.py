@@ -2,7 +2,7 @@
 
 The children are given torchrun's environment, so that a rank does not know who started it. Each leads a session of
 its own: a Ctrl-C of the terminal reaches the launcher alone, which passes it on once, and what a rank has started can
-be killed with it. Whatever happens here, no child stays.
+be killed with it. No child outlives the launcher, however it ends.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from vpipe.errors import ConfigError, RankFailedError, VPipeError
-from vpipe.launch.journal import Journal
-from vpipe.launch.keeper import keeper
 from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
-from vpipe.launch.watch import Culprit, LauncherWatch
+from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch
 from vpipe.record.whereabouts import VARIABLE, Page, shared_page
 from vpipe.system.environment import LISTENER, SECRET
 from vpipe.system.faults import ATTEMPT
+from vpipe.system.host_memory import usable_cores
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
 AGAIN = 1.0
-"""Seconds after which a further signal is another one: impatient fingers are quicker."""
+"""Seconds within which a further signal counts as the same one: a key that is pressed twice."""
 POLL = 0.02
 TAIL = 20
-"""Lines of its log that are shown when a rank dies without a word."""
+"""Lines of its log that are shown when a rank dies and reports no error."""
+_DONE = b"done"
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Ranks:
     count: int
     folder: Path
     stages: Sequence[str]
-    """Those of each rank, in words."""
+    """The stages of each rank, as text for messages."""
     port: int = 0
     directory: Path | None = None
     interpreter: Sequence[str] = (sys.executable,)
@@ -62,39 +62,39 @@ class Ranks:
 
 
 @dataclass
-class _Asked:
-    """The signals that the launcher was sent: to end, and to pass on."""
+class _Signals:
+    """The signals that the launcher has received: to end, and to save."""
 
     to_end: list[int] = field(default_factory=list)
-    first: float = 0.0  # when it was first asked to end
+    first: float = 0.0  # when the first signal to end came
     to_save: int = 0
 
 
-def run_ranks_here(ranks: Ranks, attempt: int = 0, journal: Journal | None = None) -> None:
-    """Run the ranks to their end. Raises what the first that failed says: RankFailedError if it is not a mistake."""
+def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None) -> None:
+    """Run the ranks to their end. Raises the error of the first that failed: RankFailedError if it is no mistake."""
     with ExitStack() as stack:
         page, descriptor = stack.enter_context(shared_page(ranks.count))
-        asked = stack.enter_context(_heeding_signals())
+        signals = stack.enter_context(_handling_signals())
         children = stack.enter_context(_started(ranks, descriptor, attempt))
         logs = [ranks.log(rank) for rank in range(ranks.count)]
         watch = LauncherWatch(
             children, page, logs, ranks.stages, limit=ranks.heartbeat_limit, patience=ranks.patience
         )
-        if journal is not None and attempt:
-            watch.when_all_train(lambda: journal.trains_again(attempt))
-        culprit = _wait(children, watch, asked)
+        if log is not None and attempt:
+            watch.when_all_train(lambda: log.recovered(attempt))
+        failed = _wait(children, watch, signals)
         found = round(time.time(), 3)
-        if culprit is not None:
-            page.verdict = f"rank {culprit.rank} failed: {culprit.how}".partition("\n")[0]
-            _end(children, culprit, page, ranks)
-        if asked.to_end:
-            raise SystemExit(_code_when_asked(children, asked.to_end[0]))
-        if culprit is not None:
-            if journal is not None and not culprit.mistake:
-                journal.failed(attempt, culprit, found)
-            raise _failure(culprit, page, watch, ranks)
+        if failed is not None:
+            page.verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
+            _end(children, failed, page, ranks)
+        if signals.to_end:
+            raise SystemExit(_exit_code(children, signals.to_end[0]))
+        if failed is not None:
+            if log is not None and not failed.mistake:
+                log.failed(attempt, failed, found)
+            raise _failure(failed, page, watch, ranks)
         if any(child.returncode for child in children):
-            raise SystemExit(ASKED)  # by somebody who signalled the ranks themselves
+            raise SystemExit(ASKED)  # the ranks themselves were signalled
 
 
 def listen_here(port: int) -> socket.socket:
@@ -109,11 +109,52 @@ def listen_here(port: int) -> socket.socket:
 
 
 @contextmanager
+def _cleanup_process() -> Iterator[Callable[[int], object]]:
+    """A process that outlives the launcher; yields the function that gives it a process group to kill then.
+
+    The kernel kills the ranks when the launcher dies, but not what the ranks have started. The cleanup process reads
+    the ranks' process groups from a pipe of which only the launcher has the writing end. When the pipe ends, so has
+    the launcher, and whatever is left in those groups is killed.
+    """
+    reading, writing = os.pipe()  # neither is inherited by a program that is started
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        _clean_up(reading)
+    try:
+        yield lambda group: os.write(writing, b"%d\n" % group)
+        os.write(writing, _DONE)  # the groups are gone, their numbers may soon be those of others
+    finally:
+        os.close(reading)
+        os.close(writing)
+        os.waitpid(child, 0)
+
+
+def _clean_up(reading: int) -> None:
+    """All that the cleanup process does: system calls only, because it is a fork of a process with threads."""
+    try:
+        os.setsid()
+        nowhere = os.open(os.devnull, os.O_RDWR)
+        for descriptor in range(3):
+            os.dup2(nowhere, descriptor)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            signal.signal(number, signal.SIG_IGN)
+        groups = b""
+        while part := os.read(reading, 4096):
+            groups += part
+        for group in () if groups.endswith(_DONE) else groups.split():
+            with suppress(ProcessLookupError, PermissionError):
+                os.killpg(int(group), signal.SIGKILL)
+    finally:
+        os._exit(0)
+
+
+@contextmanager
 def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The children, of which none is left when we leave."""
     children: list[subprocess.Popen[bytes]] = []
-    # The keeper first: it must not hold the socket, which is rank 0's and ends with it.
-    with keeper() as keep, ExitStack() as files:
+    # The cleanup process first: it must not hold the socket, which is rank 0's and ends with it.
+    with _cleanup_process() as kill_later, ExitStack() as files:
         devices = [{}] * ranks.count if ranks.gpus is None else files.enter_context(sharing(ranks.gpus))
         listener = files.enter_context(listen_here(ranks.port))
         environment = _environment(ranks, listener.getsockname()[1])
@@ -129,13 +170,15 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
                     env=environment | own,
                     cwd=ranks.directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=log if rank or ranks.quiet else None,  # the first rank talks to the user
+                    stdout=log
+                    if rank or ranks.quiet
+                    else None,  # the first rank writes to the user's terminal
                     stderr=log,
                     start_new_session=True,
                     pass_fds=(page,) if rank else (page, listener.fileno()),
                 )
                 children.append(child)
-                keep(child.pid)
+                kill_later(child.pid)
             listener.close()
             yield children
         finally:
@@ -144,9 +187,8 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
 
 
 def _environment(ranks: Ranks, port: int) -> dict[str, str]:
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     return {
-        "OMP_NUM_THREADS": str(max(1, cores // ranks.count)),
+        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks.count)),
         **os.environ,
         "WORLD_SIZE": str(ranks.count),
         "LOCAL_WORLD_SIZE": str(ranks.count),
@@ -158,22 +200,24 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
     }
 
 
-def _wait(children: Sequence[subprocess.Popen[bytes]], watch: LauncherWatch, asked: _Asked) -> Culprit | None:
-    """Until all have ended, one has failed, or we were asked twice to end; who failed, if one has."""
-    told, saves = 0, 0
-    while any(child.poll() is None for child in children) and len(asked.to_end) < 2:
-        culprit = watch.culprit()
-        if culprit is not None:
-            return culprit
-        if told < len(asked.to_end):
-            told += 1
+def _wait(
+    children: Sequence[subprocess.Popen[bytes]], watch: LauncherWatch, signals: _Signals
+) -> FailedRank | None:
+    """Until all have ended, one has failed, or a second signal to end came; the rank that failed, if one has."""
+    passed_on, saves = 0, 0
+    while any(child.poll() is None for child in children) and len(signals.to_end) < 2:
+        failed = watch.failed_rank()
+        if failed is not None:
+            return failed
+        if passed_on < len(signals.to_end):
+            passed_on += 1
             _send(children, signal.SIGTERM)
-        if saves < asked.to_save:
+        if saves < signals.to_save:
             saves += 1
-            # A rank that does not heed signals yet would die of it.
+            # A rank that does not handle the signal yet would die of it.
             _send([child for rank, child in enumerate(children) if watch.page.beat(rank)], signal.SIGUSR1)
         time.sleep(POLL)
-    return watch.culprit()
+    return watch.failed_rank()
 
 
 def _send(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
@@ -182,38 +226,38 @@ def _send(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -
 
 
 @contextmanager
-def _heeding_signals() -> Iterator[_Asked]:
+def _handling_signals() -> Iterator[_Signals]:
     """The first signal to end is passed on: the ranks finish their step and save. The second ends all at once."""
-    asked = _Asked()
+    signals = _Signals()
 
     def end(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
-        asked.first = asked.first or now
-        if not asked.to_end or now - asked.first > AGAIN:
-            asked.to_end.append(number)
+        signals.first = signals.first or now
+        if not signals.to_end or now - signals.first > AGAIN:
+            signals.to_end.append(number)
 
     def save(number: int, frame: FrameType | None) -> None:
-        asked.to_save += 1
+        signals.to_save += 1
 
     handlers = {signal.SIGINT: end, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: save}
     before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
     try:
-        yield asked
+        yield signals
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
 
 
-def _code_when_asked(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
-    """What the ranks agree on; as a shell has it if they were killed."""
+def _exit_code(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
+    """The code that all ranks ended with; as a shell has it if they were killed."""
     codes = {child.poll() for child in children}
     code = codes.pop() if len(codes) == 1 else None
     return code if code is not None and code >= 0 else 128 + number
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]], culprit: Culprit, page: Page, ranks: Ranks) -> None:
-    """The others read the verdict and end; who does not is killed, and its log says why."""
-    _kill(children[culprit.rank])  # stopped, it would not notice anything
+def _end(children: Sequence[subprocess.Popen[bytes]], failed: FailedRank, page: Page, ranks: Ranks) -> None:
+    """The others read which rank failed and end; one that does not is killed, and its log says why."""
+    _kill(children[failed.rank])  # stopped, it would not notice anything
     deadline = time.monotonic() + GRACE
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
         time.sleep(POLL)
@@ -232,12 +276,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _failure(culprit: Culprit, page: Page, watch: LauncherWatch, ranks: Ranks) -> VPipeError:
-    if culprit.mistake:
-        return VPipeError(culprit.how)
-    output = watch.output(culprit.rank)
+def _failure(failed: FailedRank, page: Page, watch: LauncherWatch, ranks: Ranks) -> VPipeError:
+    if failed.mistake:
+        return VPipeError(failed.how)
+    output = watch.output(failed.rank)
     start = output.rfind("Traceback (most recent call last):")
     if start >= 0:
         return RankFailedError(f"{page.verdict}\n{output[start:].rstrip()}")
     tail = "\n".join(f"  | {line}" for line in output.splitlines()[-TAIL:])
-    return RankFailedError(f"{page.verdict}; the end of {ranks.log(culprit.rank)}:\n{tail}")
+    return RankFailedError(f"{page.verdict}; the end of {ranks.log(failed.rank)}:\n{tail}")

@@ -1,4 +1,4 @@
-"""Several ranks on one GPU: NVIDIA's MPS lets them compute side by side, each with its share of the card.
+"""Several ranks on one GPU: NVIDIA's MPS lets them compute at the same time, each with its share of the card.
 
 The daemon is started for the run alone, in folders of its own, by a guard: a small process that waits for the launcher
 to end, however it ends, and then ends the daemon and removes the folders.
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
-PATIENCE = 2
-"""Seconds that the daemon gives its clients when it is told to end."""
+QUIT_LIMIT = 2
+"""Seconds that the daemon gives its clients when it has to end."""
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
@@ -35,7 +35,7 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
 
 
 def gpus_of(config: RunConfig) -> list[int] | None:
-    """The GPU of each rank: as `machines` says, or one after the other; None where there is no GPU."""
+    """The GPU of each rank: from `machines`, or one after the other; None where there is no GPU."""
     count = count_gpus()
     if not count or DEVICE in os.environ:
         return None
@@ -52,19 +52,19 @@ def gpus_of(config: RunConfig) -> list[int] | None:
 
 @contextmanager
 def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
-    """What each rank's environment needs so that it computes on its GPU, with its share of it."""
+    """The variables for each rank's environment, by which it computes on its GPU, with its share of it."""
     counts = Counter(gpus)
     memory = _memory_settings(os.environ)
     environments = [{DEVICE: f"cuda:{gpu}", GPU_SHARE: str(counts[gpu]), **memory} for gpu in gpus]
-    crowded = {gpu: count for gpu, count in counts.items() if count > 1}
-    if not crowded:
+    shared = {gpu: count for gpu, count in counts.items() if count > 1}
+    if not shared:
         yield list(environments)
         return
     if shutil.which(CONTROL) is None:
-        for gpu, count in crowded.items():
+        for gpu, count in shared.items():
             print(
-                f"{count} ranks share GPU {gpu}, one after the other: {CONTROL} is not here, which would let them "
-                "compute side by side",
+                f"{count} ranks share GPU {gpu}, one after the other: {CONTROL} is not installed, which would let them "
+                "compute at the same time",
                 file=sys.stderr,
             )
         yield list(environments)
@@ -115,7 +115,7 @@ def _variables(folder: Path) -> dict[str, str]:
 
 
 def guard(place: str) -> None:
-    """Start the daemon, say so, and end it when the launcher closes our input, or dies."""
+    """Start the daemon, write READY, and end it when the launcher closes our input, or dies."""
     folder = Path(place)
     environment = {**os.environ, **_variables(folder)}
     for path in _variables(folder).values():
@@ -129,7 +129,7 @@ def guard(place: str) -> None:
     finally:
         subprocess.run(
             [CONTROL],
-            input=f"quit -t {PATIENCE}\n".encode(),
+            input=f"quit -t {QUIT_LIMIT}\n".encode(),
             env=environment,
             stdout=subprocess.DEVNULL,
             check=False,

@@ -1,8 +1,8 @@
-"""A rank's side of the supervision: it shows that it lives, and ends when the launcher says who has failed.
+"""A rank's side of the supervision: it sends heartbeats, and ends when the launcher writes which rank has failed.
 
-A thread beats on the page that the launcher watches: it stops when the process is stopped or its interpreter lock is
-held. The same thread reads the verdict. The main thread has a moment to end by itself, which it does if it waits for
-the rank that failed; then the thread ends the process, wherever the main thread is.
+A thread writes heartbeats to the page that the launcher watches: they stop when the process is stopped or its
+interpreter lock is held. The same thread reads from the page which rank failed. The main thread has a moment to end by
+itself, which it does if it waits for the rank that failed. Then the thread ends the process.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ import threading
 import time
 import traceback
 from pathlib import Path
+from types import FrameType
 from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError
-from vpipe.launch.last_error import hold_signals
 from vpipe.record.whereabouts import Whereabouts, launchers_page
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
@@ -28,17 +28,20 @@ LAUNCHER = "VPIPE_LAUNCHER"
 """Set for a rank: the process that started it."""
 
 FAILED, MISTAKE, PEER_FAILED, ASKED = 1, 2, 3, 75
-"""Exit codes of a rank: an exception; a user's mistake, told in one line; another rank failed; a signal asked it to
+"""Exit codes of a rank: an exception; a user's mistake, reported in one line; another rank failed; a signal asked it to
 end, and it has saved a checkpoint."""
 
-BEAT = 0.1
-"""Seconds between two beats."""
-TO_END = 1.0
+INTERVAL = 0.1
+"""Seconds between two heartbeats."""
+EXIT_WAIT = 1.0
 """Seconds that the main thread has to end by itself."""
-FOR_VERDICT = 1.5
-"""Seconds that a rank whose peer has gone waits to hear why."""
+REASON_WAIT = 1.5
+"""Seconds that a rank whose peer has gone waits to learn why."""
+SIGNAL_LIMIT = 5.0
+"""Seconds that a failing rank has left once a signal has come: closing waits for others for less than half of that."""
+_END_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
-_saying = threading.Lock()
+_reporting = threading.Lock()
 
 
 def end_with_launcher() -> None:
@@ -47,24 +50,24 @@ def end_with_launcher() -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
         if not Path("/proc", os.environ[LAUNCHER]).exists():
-            os._exit(FAILED)  # it died before the kernel was told
+            os._exit(FAILED)  # it died before the kernel knew
 
 
-def start_beating() -> None:
-    """From now on the launcher may take silence for a fault: call it when the large imports are done."""
+def start_heartbeat() -> None:
+    """From now on the launcher takes silence for a fault: call it when the large imports are done."""
     page = launchers_page()
     if page is not None:
         place = Whereabouts(page, int(os.environ["RANK"]))
         place.beat()
-        threading.Thread(target=_beat, args=(place,), name="heartbeat", daemon=True).start()
+        threading.Thread(target=_send_heartbeats, args=(place,), name="heartbeat", daemon=True).start()
 
 
-def _beat(place: Whereabouts) -> None:
+def _send_heartbeats(place: Whereabouts) -> None:
     while not place.page.verdict:
         place.beat()
-        time.sleep(BEAT)
-    time.sleep(TO_END)
-    with _saying:  # not while the main thread says it, and ends
+        time.sleep(INTERVAL)
+    time.sleep(EXIT_WAIT)
+    with _reporting:  # not while the main thread reports it, and ends
         _stop(place.page.verdict)
 
 
@@ -76,24 +79,24 @@ def fail(error: Exception) -> NoReturn:
             print(f"error: {error}", file=sys.stderr, flush=True)
             _exit(MISTAKE)
         traceback.print_exception(error)
-        _exit(FAILED)  # at once: the others have noticed and wait to hear why
+        _exit(FAILED)  # at once: the others have noticed and wait to learn why
     page = launchers_page()
-    deadline = time.monotonic() + FOR_VERDICT
+    deadline = time.monotonic() + REASON_WAIT
     while page is not None and not page.verdict and time.monotonic() < deadline:
         time.sleep(0.01)
-    from vpipe.communication.heartbeat import Heartbeat  # whoever meets a PeerError has imported it
+    from vpipe.communication.heartbeat import Heartbeat  # a rank that gets a PeerError has imported it
 
-    with _saying:
-        verdict = Heartbeat.verdict if page is None else page.verdict
-        if verdict:
-            _stop(verdict)
+    with _reporting:
+        reason = Heartbeat.failure if page is None else page.verdict
+        if reason:
+            _stop(reason)
         print(f"error: {error}", file=sys.stderr, flush=True)
         _exit(PEER_FAILED)
 
 
-def _stop(verdict: str) -> NoReturn:
+def _stop(reason: str) -> NoReturn:
     # Not by `print`: the main thread may be in something that has put another stream in place of stderr.
-    os.write(2, f"error: stopped because {verdict}\n".encode())
+    os.write(2, f"error: stopped because {reason}\n".encode())
     _exit(PEER_FAILED)
 
 
@@ -101,3 +104,32 @@ def _exit(code: int) -> NoReturn:
     """Without the interpreter's own clean-up, which may wait for threads that wait for a rank that is gone."""
     sys.stdout.flush()
     os._exit(code)
+
+
+def hold_signals() -> None:
+    """From now on no signal ends this process before it has reported why it ends. For the main thread to call.
+
+    When a rank dies, torchrun sends SIGTERM to the others; they notice its end at the same instant, and have to close
+    what they hold before they can name it. So a signal only sets a limit, which a thread keeps, because the main
+    thread may be deep inside a library. A process whose interpreter stands still is left to SIGKILL: our launcher sends
+    it 3 s after it knows which rank failed, torchrun 30 s after SIGTERM.
+    """
+    if signal.getsignal(signal.SIGTERM) is _ignore:
+        return
+    reading, writing = os.pipe()
+    os.set_blocking(writing, False)
+    threading.Thread(target=_end_after_signal, args=(reading,), name="signal limit", daemon=True).start()
+    signal.set_wakeup_fd(writing, warn_on_full_buffer=False)
+    for number in _END_SIGNALS:
+        signal.signal(number, _ignore)
+
+
+def _ignore(number: int, frame: FrameType | None) -> None:
+    """The kernel writes the signal's number into the thread's pipe."""
+
+
+def _end_after_signal(reading: int) -> None:
+    while (number := os.read(reading, 1)[0]) not in _END_SIGNALS:
+        pass  # another signal that has a handler
+    time.sleep(SIGNAL_LIMIT)
+    os._exit(128 + number)  # print nothing: a full pipe may be what the main thread is stuck at

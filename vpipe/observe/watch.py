@@ -129,9 +129,9 @@ class RankWatch(threading.Thread):
     def _waiting(self) -> Waiting | None:
         """What the rank waits for now, if it does."""
         now = time.perf_counter()
-        meeting = self._pipe.world.meeting
-        if meeting is not None:
-            name, peer, since = meeting
+        gathering = self._pipe.world.gathering
+        if gathering is not None:
+            name, peer, since = gathering
             return Waiting(f"the meeting {name!r}", peer, now - since)
         waiting = self._pipe.handler.waiting
         if waiting is None:
@@ -157,7 +157,7 @@ class RankWatch(threading.Thread):
 
     def _notice(self) -> None:
         """Ask everybody if this rank has waited too long; explain when they had time to answer."""
-        told = self._pipe.world.meeting or self._pipe.handler.waiting
+        told = self._pipe.world.gathering or self._pipe.handler.waiting
         waiting = self._waiting()
         if self._asked is not None:
             what, asked = self._asked

@@ -2,7 +2,7 @@
 
 At no instant are all ranks at the same update. But every rank reads every update's loss, so a request travels with the
 loss, as bits beside it: the ranks that compute the loss send what was requested of them. A request made on another rank
-reaches the first of those through `World.tell`, which that rank looks at now and then.
+reaches the first of those through `World.publish`, which that rank looks at now and then.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ class Requests:
         with suppress(
             PeerError
         ):  # a rank that cannot be reached has failed, and ends the run for that reason
-            self._world.tell("requests", self._passed_on)
+            self._world.publish("requests", self._passed_on)
 
     def _look(self) -> None:
         for rank in self._looks_at:
             made = None
             with suppress(PeerError):
-                made = self._world.told("requests", rank)
+                made = self._world.published("requests", rank)
             before = self._seen.get(rank, [0, 0])
             if made is not None and made != before:
                 self._seen[rank] = list(made)

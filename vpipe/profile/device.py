@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-from pathlib import Path
 from statistics import median
 from time import perf_counter
 
@@ -13,6 +11,7 @@ from vpipe.communication import HOST
 from vpipe.cost import DeviceCost
 from vpipe.profile.overhead import measure_overhead
 from vpipe.stage.host_store import make_store
+from vpipe.system.host_memory import total_memory
 
 COPIED, COUNT = 2 * 2**20, 16
 """Bytes of a tensor, such as a layer saves, and how many there are."""
@@ -21,7 +20,6 @@ ADDED = 2**24
 """Elements of a gradient that stages share, such as an embedding's."""
 SLACK = 10 * 2**20
 """Half of a piece in which torch's allocator takes memory from a GPU for tensors of 1 to 10 MB."""
-_LIMITS = ("sys/fs/cgroup/memory.max", "sys/fs/cgroup/memory/memory.limit_in_bytes")
 
 
 def measure_device(device: torch.device = HOST) -> DeviceCost:
@@ -43,19 +41,6 @@ def measure_adding(device: torch.device, dtype: torch.dtype | None, copied: bool
         own.to(torch.float32, copy=True).add_(part)
         taken.append(_now(device) - start)
     return median(taken[1:]) / part.nbytes
-
-
-def total_memory(root: Path = Path("/")) -> int:
-    """Bytes of this machine, or what its container allows."""
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for name in _LIMITS:
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
-        if text.isdigit():  # "max": no limit
-            sizes.append(int(text))
-    return min(sizes)
 
 
 def _host_bandwidth(device: torch.device) -> tuple[float, float]:

@@ -11,7 +11,7 @@ from vpipe.system.environment import DEVICE, GPU_SHARE
 
 
 def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
-    """The device asked for, or the launcher's choice, or a GPU for each rank of the host, or the CPU."""
+    """The requested device, or the launcher's choice, or a GPU for each rank of the host, or the CPU."""
     name = str(wanted or os.environ.get(DEVICE) or _default(local_rank))
     try:
         device = torch.device(name)
@@ -37,7 +37,7 @@ def _default(local_rank: int) -> str:
 def check_cuda_graphs(device: torch.device) -> None:
     if device.type != "cuda":
         raise VPipeError(
-            f"cuda_graphs are asked for on the device {device}: leave them out, or train on a GPU"
+            f"cuda_graphs are requested on the device {device}: leave them out, or train on a GPU"
         )
 
 

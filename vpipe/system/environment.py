@@ -1,13 +1,13 @@
-"""What the launcher tells its ranks through their environment, besides what torchrun would."""
+"""The environment variables by which the launcher configures its ranks, besides those of torchrun."""
 
 SECRET = "VPIPE_SECRET"
-"""The secret of the job: who does not know it does not take part. The launcher draws one for each job."""
+"""The secret of the job: a process that does not know it cannot take part. The launcher draws one for each job."""
 LISTENER = "VPIPE_LISTENER"
-"""Rank 0's alone: the number of the descriptor that listens on the job's port."""
+"""Set for rank 0 alone: the descriptor of the socket that listens on the job's port."""
 DEVICE = "VPIPE_DEVICE"
 """The device of a rank: 'cpu' or 'cuda:<number>'."""
 GPU_SHARE = "VPIPE_GPU_SHARE"
-"""How many ranks share the GPU of a rank: each may use an equal part of its memory."""
+"""The number of ranks that share the GPU of a rank: each may use an equal part of its memory."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's allocator of GPU memory, such as 'expandable_segments:True,max_split_size_mb:64'. The first of
-them that is set holds; it is the older name, which every torch heeds."""
+them that is set holds; it is the older name, which every torch reads."""

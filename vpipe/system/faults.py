@@ -1,11 +1,11 @@
-"""Faults on purpose: `VPIPE_FAULT="rank=2,step=5,point=fwd_send,minibatch=3,kind=kill"`.
+"""Injected faults: `VPIPE_FAULT="rank=2,step=5,point=fwd_send,minibatch=3,kind=kill"`.
 
 Several are separated by `;`. A fault happens the first time that its rank passes its point; of `step` (an update)
-and `minibatch`, what is not given fits any. At a point outside the steps (a checkpoint, an evaluation) `step` is the
-number of updates made. It happens once in a job: a run that was restarted passes by, unless
-`attempt` says otherwise. `times` lets it happen more often, `seconds` is how long `sleep` and `gil` last.
+and `minibatch`, one that is not given matches any. At a point outside the steps (a checkpoint, an evaluation) `step` is
+the number of updates made. It happens once in a job: not in a run that was restarted, unless `attempt` gives the number
+of that restart. `times` lets it happen more often, `seconds` is how long `sleep` and `gil` last.
 
-The points of the program (fwd, bwd, ...) are set into the table of operations when a fault is wanted
+The points of the program (fwd, bwd, ...) are put into the table of operations when a fault is configured
 (`vpipe.runtime.faulty`); the others are calls of `point`, which return at once when none is.
 """
 
@@ -25,17 +25,17 @@ from vpipe.errors import ConfigError
 
 VARIABLE = "VPIPE_FAULT"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
-"""How often the job was restarted before this process: torchrun's name for it, and our launcher's."""
+"""The number of restarts of the job before this process: torchrun's variable, and our launcher's."""
 
 POINTS = (
     *("rendezvous", "init", "data", "fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send"),
     *("reduce", "step", "ckpt_write", "ckpt_commit", "eval", "shutdown"),
 )
 TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
-"""Where there is a tensor that `nan` can poison."""
+"""Points with a tensor that `nan` can set."""
 KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
 EXIT_CODE = 70
-"""What `exit` ends the process with."""
+"""The exit code of `exit`."""
 
 
 @dataclass
@@ -48,7 +48,7 @@ class Fault:
     attempt: int = 0
     times: int = 1
     seconds: float = 3600.0
-    reached = 0  # updates that this rank has made, kept by those who make them
+    reached = 0  # updates that this rank has made; the runtime counts them
 
     def fits(self, point: str, step: int | None, minibatch: int | None) -> bool:
         return (
@@ -59,7 +59,7 @@ class Fault:
         )
 
     def strike(self) -> None:
-        """Happen, once less from now on, and say so in the rank's log."""
+        """Inject the fault, and write so to the rank's log."""
         self.times -= 1
         print(f"{VARIABLE}: {self.kind} at {self.point}, {time.time():.3f}", file=sys.stderr, flush=True)
         self.happen()
@@ -94,7 +94,7 @@ def point(name: str, minibatch: int | None = None) -> None:
 
 @cache
 def wanted(rank: int) -> list[Fault]:
-    """The faults of this rank in this attempt; they count down as they happen."""
+    """The faults of this rank in this attempt; their `times` count down as they happen."""
     attempt = int(os.environ.get(ATTEMPT, "0"))
     found = read_faults(os.environ.get(VARIABLE, ""))
     return [fault for fault in found if fault.rank == rank and fault.attempt == attempt]
@@ -114,7 +114,7 @@ def _read(text: str) -> Fault:
         given[key] = value if key in ("point", "kind") else _number(text, key, value)
     for key in ("rank", "point", "kind"):
         if key not in given:
-            raise ConfigError(f"{VARIABLE} is {text!r}: it does not say {key}=")
+            raise ConfigError(f"{VARIABLE} is {text!r}: {key}= is missing")
     fault = Fault(**given)  # type: ignore[arg-type]
     if fault.point not in POINTS:
         raise _mistake(text, "point is one of", fault.point, POINTS)

@@ -1,13 +1,11 @@
-"""Text, JSON and YAML files, with one line for what goes wrong.
-
-YAML is read as plain data: it makes values and can do nothing else.
-"""
+"""Text, JSON and YAML files, with errors of one line. YAML is read as plain values and nothing else."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
@@ -15,6 +13,14 @@ import yaml
 from vpipe.errors import ConfigError, VPipeError
 
 DEEPEST = 20
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 3, 30, 30, 100, 60
+
+
+def short_repr(value: Any) -> str:
+    """At most 60 characters, however large or deep the value is."""
+    text = _REPR.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_text(path: Path) -> str:
@@ -61,7 +67,7 @@ def _text(value: Any) -> str:
 
 class _PlainLoader(yaml.SafeLoader):
     """Values and nothing else: no objects, no aliases, with which a few lines can stand for gigabytes, and no brackets
-    nested deeper than anybody would: the scanner's time grows with the square of their number.
+    nested deeper than DEEPEST: the scanner's time grows with the square of their number.
     """
 
     def fetch_flow_collection_start(self, kind: Any) -> None:

@@ -1,4 +1,4 @@
-"""The memory and the cores that this process may use: what the machine has, and what its cgroup allows."""
+"""The memory and the cores that this process may use: those of the machine, within the limits of its cgroups."""
 
 from __future__ import annotations
 
@@ -19,13 +19,25 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(known) if known else None
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of this machine, or the smallest limit of its cgroups."""
+    limits = [_text(folder / limit).strip() for folder, limit, _ in _groups(root)]
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])  # "max": no limit
+
+
 def cores(root: Path = Path("/")) -> float:
     """Cores that this process may run on; a cgroup may allow a part of one."""
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    own = usable_cores()
     quota = _text(root / "sys/fs/cgroup/cpu.max").split()
     if len(quota) == 2 and quota[0].isdigit() and quota[1].isdigit() and int(quota[1]):
         return min(float(own), int(quota[0]) / int(quota[1]))
     return float(own)
+
+
+def usable_cores() -> int:
+    """Cores that this process may run on, whatever its cgroup allows of them."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def _available(root: Path) -> int | None:
@@ -37,18 +49,17 @@ def _available(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[tuple[Path, str, str]]:
-    """The group of this process and those around it: each may have a limit."""
-    found = []
+    """The cgroup of this process and those around it (each may have a limit), with the names of limit and use."""
+    found = [(root / mount, limit, use) for mount, limit, use in _CGROUPS]
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, own = [*line.split(":", 2), "", ""][:3]
         if number != "0" and "memory" not in controllers.split(","):
             continue
         mount, limit, use = _CGROUPS[0 if number == "0" else 1]
         folder = root / mount / own.strip("/")
-        while folder != root / mount and (root / mount) in folder.parents:
+        while (root / mount) in folder.parents:
             found.append((folder, limit, use))
             folder = folder.parent
-        found.append((root / mount, limit, use))
     return found
 
 

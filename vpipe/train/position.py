@@ -1,6 +1,6 @@
 """The position of a run in its data: from updates to minibatches, over this run and those that it goes on from.
 
-It is one number. What a minibatch holds follows from its number alone (`vpipe.data.sampler`), so that a resumed
+It is one number. What a minibatch holds follows from its number alone (`vpipe.data.dataset`), so that a resumed
 run sees neither a sample twice nor misses one, as long as the order of the samples is the same.
 """
 

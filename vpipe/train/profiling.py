@@ -17,7 +17,7 @@ from vpipe.config.file import resolved_yaml
 from vpipe.cost import Profile, read_profile
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
-from vpipe.launch.rank import end_with_launcher, start_beating
+from vpipe.launch.rank import end_with_launcher, start_heartbeat
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
 
@@ -54,7 +54,7 @@ def measure_as_rank(config: RunConfig, output: Path) -> None:
     from vpipe.communication import ProcessWorld
     from vpipe.profile.together import profile_together
 
-    start_beating()
+    start_heartbeat()
     profile_together(ProcessWorld(timeout=config.timeout), bench_of(config), output)
 
 

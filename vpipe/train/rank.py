@@ -17,8 +17,7 @@ if TYPE_CHECKING:
 
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 tells how it ended."""
-    from vpipe.launch.last_error import hold_signals
-    from vpipe.launch.rank import ASKED, start_beating
+    from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
     from vpipe.observe.report import write_report
     from vpipe.observe.summary import summary_table
     from vpipe.observe.trace import write_trace
@@ -28,7 +27,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     from vpipe.train.trainer import Trainer
 
     ignore_save_signal()
-    start_beating()
+    start_heartbeat()
     trainer = Trainer(config)
     try:
         summary = trainer.train(resume, debug, take_signals=hold_signals)
@@ -55,11 +54,11 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
 
 def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     """This rank's part of an evaluation."""
-    from vpipe.launch.rank import start_beating
+    from vpipe.launch.rank import start_heartbeat
     from vpipe.observe.recorder import perplexity
     from vpipe.train.trainer import Trainer
 
-    start_beating()
+    start_heartbeat()
     trainer = Trainer(config)
     try:
         restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from vpipe.config.arguments import build_schedule, check_blocks
 from vpipe.config.file import AUTO
 from vpipe.errors import ConfigError, RankFailedError
-from vpipe.launch.journal import Journal
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, end_with_launcher
+from vpipe.launch.watch import FailureLog
 from vpipe.record.folder import make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
 
@@ -75,10 +75,10 @@ def launch(
 
 
 def _run(ranks: Ranks, max_restarts: int) -> None:
-    journal = Journal(ranks.folder)
+    log = FailureLog(ranks.folder)
     for attempt in range(max_restarts + 1):
         try:
-            run_ranks_here(ranks, attempt, journal)
+            run_ranks_here(ranks, attempt, log)
             return
         except RankFailedError as error:
             if attempt == max_restarts:

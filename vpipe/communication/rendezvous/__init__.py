@@ -1,1 +1,1 @@
-"""The rendezvous: where the ranks of a job meet before there are channels."""
+"""The rendezvous of a job's ranks, before there are channels."""

@@ -1,4 +1,4 @@
-"""A rank's side of the rendezvous: it finds it, proves that it belongs to the job, and asks."""
+"""A rank's side of the rendezvous: connections to it, and requests."""
 
 import json
 import secrets
@@ -11,6 +11,7 @@ from weakref import WeakSet
 
 from vpipe.communication.rendezvous.handshake import Introduction, RefusedError, introduce
 from vpipe.communication.rendezvous.server import LARGEST, LENGTH, framed
+from vpipe.communication.sockets import receive_exactly
 from vpipe.errors import PeerError
 
 GRACE = 10.0
@@ -19,8 +20,6 @@ RETRY = 0.1
 
 
 class RendezvousAddress(NamedTuple):
-    """Where the job meets, and what its ranks know."""
-
     host: str
     port: int
     secret: bytes
@@ -32,11 +31,10 @@ class RendezvousAddress(NamedTuple):
 class RendezvousClient:
     """Each thread has a connection of its own, so that one that waits does not hold up another.
 
-    `find` is asked anew for each attempt to connect: where it looks may still hold an old place.
+    `find` is called for each attempt to connect: it may still give the address of an earlier attempt of the job.
     """
 
     def __init__(self, rank: int, find: Callable[[], RendezvousAddress], timeout: float) -> None:
-        self.rank = rank
         self.timeout = timeout
         self._me = Introduction(rank, secrets.token_bytes(16))
         self._find = find
@@ -45,38 +43,38 @@ class RendezvousClient:
 
     def gather(self, key: str, value: Any, what: str, timeout: float) -> list[Any]:
         """Everybody's value, in order of rank; `what` names the occasion in messages."""
-        values = self._ask(what, timeout, op="gather", key=key, value=json.dumps(value))
+        values = self._request(what, timeout, op="gather", key=key, value=json.dumps(value))
         return [json.loads(written) for written in values]
 
     def get(self, key: str, timeout: float) -> str:
-        """A value, once somebody has set it."""
-        return self._ask(f"telling {key!r}", timeout, op="get", key=key)
+        """A value, once a rank has set it."""
+        return self._request(f"the value of {key!r}", timeout, op="get", key=key)
 
-    def tell(self, op: str, key: str, value: Any = None) -> Any:
+    def change(self, op: str, key: str, value: Any = None) -> Any:
         """`set`, `add`, `check` or `delete`."""
-        return self._ask(f"{op} {key!r}", 0.0, op=op, key=key, value=value)
+        return self._request(f"{op} {key!r}", 0.0, op=op, key=key, value=value)
 
     def close(self) -> None:
         for link in list(self._links):
             link.close()
 
-    def _ask(self, what: str, timeout: float, **question: Any) -> Any:
-        message = framed(question | {"timeout": timeout})
+    def _request(self, what: str, timeout: float, **request: Any) -> Any:
+        message = framed(request | {"timeout": timeout})
         if len(message) > LARGEST:
             raise PeerError(
-                f"what this rank tells at {what!r} has {len(message)} bytes: {LARGEST} may be told"
+                f"this rank's message for {what!r} has {len(message)} bytes: at most {LARGEST} are sent"
             )
         link: socket.socket = self._own.link if hasattr(self._own, "link") else self._connect()
         try:
             link.settimeout(timeout + GRACE)
             link.sendall(message)
-            (length,) = LENGTH.unpack(_receive(link, LENGTH.size))
-            answer = json.loads(_receive(link, length))
+            (length,) = LENGTH.unpack(receive_exactly(link, LENGTH.size))
+            answer = json.loads(receive_exactly(link, length))
         except TimeoutError:
-            raise PeerError(f"rank 0, which keeps the rendezvous, did not answer at {what!r}") from None
+            raise PeerError(f"rank 0, which serves the rendezvous, did not answer at {what!r}") from None
         except OSError as error:
             raise PeerError(
-                f"rank 0, which keeps the rendezvous, has gone: it ended or was killed before {what!r} ({error}); "
+                f"rank 0, which serves the rendezvous, has gone: it ended or was killed before {what!r} ({error}); "
                 "see its own output"
             ) from None
         if "gone" in answer:
@@ -105,28 +103,18 @@ class RendezvousClient:
                 self._links.add(link)
                 return link
 
-    def _try(self, place: RendezvousAddress, patience: float) -> socket.socket:
-        link = socket.create_connection((place.host, place.port), patience)
+    def _try(self, place: RendezvousAddress, timeout: float) -> socket.socket:
+        link = socket.create_connection((place.host, place.port), timeout)
         try:
             if link.getsockname() == link.getpeername():
-                raise ConnectionRefusedError("nobody listens there")  # a port that called itself
-            link.settimeout(patience)
+                raise ConnectionRefusedError("no server listens there")  # a port that called itself
+            link.settimeout(timeout)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             introduce(link, place.secret, self._me, str(place))
         except (OSError, RefusedError):
             link.close()
             raise
         return link
-
-
-def _receive(link: socket.socket, count: int) -> bytes:
-    parts = bytearray()
-    while len(parts) < count:
-        more = link.recv(min(count - len(parts), 1 << 20))
-        if not more:
-            raise ConnectionResetError("the connection was closed")
-        parts += more
-    return bytes(parts)
 
 
 def _ranks(ranks: list[int]) -> str:

@@ -1,4 +1,4 @@
-"""The handshake: both ends of a connection prove that they know the job's secret, before anything else is said.
+"""The handshake: both ends of a connection prove that they know the job's secret, before anything else is sent.
 
     rendezvous                                            rank
     greeting, a challenge  ─────────────────────────────▶
@@ -15,6 +15,7 @@ import socket
 import struct
 from typing import NamedTuple
 
+from vpipe.communication.sockets import receive_exactly
 from vpipe.errors import PeerError
 
 MAGIC = b"vpipe rendezvous 1\n"
@@ -23,28 +24,28 @@ GREETING_BYTES = len(MAGIC) + CHALLENGE
 _INTRODUCTION = struct.Struct(f">{CHALLENGE}sI16s32s")  # challenge, rank, process, proof
 INTRODUCTION_BYTES = _INTRODUCTION.size
 YES, NO = b"YES\n", b"NO.\n"
-_VERDICT_BYTES = len(YES) + 32
+_ANSWER_BYTES = len(YES) + 32
 
 
 class Introduction(NamedTuple):
-    """Who called; `process` tells two processes apart that claim to be the same rank."""
+    """The caller; `process` distinguishes two processes that claim to be the same rank."""
 
     rank: int
     process: bytes
 
 
 class RefusedError(PeerError):
-    """The other end does not know this job's secret, or says that we do not."""
+    """The other end does not know this job's secret, or answers that we do not."""
 
 
 def greeting(challenge: bytes) -> bytes:
     return MAGIC + challenge
 
 
-def judge(secret: bytes, challenge: bytes, said: bytes) -> tuple[Introduction, bytes] | None:
-    """Who is calling, and what to answer; None: it does not know the secret."""
-    _, rank, process, proof = _INTRODUCTION.unpack(said)
-    facts = challenge + said[: -len(proof)]
+def check_proof(secret: bytes, challenge: bytes, introduction: bytes) -> tuple[Introduction, bytes] | None:
+    """The caller, and the answer to it; None: it does not know the secret."""
+    _, rank, process, proof = _INTRODUCTION.unpack(introduction)
+    facts = challenge + introduction[: -len(proof)]
     if not hmac.compare_digest(proof, _proof(secret, b"rank", facts)):
         return None
     return Introduction(rank, process), YES + _proof(secret, b"rendezvous", facts)
@@ -52,34 +53,24 @@ def judge(secret: bytes, challenge: bytes, said: bytes) -> tuple[Introduction, b
 
 def introduce(link: socket.socket, secret: bytes, me: Introduction, place: str) -> None:
     """The caller's side; raises if the other end is not this job's rendezvous."""
-    greeted = _exactly(link, GREETING_BYTES)
+    greeted = receive_exactly(link, GREETING_BYTES)
     if not greeted.startswith(MAGIC):
         raise RefusedError(f"what answers at {place} is no rendezvous of vpipe: give the job another port")
     facts = greeted[len(MAGIC) :] + secrets.token_bytes(CHALLENGE) + struct.pack(">I16s", *me)
     link.sendall(facts[CHALLENGE:] + _proof(secret, b"rank", facts))
-    verdict = _exactly(link, _VERDICT_BYTES)
-    if verdict.startswith(NO):
+    answer = receive_exactly(link, _ANSWER_BYTES)
+    if answer.startswith(NO):
         raise RefusedError(
             f"the rendezvous at {place} belongs to another job and turned rank {me.rank} away: "
             "give each job a port of its own, and all ranks of a job the same VPIPE_SECRET"
         )
-    if not hmac.compare_digest(verdict, YES + _proof(secret, b"rendezvous", facts)):
-        raise RefusedError(f"what answers at {place} does not know this job's secret: it is told nothing")
+    if not hmac.compare_digest(answer, YES + _proof(secret, b"rendezvous", facts)):
+        raise RefusedError(f"what answers at {place} does not know this job's secret: nothing is sent to it")
 
 
 def refusal() -> bytes:
-    return NO.ljust(_VERDICT_BYTES)
+    return NO.ljust(_ANSWER_BYTES)
 
 
 def _proof(secret: bytes, role: bytes, facts: bytes) -> bytes:
     return hmac.digest(secret, MAGIC + role + facts, "sha256")
-
-
-def _exactly(link: socket.socket, count: int) -> bytes:
-    said = b""
-    while len(said) < count:
-        more = link.recv(count - len(said))
-        if not more:
-            raise ConnectionResetError("the connection was closed")
-        said += more
-    return said

@@ -1,10 +1,10 @@
-"""The job that this process is a rank of: who keeps its rendezvous, where, and under which secret.
+"""The job that this process is a rank of: the address of its rendezvous, and the secret.
 
 started by               the ranks meet                                        the secret
 vpipe train              on a socket of the loopback interface that the        drawn by the launcher
                          launcher opened and rank 0 inherits
 torchrun, or a script    on a port that rank 0 chooses and torch's own store   VPIPE_SECRET, else drawn by rank 0,
-with a process group     tells                                                 told by torch's store, to anyone
+with a process group     publishes                                             readable in torch's store
 anything else that       on MASTER_ADDR:MASTER_PORT, that interface alone      VPIPE_SECRET, else none
 sets RANK and the rest
 """
@@ -20,22 +20,57 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from vpipe.communication.interfaces import LOOPBACK
 from vpipe.communication.rendezvous.client import RendezvousAddress, RendezvousClient
 from vpipe.communication.rendezvous.server import Rendezvous
-from vpipe.communication.rendezvous.store import MeetingStore
+from vpipe.communication.sockets import LOOPBACK
 from vpipe.errors import PeerError
 from vpipe.system.environment import LISTENER, SECRET
 
 
+class RendezvousStore(dist.Store):
+    """The rendezvous as a store of torch.distributed, for process groups; bytes travel as Latin-1 text."""
+
+    def __init__(self, client: RendezvousClient) -> None:
+        super().__init__()
+        self._client = client
+        self._seconds = client.timeout
+
+    def set(self, key: str, value: bytes | str) -> None:
+        raw = value.encode() if isinstance(value, str) else value
+        self._client.change("set", key, raw.decode("latin-1"))
+
+    def get(self, key: str) -> bytes:
+        try:
+            return self._client.get(key, self._seconds).encode("latin-1")
+        except PeerError as error:
+            raise dist.DistStoreError(str(error)) from None
+
+    def add(self, key: str, value: int) -> int:
+        return int(self._client.change("add", key, value))
+
+    def check(self, keys: list[str]) -> bool:
+        return all(self._client.change("check", key) for key in keys)
+
+    def deleteKey(self, key: str) -> bool:  # the name by which torch calls it
+        return bool(self._client.change("delete", key))
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        seconds = self._seconds if timeout is None else timeout.total_seconds()
+        for key in keys:
+            self._client.get(key, seconds)
+
+    def set_timeout(self, timeout: timedelta) -> None:
+        self._seconds = timeout.total_seconds()
+
+
 class Job(NamedTuple):
-    meeting: RendezvousClient
-    store: MeetingStore
+    client: RendezvousClient
+    store: RendezvousStore
     rendezvous: Rendezvous | None
-    """Rank 0 keeps it."""
+    """Rank 0 serves it."""
 
     def close(self) -> None:
-        self.meeting.close()
+        self.client.close()
         if self.rendezvous is not None:
             self.rendezvous.close()
 
@@ -44,8 +79,8 @@ _joined: dict[tuple[str, ...], Job] = {}  # the one of this process
 
 
 def join(rank: int, size: int, timeout: float) -> Job:
-    """It lives as long as the process: a world that ends may be followed by another, and a rank that is early
-    must not meet the others at a place that is about to close.
+    """The job lives as long as the process: a world that ends may be followed by another, and a rank that is early
+    must not connect to a rendezvous that is about to close.
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", SECRET)
     key = (str(rank), str(size), *(os.environ.get(name, "") for name in names))
@@ -53,15 +88,15 @@ def join(rank: int, size: int, timeout: float) -> Job:
         while _joined:
             _joined.popitem()[1].close()
         find, rendezvous = _open(rank, size, timeout)
-        meeting = RendezvousClient(rank, find, timeout)
-        _joined[key] = Job(meeting, MeetingStore(meeting), rendezvous)
+        client = RendezvousClient(rank, find, timeout)
+        _joined[key] = Job(client, RendezvousStore(client), rendezvous)
     return _joined[key]
 
 
 def _open(rank: int, size: int, timeout: float) -> tuple[Callable[[], RendezvousAddress], Rendezvous | None]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     secret = os.environ.get(SECRET, "").encode()
-    # Somebody else listens there already, and knows nothing of secrets: it tells where we meet, and no more.
+    # torch's own store listens there already, and has no secret: it only holds the address of the rendezvous.
     if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
         return _beside_torch(address, port, secret, rank, size, timeout)
     place = RendezvousAddress(address, port, secret)
@@ -86,11 +121,13 @@ def _beside_torch(
         except (RuntimeError, dist.DistError):
             raise PeerError(f"rank 0 did not come to the rendezvous within {timeout:g} s") from None
         except (ValueError, TypeError) as error:
-            raise PeerError(f"torch's store at {address}:{port} tells no place to meet: {error}") from None
+            raise PeerError(
+                f"torch's store at {address}:{port} has no address of the rendezvous: {error}"
+            ) from None
 
     if rank:
         return find, None
-    # All ranks on this host: then nobody else needs to reach them.
+    # All ranks are on this host: nobody else needs to reach them.
     host = LOOPBACK if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else address
     listener = _listener(host, 0)
     drawn = "" if secret else secrets.token_hex(32)
@@ -100,7 +137,7 @@ def _beside_torch(
 
 
 def _listener(address: str, port: int) -> socket.socket:
-    """What the launcher has opened for us, or a socket on the interface that has this address."""
+    """The socket that the launcher has opened for us, or one on the interface that has this address."""
     inherited = os.environ.pop(LISTENER, None)
     if inherited is not None:
         listener = socket.socket(fileno=int(inherited))

@@ -1,13 +1,13 @@
-"""The rendezvous: rank 0 keeps what the ranks of a job tell each other at the start, and lets nobody else in.
+"""The server of the rendezvous: rank 0 keeps values that the ranks of a job exchange at the start, for nobody else.
 
-One thread serves everybody. A caller first proves that it knows the job's secret (`handshake`); until then nothing
-that it sends is interpreted, and soon it is turned away. After that it asks, in JSON with its length in front:
+One thread serves all ranks. A caller first proves that it knows the job's secret (`handshake`); until then nothing
+that it sends is interpreted, and soon it is turned away. Its requests are JSON with their length in front:
 
     {"op": "gather", "key": ..., "value": ..., "timeout": ...}    everybody's value, when all have come
-    {"op": "get", "key": ..., "timeout": ...}                      a value, when somebody has set it
-    {"op": "set" | "add" | "check" | "delete", ...}                what they say
+    {"op": "get", "key": ..., "timeout": ...}                      a value, when a rank has set it
+    {"op": "set" | "add" | "check" | "delete", ...}                as their names say
 
-A rank whose connections have ended is gone: whoever waits for it is told at once.
+A rank whose connections have ended is gone: a rank that waits for it is answered so at once.
 """
 
 import json
@@ -27,20 +27,20 @@ from vpipe.communication.rendezvous.handshake import (
     CHALLENGE,
     INTRODUCTION_BYTES,
     Introduction,
+    check_proof,
     greeting,
-    judge,
     refusal,
 )
 
 LENGTH = struct.Struct(">I")
 LARGEST = 16 << 20
 """Bytes of a message at most."""
-PATIENCE = 5.0
+HANDSHAKE_LIMIT = 5.0
 """Seconds that a caller has to prove that it belongs to the job."""
 STRANGERS = 64
 """Callers that have not proved it yet, at most; for a further one the oldest has to go."""
-TOLD = 20
-"""Strangers that are logged; after them nothing more is said, or they could fill the disk."""
+LOGGED = 20
+"""Strangers that are logged at most: more could fill the disk."""
 
 log = logging.getLogger("vpipe.rendezvous")
 
@@ -58,7 +58,7 @@ class _Caller:
 
 @dataclass(eq=False)
 class _Waiting:
-    """A question that cannot be answered yet."""
+    """A request that cannot be answered yet."""
 
     caller: _Caller
     rank: int
@@ -113,15 +113,17 @@ class Rendezvous:
                 if mask & selectors.EVENT_READ:
                     self._read(event.data)
         now = time.monotonic()
-        for caller in [c for c in self._callers if c.who is None and now - c.came > PATIENCE]:
-            self._turn_away(caller, f"it did not prove within {PATIENCE:g} s that it belongs to the job")
+        for caller in [c for c in self._callers if c.who is None and now - c.came > HANDSHAKE_LIMIT]:
+            self._turn_away(
+                caller, f"it did not prove within {HANDSHAKE_LIMIT:g} s that it belongs to the job"
+            )
         self._answer_waiting(now)
         return True
 
     def _pause(self) -> float | None:
         """Until the next deadline."""
         times = [waiting.deadline for waiting in self._waiting]
-        times += [caller.came + PATIENCE for caller in self._callers if caller.who is None]
+        times += [caller.came + HANDSHAKE_LIMIT for caller in self._callers if caller.who is None]
         return max(0.0, min(times) - time.monotonic()) if times else None
 
     # Callers
@@ -130,7 +132,7 @@ class Rendezvous:
         try:
             link, address = self._listener.accept()
         except OSError:
-            return  # it went again, or there are no descriptors left: the next ones may have more luck
+            return  # it went again, or there are no descriptors left: the next caller may be accepted
         link.setblocking(False)
         caller = _Caller(link, _shown(address), time.monotonic(), secrets.token_bytes(CHALLENGE))
         strangers = [known for known in self._callers if known.who is None]
@@ -140,13 +142,13 @@ class Rendezvous:
         self._selector.register(link, selectors.EVENT_READ, caller)
         self._send(caller, greeting(caller.challenge))
 
-    def _turn_away(self, caller: _Caller, why: str, last_words: bytes = b"") -> None:
+    def _turn_away(self, caller: _Caller, why: str, answer: bytes = b"") -> None:
         self._turned_away += 1
-        if self._turned_away <= TOLD:
-            more = "; further ones are not told" if self._turned_away == TOLD else ""
+        if self._turned_away <= LOGGED:
+            more = "; further ones are not logged" if self._turned_away == LOGGED else ""
             log.warning("rendezvous: %s was turned away: %s%s", caller.address, why, more)
         with suppress(OSError):
-            caller.link.send(last_words)
+            caller.link.send(answer)
         self._drop(caller)
 
     def _drop(self, caller: _Caller) -> None:
@@ -173,14 +175,14 @@ class Rendezvous:
         if caller.who is not None:
             self._take_messages(caller)
         elif len(caller.received) == INTRODUCTION_BYTES:
-            self._judge(caller)
+            self._introduce(caller)
 
-    def _judge(self, caller: _Caller) -> None:
-        judged = judge(self._secret, caller.challenge, bytes(caller.received))
-        if judged is None:
+    def _introduce(self, caller: _Caller) -> None:
+        checked = check_proof(self._secret, caller.challenge, bytes(caller.received))
+        if checked is None:
             self._turn_away(caller, "it does not know the job's secret", refusal())
             return
-        who, answer = judged
+        who, answer = checked
         if who.rank >= self._size or self._processes.setdefault(who.rank, who.process) != who.process:
             self._turn_away(caller, f"rank {who.rank} is here already, or there is none", refusal())
             return
@@ -193,12 +195,12 @@ class Rendezvous:
         self._flush(caller)
 
     def _flush(self, caller: _Caller) -> None:
-        with suppress(OSError):  # full: go on later; broken: reading will tell
+        with suppress(OSError):  # full: go on later; broken: reading will find it
             del caller.unsent[: caller.link.send(caller.unsent)]
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if caller.unsent else 0)
         self._selector.modify(caller.link, events, caller)
 
-    # Questions
+    # Requests
 
     def _take_messages(self, caller: _Caller) -> None:
         while len(caller.received) >= LENGTH.size:
@@ -213,22 +215,22 @@ class Rendezvous:
             try:
                 self._take(caller, json.loads(message))
             except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-                self._turn_away(caller, f"it sent what is no question: {error!r}")
+                self._turn_away(caller, f"it sent no valid request: {error!r}")
                 return
 
-    def _take(self, caller: _Caller, question: dict[str, Any]) -> None:
+    def _take(self, caller: _Caller, request: dict[str, Any]) -> None:
         assert caller.who is not None
-        op, key = question["op"], question["key"]
+        op, key = request["op"], request["key"]
         if op in ("gather", "get"):
             if op == "gather":
-                self._gathered[key][caller.who.rank] = question["value"]
-            deadline = time.monotonic() + float(question["timeout"])
+                self._gathered[key][caller.who.rank] = request["value"]
+            deadline = time.monotonic() + float(request["timeout"])
             self._waiting.append(_Waiting(caller, caller.who.rank, op, key, deadline))
         elif op == "set":
-            self._values[key] = question["value"]
+            self._values[key] = request["value"]
             self._send(caller, framed({"value": None}))
         elif op == "add":
-            self._values[key] = str(int(self._values.get(key, "0")) + int(question["value"]))
+            self._values[key] = str(int(self._values.get(key, "0")) + int(request["value"]))
             self._send(caller, framed({"value": int(self._values[key])}))
         elif op == "check":
             self._send(caller, framed({"value": key in self._values}))
@@ -251,7 +253,7 @@ class Rendezvous:
 
     def _ready(self, waiting: _Waiting, gone: set[int], now: float) -> dict[str, Any] | None:
         if waiting.op == "get":
-            missing = set(range(self._size)) - {waiting.rank}  # whose value it is, only the asker knows
+            missing = set(range(self._size)) - {waiting.rank}  # only the caller knows whose value it is
             if waiting.key in self._values:
                 return {"value": self._values[waiting.key]}
         else:

@@ -1,6 +1,6 @@
-"""Beats between ranks that no launcher watches: silence, a sudden end and last words are told apart.
+"""Heartbeats between ranks that no launcher watches: silence, a sudden end and an error are told apart.
 
-The ranks are processes that do nothing but beat; `test_network.py` cuts a real network.
+The ranks are processes that do nothing else; `test_network.py` cuts a real network.
 """
 
 import multiprocessing
@@ -19,25 +19,25 @@ import pytest
 
 from tests.waiting import wait_until
 from vpipe.communication import heartbeat
-from vpipe.communication.heartbeat import Heartbeat, connect_beats
+from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 
-NEVER = 10.0
-"""Seconds: a limit that is not to end anything; what ends at once is noticed within a twentieth of it."""
+NEVER = 100_000.0
+"""Seconds: a limit that does not expire. Heartbeats are a twentieth of it apart: no test waits for the next one."""
 FOUND = 5.0
-"""Seconds of silence by which a rank is missed; none that beats is kept from the processor for so long."""
+"""Seconds of silence after which a rank is lost; a busy machine keeps none from the processor for so long."""
 
 
 def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: str) -> None:
-    """Beat until told otherwise."""
+    """Send heartbeats until told otherwise."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
-    heartbeat.TO_END = 0.1
+    heartbeat.EXIT_WAIT = 0.1
 
     def gather(name: str, mine: Any) -> list[Any]:
         pipe.send(mine)
         return pipe.recv()
 
-    own = connect_beats(rank, size, ("127.0.0.1", 1), gather, limit)
-    pipe.send("beating")
+    own = connect_heartbeat(rank, size, ("127.0.0.1", 1), gather, limit)
+    pipe.send("connected")
     pipe.recv()
     if what == "leave":
         own.close()
@@ -53,7 +53,7 @@ def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: 
         own.close()
     else:
         time.sleep(600)
-    pipe.send(Heartbeat.verdict)
+    pipe.send(Heartbeat.failure)
 
 
 class Job:
@@ -77,7 +77,7 @@ class Job:
     def begin(self) -> None:
         for pipe in self.pipes:
             pipe.send(self._gathered)
-        assert [pipe.recv() for pipe in self.pipes] == ["beating"] * len(self.pipes)
+        assert [pipe.recv() for pipe in self.pipes] == ["connected"] * len(self.pipes)
         for pipe in self.pipes:
             pipe.send("go")
 
@@ -104,7 +104,10 @@ def job(tmp_path: Path) -> Iterator[Callable[..., Job]]:
 
 @pytest.mark.parametrize(
     ("number", "limit", "how"),
-    [(signal.SIGSTOP, FOUND, "not heard of for "), (signal.SIGKILL, NEVER, "it ended without a word")],
+    [
+        (signal.SIGSTOP, FOUND, "no heartbeat for "),
+        (signal.SIGKILL, NEVER, "its process ended and gave no reason"),
+    ],
 )
 def test_all_others_name_the_one_that_fell_silent(
     number: int, limit: float, how: str, job: Callable[..., Job]
@@ -119,14 +122,14 @@ def test_all_others_name_the_one_that_fell_silent(
         assert socket.gethostname() in said
 
 
-def test_last_words_are_passed_on(job: Callable[..., Job]) -> None:
+def test_the_error_of_a_rank_reaches_its_peers(job: Callable[..., Job]) -> None:
     made = job("wait", "fail")
     made.begin()
     assert "stopped because rank 1 failed: RuntimeError: all is lost" in made.said(0)
 
 
-def test_who_says_goodbye_is_not_missed(job: Callable[..., Job]) -> None:
-    """The one that stays waits until it knows of nobody whom it could miss."""
+def test_a_rank_that_says_goodbye_is_not_lost(job: Callable[..., Job]) -> None:
+    """The one that stays waits until it has no peer left to lose."""
     made = job("leave", "stay", "leave")
     made.begin()
     assert [pipe.recv() for pipe in made.pipes] == [""] * 3
@@ -140,17 +143,17 @@ def test_a_stranger_is_turned_away(job: Callable[..., Job]) -> None:
     assert [pipe.recv() for pipe in made.pipes] == [""] * 2
 
 
-def test_a_connection_that_breaks_off_is_an_end_without_a_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_connection_that_breaks_off_ends_without_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     """As that of a process that was killed before it had read all."""
-    monkeypatch.setattr(heartbeat, "TO_END", 600.0)  # it is this process that would end
+    monkeypatch.setattr(heartbeat, "EXIT_WAIT", 600.0)  # it is this process that would end
     with socket.create_server(("127.0.0.1", 0)) as listener:
         peer = socket.create_connection(listener.getsockname())
         link, _ = listener.accept()
     own = Heartbeat(0, {1: link}, ["here", "there"], NEVER)
-    assert peer.recv(1)  # it has sent its first beat: now it listens
+    assert peer.recv(1)  # its first heartbeat: now it listens
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
     peer.close()
     wait_until(lambda: own.lost, "the loss")
     own.close()
-    assert Heartbeat.verdict == "rank 1 failed: it ended without a word (there)"
-    monkeypatch.setattr(Heartbeat, "verdict", "")
+    assert Heartbeat.failure == "rank 1 failed: its process ended and gave no reason (on there)"
+    monkeypatch.setattr(Heartbeat, "failure", "")

@@ -1,4 +1,4 @@
-"""Last words: a rank that fails speaks before a signal ends it, and a signal ends it all the same if it does not."""
+"""A rank that fails reports its error before a signal ends it, and a signal ends it all the same if it does not."""
 
 import os
 import signal
@@ -9,11 +9,10 @@ from pathlib import Path
 BEGIN = """
 import ctypes, os, signal
 from vpipe.errors import VPipeError
-from vpipe.launch import last_error
-from vpipe.launch.last_error import hold_signals
-from vpipe.launch.rank import fail
+from vpipe.launch import rank
+from vpipe.launch.rank import fail, hold_signals
 
-last_error.TO_SPEAK = 1000.0  # a process that gets no processor for a while may speak all the same
+rank.SIGNAL_LIMIT = 1000.0  # longer than a busy machine keeps a process from its processor
 
 def signalled(number=signal.SIGTERM):
     os.kill(os.getpid(), number)
@@ -29,7 +28,7 @@ def ended(script: str) -> tuple[int, str]:
     return found.returncode, found.stderr
 
 
-def test_it_speaks_before_it_ends() -> None:
+def test_it_reports_its_error_before_it_ends() -> None:
     held = "hold_signals(); hold_signals(); signalled(); signalled(signal.SIGINT)\n"
     assert ended(held + "fail(VPipeError('this is why'))") == (2, "error: this is why\n")
 
@@ -45,9 +44,9 @@ fail(Mistake())
     assert ended(mistake) == (2, "error: this is why\n")
 
 
-def test_who_does_not_come_to_speak_is_ended_inside_a_library_too() -> None:
+def test_one_that_does_not_report_is_ended_inside_a_library_too() -> None:
     stuck = """
-last_error.TO_SPEAK = 0.2
+rank.SIGNAL_LIMIT = 0.2
 signal.signal(signal.SIGUSR1, lambda *_: None)
 hold_signals()
 signalled(signal.SIGUSR1)  # sets no limit

@@ -1,0 +1,236 @@
+"""The channels over torch.distributed's point-to-point transfers: gloo, NCCL, and gloo through host memory."""
+
+from __future__ import annotations
+
+from collections import defaultdict, deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import TimeoutError as NotStarted
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.communication.channel import HOST, Channel, Key
+from vpipe.errors import PeerError
+
+_STREAMS = 4096
+_NUMBERS = 1 << 18
+
+
+def _tag(key: Key) -> int:
+    """Both sides make the same tag; numbers repeat long after their messages were taken."""
+    if key.stream >= _STREAMS:
+        raise PeerError(
+            f"{key.stream + 1} named tensors cross the cuts, gloo tags hold {_STREAMS}: use fewer stages"
+        )
+    return key.number % _NUMBERS * _STREAMS + key.stream
+
+
+class DistributedChannel(Channel):
+    """Over gloo, between any two hosts.
+
+    Gloo starts a transfer when both sides have posted it, in a thread of its own, so a send that meets a receive
+    posted ahead costs the sender nothing. Whether a transfer is done cannot be read, only waited for: sent
+    tensors are kept until the peer is known to have them (`confirm`) or the buffer is full.
+    """
+
+    name = "gloo"
+    takes_expectations = True
+
+    def __init__(self, peer: int, buffer: int, timeout: float) -> None:
+        super().__init__(peer, buffer, timeout)
+        self._sent: dict[int, deque[tuple[Key, Any, Tensor]]] = defaultdict(deque)
+        self._posted: dict[Key, tuple[Any, Tensor]] = {}
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        self._wait_for_room(key)
+        tensor = tensor.detach().contiguous()
+        self._sent[key.stream].append((key, self._begin(dist.isend, tensor, key), tensor))
+
+    def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
+        if key not in self._posted:
+            tensor = self._allocate(tuple(shape), dtype, device)
+            self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
+
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
+        self.expect(key, shape, dtype, device)
+        work, tensor = self._posted.pop(key)
+        self._wait(work, f"message {key}")
+        return tensor
+
+    def confirm(self, key: Key) -> None:
+        under_way = self._sent[key.stream]
+        while under_way and under_way[0][0].number <= key.number:
+            self._wait(under_way.popleft()[1], f"message {key} to be taken")
+
+    def leftovers(self) -> list[str]:
+        for under_way in self._sent.values():
+            while under_way:
+                key, work, _ = under_way.popleft()
+                self._wait(work, f"message {key} to be taken")
+        return [f"{key} from rank {self.peer} was posted and not taken" for key in self._posted]
+
+    def close(self) -> None:
+        self._sent.clear()
+        self._posted.clear()
+
+    def _wait_for_room(self, key: Key) -> None:
+        under_way = self._sent[key.stream]
+        while len(under_way) >= self.buffer:
+            self._wait(under_way[0][1], f"room to send {key}")
+            under_way.popleft()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Memory to receive into."""
+        return torch.empty(shape, dtype=dtype)
+
+    def _begin(self, transfer: Callable[..., Any], tensor: Tensor, key: Key) -> Any:
+        try:
+            return transfer(tensor, self.peer, **self._route(tensor, key))
+        except RuntimeError as error:
+            raise self._no_answer(f"message {key}", error) from error
+
+    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
+        """The arguments by which both sides find the same transfer."""
+        return {"tag": _tag(key)}
+
+    def _wait(self, work: Any, what: str) -> None:
+        try:
+            work.wait(timedelta(seconds=self.timeout))
+        except RuntimeError as error:
+            raise self._no_answer(what, error) from error
+
+    def _no_answer(self, what: str, error: RuntimeError) -> PeerError:
+        return PeerError(f"rank {self.peer} did not answer: {what} ({str(error).splitlines()[0]})")
+
+
+class StreamGroups:
+    """A process group for each stream, made by all ranks together once the number of streams is known."""
+
+    def __init__(self, needed: bool, timeout: float, backend: str = "nccl") -> None:
+        self._needed = needed
+        self._timeout = timeout
+        self._backend = backend
+        self._groups: list[Any] = []
+
+    def open(self, count: int) -> None:
+        if self._needed:
+            wait = timedelta(seconds=self._timeout)
+            self._groups = [dist.new_group(backend=self._backend, timeout=wait) for _ in range(count)]
+
+    def __getitem__(self, stream: int) -> Any:
+        return self._groups[stream]
+
+    def close(self) -> None:
+        for group in self._groups:
+            dist.destroy_process_group(group)
+        self._groups.clear()
+
+
+class GroupChannel(DistributedChannel):
+    """Over NCCL: tensors of GPUs go from card to card, plain numbers by gloo.
+
+    NCCL has no tags: two ranks must start their transfers on one communicator in the same order. A stream (one named
+    tensor in one direction) is sent and received in order of its minibatches whatever the schedule, but different
+    streams of one pair may be posted in different orders on the two sides. So each stream has a process group, and
+    with it communicators, of its own, and neither forward and backward nor two tensors queue behind each other. Groups
+    are cheap: NCCL connects a pair when the first message between them is posted.
+
+    `everything` sends host tensors over the groups too: for tests without a GPU.
+    """
+
+    name = "NCCL"
+
+    def __init__(
+        self, peer: int, buffer: int, timeout: float, groups: StreamGroups, *, everything: bool = False
+    ) -> None:
+        super().__init__(peer, buffer, timeout)
+        self._groups = groups
+        self._everything = everything
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(shape, dtype=dtype, device=device)
+
+    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
+        if self._everything or tensor.is_cuda:
+            return {"group": self._groups[key.stream]}
+        return super()._route(tensor, key)
+
+
+class _StagedWork(NamedTuple):
+    """A transfer that starts when its copy is made, waited for as torch's own works are."""
+
+    started: Future[Any]
+
+    def wait(self, timeout: timedelta) -> None:
+        try:
+            work = self.started.result(timeout.total_seconds())
+        except NotStarted:
+            raise RuntimeError("the GPU has not copied it to the host") from None
+        work.wait(timeout)
+
+
+class StagedChannel(DistributedChannel):
+    """Between GPUs without NCCL or CUDA IPC: through pinned memory of both hosts, over gloo.
+
+    Gloo must not read a buffer before the GPU has written it, and only the host can know: a thread waits for each copy
+    and starts its transfer, in order, while the rank goes on. On the other side the receive is posted ahead into
+    pinned memory and the copy to the GPU runs on a stream of its own.
+    """
+
+    name = "gloo, through host memory"
+
+    def __init__(self, peer: int, buffer: int, timeout: float, device: torch.device) -> None:
+        super().__init__(peer, buffer, timeout)
+        self.device = device
+        self._copies = torch.cuda.Stream(device)  # of what arrives
+        self._starter = ThreadPoolExecutor(1, f"to rank {peer}")
+        self._newest: Future[Any] | None = None
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        if not tensor.is_cuda:
+            super().send(key, tensor)
+            return
+        if self._newest is not None and self._newest.done():
+            self._newest.result()  # raises if it could not be started
+        self._wait_for_room(key)
+        staged = _pinned(tuple(tensor.shape), tensor.dtype)
+        staged.copy_(tensor.detach(), non_blocking=True)
+        copied = torch.cuda.Event()
+        copied.record(torch.cuda.current_stream(self.device))
+        self._newest = self._starter.submit(self._begin_when_copied, key, staged, copied)
+        self._sent[key.stream].append((key, _StagedWork(self._newest), staged))
+
+    def receive(
+        self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
+    ) -> Tensor:
+        arrived = super().receive(key, shape, dtype, device)
+        if device.type != "cuda":
+            return arrived
+        tensor = torch.empty_like(arrived, device=self.device)
+        current = torch.cuda.current_stream(self.device)
+        self._copies.wait_stream(current)  # the memory may still be read by what was there before
+        with torch.cuda.stream(self._copies):
+            tensor.copy_(arrived, non_blocking=True)
+        current.wait_stream(self._copies)
+        return tensor
+
+    def close(self) -> None:
+        self._starter.shutdown(wait=False, cancel_futures=True)
+        super().close()
+
+    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+        return _pinned(shape, dtype) if device.type == "cuda" else super()._allocate(shape, dtype, device)
+
+    def _begin_when_copied(self, key: Key, staged: Tensor, copied: torch.cuda.Event) -> Any:
+        copied.synchronize()
+        return self._begin(dist.isend, staged, key)
+
+
+def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    return torch.empty(shape, dtype=dtype, pin_memory=True)
