@@ -13,8 +13,7 @@ from tests.examples import varied
 from vpipe import Pipeline
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import ConfigError
-from vpipe.observe.counted import counted_memory
-from vpipe.observe.counts import counts
+from vpipe.observe.action_figures import counted_memory, counts
 from vpipe.observe.figures import figures_of
 from vpipe.observe.trace import messages, write_trace
 from vpipe.observe.watch import MemorySamples

@@ -3,8 +3,8 @@
 import json
 from pathlib import Path
 
-from vpipe.observe.report.run import run_data
-from vpipe.record.run_files import read_metrics
+from vpipe.observe.report import run_data
+from vpipe.record.run_folder import read_metrics
 
 
 def test_what_a_restarted_run_told_last_counts(tmp_path: Path) -> None:

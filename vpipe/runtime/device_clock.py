@@ -24,35 +24,39 @@ class DeviceClock(Generic[T]):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pending: deque[tuple[T, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[T, torch.cuda.Event, float]] = deque()
         self._spare: list[torch.cuda.Event] = []
         self._base = self._event()
         self._base.record()
         self._base.synchronize()
         self._base_time = perf_counter()
-        self._last_time = self._base_time
+        self.reached = self._base_time  # the end of the last mark that was read
         self._since_base = 0
 
     def mark(self, what: T) -> None:
         """Everything issued since the last mark belongs to this one."""
         event = self._event()
         event.record()
-        self._pending.append((what, event))
+        self._pending.append((what, event, perf_counter()))
 
     def passed(self, *, wait: bool = False) -> Iterator[tuple[T, float, float]]:
         """Marks that the GPU has passed, with their start and end; all of them if `wait`."""
         while self._pending and (wait or self._pending[0][1].query()):
-            what, event = self._pending.popleft()
+            what, event, issued = self._pending.popleft()
             if wait:
                 event.synchronize()
-            start, self._last_time = self._last_time, self._base_time + self._base.elapsed_time(event) / 1000
+            end = self._base_time + self._base.elapsed_time(event) / 1000
+            # The clocks of host and GPU drift apart. The GPU passes a mark after it is issued and before it is read.
+            right = min(max(end, issued), perf_counter())
+            self._base_time += right - end
+            start, self.reached = self.reached, max(self.reached, right)
             self._since_base += 1
             if self._since_base >= REBASE:
                 self._spare.append(self._base)
-                self._base, self._base_time, self._since_base = event, self._last_time, 0
+                self._base, self._base_time, self._since_base = event, right, 0
             else:
                 self._spare.append(event)
-            yield what, start, self._last_time
+            yield what, start, self.reached
 
     def _event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -1,6 +1,8 @@
 """What a rank has done: each action's time added to its figures, and the action to the events.
 
-On a CPU an action is over when its method returns. On a GPU it is issued then, and recorded once the GPU has passed it.
+On a CPU an action is over when its method returns. On a GPU it is issued then, and recorded once the GPU has passed it:
+it lasts from the end of the action before it, or from when the host began to issue it if that was later, to its own
+end. In between the GPU has nothing to do.
 """
 
 from __future__ import annotations
@@ -30,6 +32,15 @@ class Done(NamedTuple):
     evaluation: bool
 
 
+class Issued(NamedTuple):
+    """The host's times of an action: when it began and ended to issue it, and waited for messages meanwhile."""
+
+    done: Done
+    start: float
+    end: float
+    waited: float
+
+
 class Recording:
     def __init__(self, rank: int, edges: Iterable[tuple[int, int]], device: torch.device) -> None:
         self.forward = RuntimeStats()
@@ -40,7 +51,9 @@ class Recording:
             **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), self.forward),
             **dict.fromkeys((Op.REDUCE, Op.STEP), self.update),
         }
-        self._clock: DeviceClock[Done | None] | None = DeviceClock(device) if device.type == "cuda" else None
+        self._clock: DeviceClock[Issued | None] | None = (
+            DeviceClock(device) if device.type == "cuda" else None
+        )
 
     def begin(self) -> None:
         """A program starts: what came before, a save perhaps, is not its first action's time."""
@@ -49,18 +62,30 @@ class Recording:
 
     def done(self, done: Done, start: float, waited: float) -> None:
         """The action was issued at `start`, and the host has waited so long for messages meanwhile."""
+        issued = Issued(done, start, perf_counter(), waited)
         if self._clock is None:
-            self._add(done, start, perf_counter(), waited)
+            self._add(*issued)
         else:
-            self._clock.mark(done)
+            self._clock.mark(issued)
             self.read_clock()
 
     def read_clock(self, *, wait: bool = False) -> None:
         """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
         if self._clock is not None:
-            for done, start, end in self._clock.passed(wait=wait):
-                if done is not None:
-                    self._add(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
+            for issued, earliest, end in self._clock.passed(wait=wait):
+                if issued is None:
+                    continue
+                start = min(end, max(earliest, issued.start))
+                waited = end - start
+                if issued.done.action.op not in RECEIVES:
+                    # The GPU is idle while the host waits, unless it is still busy with earlier actions.
+                    waited = min(issued.waited, waited, max(0.0, issued.end - start))
+                self._add(issued.done, start, end, waited)
+
+    @property
+    def clock(self) -> float:
+        """The time up to which actions are recorded: now or, on a GPU, the end of the last one that was read."""
+        return perf_counter() if self._clock is None else self._clock.reached
 
     @property
     def waited_on_device(self) -> float | None:

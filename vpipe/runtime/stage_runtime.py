@@ -133,7 +133,6 @@ class StageRuntime:
         for link in self._route(stage, minibatch).received:
             tensor = self._receive(link, stage, minibatch, backward=False)
             stage.hand_over(minibatch, link.value, tensor)
-            self.forward_stats.bytes_received += tensor.nbytes
 
     def run_forward(self, stage: Stage, minibatch: int) -> None:
         self.forward_minibatch_id = minibatch
@@ -156,9 +155,7 @@ class StageRuntime:
     def send_tensors_forward(self, stage: Stage, minibatch: int) -> None:
         outputs = self.unsent.pop((stage.index, minibatch))
         for link in self._route(stage, minibatch).sent:
-            output = outputs[link.value]
-            self.handler.send(link.name, output, minibatch, link.rank)
-            self.forward_stats.bytes_sent += output.nbytes
+            self.handler.send(link.name, outputs[link.value], minibatch, link.rank)
         if self.forward_only:
             self._end_evaluation(stage, minibatch)
 
@@ -169,7 +166,6 @@ class StageRuntime:
             gradient = self._receive(link, stage, minibatch, backward=True)
             stage.gradient_arrived(minibatch, link.value, link.stage, gradient)
             self.handler.confirm(link.name, minibatch, link.rank)
-            self.backward_stats.bytes_received += gradient.nbytes
 
     def run_backward(self, stage: Stage, minibatch: int) -> None:
         self.run_input_backward(stage, minibatch)
@@ -199,9 +195,7 @@ class StageRuntime:
         gradients = self.unsent.pop((stage.index, minibatch))
         for link in self._route(stage, minibatch).received:
             if link.value in gradients:
-                gradient = gradients[link.value]
-                self.handler.send(link.name, gradient, minibatch, link.rank, backward=True)
-                self.backward_stats.bytes_sent += gradient.nbytes
+                self.handler.send(link.name, gradients[link.value], minibatch, link.rank, backward=True)
 
     # Update
 

@@ -20,7 +20,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     from vpipe.launch.last_error import hold_signals
     from vpipe.launch.rank import ASKED, start_beating
     from vpipe.observe.report import write_report
-    from vpipe.observe.summary import summary_table
+    from vpipe.observe.screen import summary_table
     from vpipe.observe.trace import write_trace
     from vpipe.system.console import show
     from vpipe.system.files import write_json

@@ -12,7 +12,7 @@ from vpipe import checkpoint
 from vpipe.config import RunConfig
 from vpipe.errors import PeerError, VPipeError
 from vpipe.pipeline import Pipeline
-from vpipe.record.folder import newest_runs
+from vpipe.record.run_folder import newest_runs
 from vpipe.train.requests import GIVE_UP, SAVE, STOP, Requests
 
 BEST = "best_evaluation_loss"

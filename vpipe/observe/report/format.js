@@ -1,5 +1,5 @@
 "use strict";
-// Small things that every part of the page uses: elements, numbers for people, colours.
+// Helpers of all parts of the page: elements, readable numbers, colours.
 
 const byId = (id) => document.getElementById(id);
 
@@ -14,7 +14,7 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Microseconds as a time that people read. */
+/** Microseconds as a readable time. */
 function duration(micro) {
   if (micro >= 1e6) return `${(micro / 1e6).toFixed(micro >= 1e7 ? 1 : 2)} s`;
   if (micro >= 1e3) return `${(micro / 1e3).toFixed(micro >= 1e4 ? 1 : 2)} ms`;
