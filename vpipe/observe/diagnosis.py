@@ -202,7 +202,7 @@ def _remedy(largest: str, part: dict[str, int]) -> str:
 # Loss
 
 FEW = 5
-"""With fewer losses nothing can be said."""
+"""With fewer losses the finding is UNKNOWN."""
 FALLS = 0.02
 """The share by which a loss must fall between the first fifth and the last."""
 

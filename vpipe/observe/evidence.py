@@ -20,7 +20,7 @@ FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
 class Finding:
     topic: str
     grade: str
-    """FAULT: this is wrong. NOTICE: it could be better. FINE. UNKNOWN: the run's files say too little."""
+    """FAULT: this is wrong. NOTICE: it could be better. FINE. UNKNOWN: the run's files lack something."""
     text: str
     figures: dict[str, Any] = field(default_factory=dict)
 

@@ -50,6 +50,13 @@ class RankFigures:
     def compute(self) -> float:
         return self.forward + self.backward + self.update
 
+    def speed(self, samples: int) -> dict[str, float]:
+        """`samples` are those of an update."""
+        return {
+            "samples_per_s": samples * self.updates / self.seconds if self.seconds else 0.0,
+            "seconds_per_update": self.seconds / self.updates if self.updates else 0.0,
+        }
+
     @property
     def shares(self) -> dict[str, float]:
         return time_shares(asdict(self))

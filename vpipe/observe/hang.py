@@ -27,11 +27,11 @@ from vpipe.schedule.draw import draw_marked
 from vpipe.schedule.walk import Deadlock
 
 SILENT = 3.0
-"""Seconds without a status after which the page and the process are looked at."""
+"""Seconds without a status after which the page and the process are checked."""
 DRAWN = 200
 """The most minibatches that a drawing shows; a longer schedule repeats itself."""
 ACTIONS = 20_000
-STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "says nothing any more"
+STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "does not respond any more"
 
 
 @dataclass(frozen=True)

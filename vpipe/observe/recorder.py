@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
 RECENT = 10
-"""Updates whose mean is the final loss; that of a single one says little."""
+"""Updates whose mean is the final loss; that of a single one is noisy."""
 TOTALS = (*TIMES, "seconds", "clock", "updates", "bytes_sent", "bytes_received")
 """Figures that a status has."""
 
@@ -45,7 +45,7 @@ class Recorder:
         self.log = RankLog(folder / f"output.log.{pipe.rank}")
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.error: BaseException | None = None  # set by whoever catches the error that ends the run
+        self.error: BaseException | None = None  # the error that ends the run; set from outside
         self._pipe = pipe
         self._total = total
         self._samples, self._tokens = samples, tokens
@@ -113,15 +113,13 @@ class Recorder:
         ranks = [RankFigures(*numbers) for numbers in gathered]
         placement = self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
-        first = ranks[0]
         summary = {
             # A run that was restarted after its last update has made none.
             "loss": mean([loss for _, loss in self.losses[-RECENT:]] or [self.evaluations[-1][1]]),
             "evaluation_loss": self.evaluations[-1][1],
             "perplexity": perplexity(self.evaluations[-1][1]),
             "updates": self._pipe.updates,
-            "samples_per_s": self._samples * first.updates / first.seconds if first.seconds else 0.0,
-            "seconds_per_update": first.seconds / first.updates if first.updates else 0.0,
+            **ranks[0].speed(self._samples),
             **shares(ranks),
             "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
             "ranks": by_rank,
@@ -150,12 +148,11 @@ class Recorder:
             self._metrics.close()
 
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
-        rate = self._samples * so_far.updates / so_far.seconds if so_far.seconds else 0.0
+        speed = so_far.speed(self._samples)
         return {
             "learning_rate": self._pipe.learning_rate,
-            "samples_per_s": rate,
-            "tokens_per_s": rate * self._tokens,
-            "seconds_per_update": so_far.seconds / so_far.updates if so_far.updates else 0.0,
+            **speed,
+            "tokens_per_s": speed["samples_per_s"] * self._tokens,
             "peak_memory": so_far.peak_memory,
         }
 
@@ -169,12 +166,11 @@ class Recorder:
         times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in each.items())
         sent, received = recent.bytes_sent / recent.updates, recent.bytes_received / recent.updates
         stages = ", ".join(map(str, self._pipe.runtime.stages))
-        share = recent.shares
+        share, speed = recent.shares, recent.speed(self._samples)
         self.log.line(
             f"Iteration {done}, stage {stages}, for each update: {times}, "
             f"sent {show_bytes(sent)}, received {show_bytes(received)}; "
-            f"{self._samples * recent.updates / recent.seconds:.1f} samples/s, "
-            f"{1000 * recent.seconds / recent.updates:.1f} ms an update, "
+            f"{speed['samples_per_s']:.1f} samples/s, {1000 * speed['seconds_per_update']:.1f} ms an update, "
             f"communication {share['communication_share']:.1%}, bubble {share['bubble_share']:.1%}"
         )
         if self._metrics is not None:

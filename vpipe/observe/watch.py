@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -22,6 +21,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from vpipe.communication.handler import ROOM
 from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.observe.hang import explain
+from vpipe.record.events import MemorySamples
 from vpipe.record.run_folder import RankLog
 from vpipe.record.status import (
     ENDED,
@@ -47,8 +47,6 @@ STATUS = 10
 """Samples between two statuses."""
 WINDOW = 5
 """Statuses over which `times` are counted."""
-SAMPLES = 36_000
-"""Of the memory; of a longer run the last hour."""
 ANSWERS = 2.5
 """Seconds that the other ranks have to write their status after a request."""
 REQUEST, EXPLAINED = "hang.request", "hang.txt"
@@ -214,18 +212,3 @@ class _Place(NamedTuple):
     since: float
     waits: bool
     """Whether it is an action that may wait for other ranks."""
-
-
-class MemorySamples:
-    """Times and bytes, the last `SAMPLES` of them, of a process or a device."""
-
-    def __init__(self, of: str) -> None:
-        self.of = of
-        self.times = array("d")
-        self.bytes = array("q")
-
-    def add(self, now: float, count: int) -> None:
-        if len(self.times) == SAMPLES:
-            del self.times[: SAMPLES // 10], self.bytes[: SAMPLES // 10]
-        self.times.append(now)
-        self.bytes.append(count)

@@ -7,11 +7,12 @@ Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.ru
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
 from vpipe.schedule import Action, Op
@@ -19,8 +20,10 @@ from vpipe.system.files import read_json, write_text
 
 CAPACITY = 1 << 16
 """Actions that a ring holds: some 3 MB, of which the system provides only the pages that are written to."""
+SAMPLES = 36_000
+"""Of the memory; of a longer run the last hour."""
 MEMORY = 4000
-"""Samples of the process' memory in a file at most."""
+"""The most samples of the memory in a file."""
 FORMAT = "vpipe events 1"
 NO_VERSION = -1
 """The weight version of an action that reads and makes none."""
@@ -67,17 +70,19 @@ class StageBytes(NamedTuple):
     minibatch: int
 
 
-class Samples(Protocol):
-    """The memory of a process, or of its device, over time."""
+class MemorySamples:
+    """Times and bytes of a process or a device, the last `SAMPLES` of them."""
 
-    @property
-    def of(self) -> str: ...
+    def __init__(self, of: str) -> None:
+        self.of = of
+        self.times = array("d")
+        self.bytes = array("q")
 
-    @property
-    def times(self) -> Sequence[float]: ...
-
-    @property
-    def bytes(self) -> Sequence[int]: ...
+    def add(self, now: float, count: int) -> None:
+        if len(self.times) == SAMPLES:
+            del self.times[: SAMPLES // 10], self.bytes[: SAMPLES // 10]
+        self.times.append(now)
+        self.bytes.append(count)
 
 
 @dataclass(frozen=True)
@@ -147,7 +152,7 @@ class Events:
         return Recorded(action, start, end, wait, sent, received, version, evaluation)
 
     def write(
-        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: Samples | None = None
+        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: MemorySamples | None = None
     ) -> Path:
         """Write `events.<rank>.json` into a run's folder."""
         path = folder / f"events.{self.rank}.json"
@@ -183,7 +188,7 @@ def _row(entry: Recorded, origin: float) -> tuple[Any, ...]:
     return (str(entry.action), *nanoseconds, entry.sent, entry.received, entry.version, int(entry.evaluation))
 
 
-def _thinned(memory: Samples, origin: float) -> list[list[int]]:
+def _thinned(memory: MemorySamples, origin: float) -> list[list[int]]:
     """[nanoseconds from `origin`, bytes]: at most `MEMORY` samples, each the largest of its neighbours."""
     count = len(memory.bytes)
     step = max(1, -(-count // MEMORY))

@@ -8,9 +8,11 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
+
+from pydantic import TypeAdapter
 
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
 TIMES = ("forward", "backward", "update", "send", "wait")
@@ -116,13 +118,9 @@ def read_statuses(folder: Path) -> list[Status]:
 
 def read_status(path: Path) -> Status | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = {entry.name for entry in fields(Status)}
-        values = {key: value for key, value in values.items() if key in known}
-        if values.get("waiting") is not None:
-            values["waiting"] = Waiting(**values["waiting"])
-        for key in ("stages", "in_flight", "versions"):
-            values[key] = tuple(values.get(key, ()))
-        return Status(**values)
-    except (OSError, ValueError, TypeError):
+        return _STATUS.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
+
+
+_STATUS = TypeAdapter(Status)

@@ -48,7 +48,7 @@ function repeat(predicted, rank, stages, first, turns, ops) {
 
 const keyOf = (stage, op, minibatch) => (minibatch * 256 + stage) * 16 + op;
 
-/** Where each action of training stands in a lane. */
+/** The place of each action of training in a lane. */
 function placesOf(lane) {
   const places = new Map();
   for (let i = 0; i < lane.start.length; i++) {

@@ -21,7 +21,7 @@ function duration(micro) {
   return `${micro.toFixed(micro >= 10 ? 0 : 1)} µs`;
 }
 
-/** A time on an axis whose marks are `step` microseconds apart: just as many digits as tell them apart. */
+/** A time on an axis whose marks are `step` microseconds apart: with as many digits as the marks need to differ. */
 function mark(micro, step) {
   const [unit, scale] = micro + step >= 1e6 ? ["s", 1e6] : micro + step >= 1e3 ? ["ms", 1e3] : ["µs", 1];
   let digits = 0;

@@ -66,7 +66,7 @@ function showComparison(runs) {
   byId("comparison-table").replaceChildren(row(head, "th"), ...lines.map((line) => row(line)));
 }
 
-/** For each stage where it lies, what becomes of its blocks' activations, and which blocks they are. */
+/** For each stage its ranks, the memory policies of its blocks, and their names. */
 function showPlan(run) {
   const { plan } = run;
   const partition = plan.partition || run.summary.partition || [];
