@@ -3,7 +3,6 @@
 import os
 import signal
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -20,7 +19,7 @@ from vpipe.observe import hang
 from vpipe.observe.diagnosis import Finding, diagnose
 from vpipe.observe.recorder import Recorder
 from vpipe.record.status import read_statuses
-from vpipe.schedule import Op
+from vpipe.runtime.prefetch import Work
 from vpipe.train.description import write_stages
 from vpipe.weights import optimizer_factory
 
@@ -59,10 +58,9 @@ def _train(
             "a status before the first action",
         )
         seconds = BLOCK * partition[pipe.rank] * (4 if pipe.rank == slow else 1)
-        for op in (Op.F, Op.B):
-            pipe.runtime.wrap(op, lambda plain: sleepy(plain, clock, seconds))
+        pipe.on_action(lambda work: clock.sleep(seconds), ("F", "B"))
         if pipe.rank == dies:
-            pipe.runtime.wrap(Op.F, lambda plain: deadly(plain, folder, dies))
+            pipe.on_action(lambda work: die_in_17(work, folder), ("F",))
         if pipe.rank == 0:
             write_stages(pipe.layout, folder, None)
             policies = ("keep",) * len(pipe.layout.policies)
@@ -80,25 +78,12 @@ def _train(
             recorder.close()
 
 
-def sleepy(plain: Any, clock: VirtualClock, seconds: float) -> Any:
-    def longer(stage: Any, minibatch: int) -> None:
-        clock.sleep(seconds)
-        plain(stage, minibatch)
-
-    return longer
-
-
-def deadly(plain: Any, folder: Path, rank: int) -> Any:
-    def ends(stage: Any, minibatch: int) -> None:
-        if minibatch == 17:
-            wait_until(
-                lambda: any(each.rank == rank and each.place == "1F17" for each in read_statuses(folder)),
-                "a status of this action",
-            )
-            os.kill(os.getpid(), signal.SIGKILL)
-        plain(stage, minibatch)
-
-    return ends
+def die_in_17(work: Work, folder: Path) -> None:
+    if work.minibatch.number == 17:
+        wait_until(
+            lambda: any(each.place == "1F17" for each in read_statuses(folder)), "a status of this action"
+        )
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def by_topic(folder: Path) -> dict[str, Finding]:

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from vpipe.observe.figures import Meter, shares
-from vpipe.runtime import device_clock, recording
-from vpipe.runtime.device_clock import DeviceClock
-from vpipe.runtime.recording import Done, Recording
+from vpipe.runtime import recording
+from vpipe.runtime.recording import DeviceClock, Done, Recording
 from vpipe.schedule import Action
 
 GPU = torch.device("cuda", 0)
@@ -50,7 +49,7 @@ class Event:
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     made = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", made.event)
-    monkeypatch.setattr(device_clock, "perf_counter", lambda: 50.0 + made.now / 1000)
+    monkeypatch.setattr(recording, "perf_counter", lambda: 50.0 + made.now / 1000)
     return made
 
 
@@ -72,7 +71,7 @@ def test_an_action_lasts_from_the_end_of_the_one_before(gpu: Gpu) -> None:
 def test_times_go_on_when_they_are_counted_from_a_later_event(
     gpu: Gpu, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(device_clock, "REBASE", 3)
+    monkeypatch.setattr(recording, "REBASE", 3)
     clock: DeviceClock[int] = DeviceClock(GPU)
     ends = []
     for number in range(10):
@@ -129,7 +128,6 @@ class Rank:
 
 @pytest.fixture
 def rank(gpu: Gpu, monkeypatch: pytest.MonkeyPatch) -> Rank:
-    monkeypatch.setattr(recording, "perf_counter", lambda: 50.0 + gpu.now / 1000)
     monkeypatch.setattr("vpipe.observe.figures.perf_counter", lambda: 50.0 + gpu.now / 1000)
     monkeypatch.setattr("vpipe.observe.figures.peak_memory", lambda device: 0)
     monkeypatch.setattr("vpipe.observe.figures.allocator_retries", lambda device: 0)

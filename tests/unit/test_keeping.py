@@ -24,10 +24,10 @@ from vpipe.config import RunConfig
 from vpipe.config.file import check_values
 from vpipe.errors import NonFiniteError, OutOfMemoryError, PeerError, Stopped, VPipeError
 from vpipe.observe.recorder import Recorder
+from vpipe.pipeline import requests
 from vpipe.pipeline.threads import run_ranks
 from vpipe.stage.stage import Stage
-from vpipe.train import requests, trainer
-from vpipe.train.requests import SAVE, STOP, Requests
+from vpipe.train import save_policy, trainer
 from vpipe.train.trainer import Trainer
 
 TINY = {
@@ -99,23 +99,18 @@ def log(run: Path, rank: int = 0) -> str:
 
 
 @pytest.fixture
-def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, int], None]:
-    """Ask for something on one rank, once that rank has made so many updates."""
-    asking: list[tuple[int, int, int]] = []
-    made: dict[int, Requests] = {}
+def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], None]:
+    """Request something on one rank, once that rank has made so many updates."""
+    asking: list[tuple[int, int, str]] = []
     update = Recorder.update
 
-    def listen(self: Requests) -> None:
-        made[self._world.rank] = self
-
     def look(self: Recorder, number: int, loss: float, epoch: int) -> None:
-        rank = self._pipe.rank
-        for one in [one for one in asking if one[:2] == (rank, number + 1)]:
+        for one in [one for one in asking if one[:2] == (self._pipe.rank, number + 1)]:
             asking.remove(one)
-            made[rank].ask(one[2])
+            getattr(self._pipe, f"request_{one[2]}")()
         update(self, number, loss, epoch)
 
-    monkeypatch.setattr(Requests, "listen", listen)
+    monkeypatch.setattr(requests, "LOOK", 0.0)
     monkeypatch.setattr(Recorder, "update", look)
     return lambda rank, done, what: asking.append((rank, done, what))
 
@@ -144,21 +139,21 @@ def test_a_run_that_saves_only_at_its_end_does_not_save_the_best_before(train: C
 
 def test_the_clock(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """A minute passes whenever somebody looks."""
-    monkeypatch.setattr(requests, "time", SimpleNamespace(monotonic=count(step=60.0).__next__))
-    assert updates(train(checkpoint_minutes=1, **SYNCHRONOUS)) == list(range(1, 9))
+    monkeypatch.setattr(save_policy, "time", SimpleNamespace(monotonic=count(step=60.0).__next__))
+    assert updates(train(checkpoint_minutes=1, **SYNCHRONOUS)) == list(range(2, 9))
 
 
 @pytest.mark.parametrize("rank", [0, 1])
 def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(
-    train: Callable[..., Path], after: Callable[[int, int, int], None], rank: int, tmp_path: Path
+    train: Callable[..., Path], after: Callable[[int, int, str], None], rank: int, tmp_path: Path
 ) -> None:
     whole = train("whole", evaluation_interval=3, **SYNCHRONOUS)
-    if rank == 1:  # which computes the loss; from the other it takes a listening leader
-        after(1, 3, SAVE)
-        after(1, 4, STOP)
+    if rank == 1:  # which computes the loss
+        after(1, 3, "save")
+        after(1, 4, "stop")
         expected, stopped_after = [4, 5], 5
     else:
-        after(1, 1, STOP)
+        after(0, 1, "stop")
         expected, stopped_after = [2], 2
     with pytest.raises(Stopped, match=f"it has made {stopped_after} of 8 updates.*go on with --resume auto"):
         train(evaluation_interval=3, **SYNCHRONOUS)
@@ -210,9 +205,9 @@ def test_a_program_that_trains_gets_its_signals_back(
 
 
 def test_an_asynchronous_run_is_drained_saved_and_goes_on(
-    train: Callable[..., Path], after: Callable[[int, int, int], None], tmp_path: Path
+    train: Callable[..., Path], after: Callable[[int, int, str], None], tmp_path: Path
 ) -> None:
-    after(1, 3, STOP)
+    after(1, 3, "stop")
     with pytest.raises(Stopped):
         train(**ASYNCHRONOUS)
     (first,) = [path for path in (tmp_path / "runs").iterdir() if path.name != "cache"]

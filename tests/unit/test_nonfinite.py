@@ -105,13 +105,13 @@ def test_a_synchronous_run_stops_everywhere_before_the_update(poisoned: None) ->
 
 def test_a_synchronous_run_passes_over_the_update_everywhere(poisoned: None) -> None:
     after_one = run(updates=1, **SYNCHRONOUS)
-    with pytest.warns(UserWarning, match="update 1, stage 0: .* passed over"):
+    with pytest.warns(UserWarning, match="update 1, stage 0: .* skipped"):
         results = run(updates=2, on_nonfinite="skip", **SYNCHRONOUS)
     for (ended, weights, losses), (_, before, _) in zip(results, after_one, strict=True):
         assert not ended
         assert len(losses) == 2
         assert equal(weights, before)
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         longer = run(updates=3, on_nonfinite="skip", **SYNCHRONOUS)
     assert all(
         finite(weights) and not equal(weights, after_one[i][1]) for i, (_, weights, _) in enumerate(longer)
@@ -154,7 +154,7 @@ def test_a_host_that_looks_late_passes_over_the_same_update(
 
     def ran() -> list[tuple[str, Any, list[float]]]:
         options = {"name": name, "layers": layers, "optimizer": "sgd", "clip_norm": clip_norm, **ASYNCHRONOUS}
-        with pytest.warns(UserWarning, match="passed over") as told:
+        with pytest.warns(UserWarning, match="skipped") as told:
             found = run(updates=8, on_nonfinite="skip", **options)
         assert any(f"update {BAD}, stage 0" in str(warning.message) for warning in told)
         return found
@@ -182,7 +182,7 @@ def test_a_loss_is_named_with_its_minibatch(options: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
 def test_a_loss_that_is_passed_over(options: dict[str, Any]) -> None:
-    with pytest.warns(UserWarning, match="passed over"):
+    with pytest.warns(UserWarning, match="skipped"):
         results = run(bad_data=True, updates=8, on_nonfinite="skip", **options)
     update = BAD // options.get("minibatches", 1)
     for ended, weights, losses in results:

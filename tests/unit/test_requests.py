@@ -1,20 +1,16 @@
-"""Requests: what signals, the clock and other ranks ask of a run."""
+"""Requests to save or to stop: from any rank, with the losses, at the same update everywhere."""
 
-import os
-import signal
-from collections.abc import Iterator
+from typing import Any
 
 import pytest
+import torch
 
-from tests.waiting import wait_until
+from tests.examples import example
+from vpipe import Pipeline
 from vpipe.communication import InProcessHub
-from vpipe.train import requests
-from vpipe.train.requests import GIVE_UP, SAVE, STOP, Requests
-
-
-@pytest.fixture
-def said() -> list[str]:
-    return []
+from vpipe.pipeline import requests
+from vpipe.pipeline.requests import SAVE, STOP, Requests
+from vpipe.pipeline.threads import run_ranks
 
 
 class Clock:
@@ -34,107 +30,102 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return made
 
 
-@pytest.fixture
-def leader(said: list[str], monkeypatch: pytest.MonkeyPatch) -> Iterator[Requests]:
-    """Of two ranks, the one that listens in this process."""
-    monkeypatch.setattr(requests, "LOOK", 0.02)
-    made = Requests(InProcessHub(2).join(0), 0, say=said.append)
-    made.listen()
-    yield made
-    made.close()
+def two(loss_ranks: tuple[int, ...]) -> list[Requests]:
+    hub = InProcessHub(2)
+    return [Requests(hub.join(rank), loss_ranks) for rank in range(2)]
 
 
-@pytest.mark.parametrize(
-    ("number", "asked"), [(signal.SIGUSR1, SAVE), (signal.SIGTERM, STOP), (signal.SIGINT, STOP)]
-)
-def test_a_signal_asks_once(leader: Requests, said: list[str], number: int, asked: int) -> None:
-    os.kill(os.getpid(), number)
-    assert wait_until(leader.take) == asked
+def test_requests_add_up_and_are_taken_once() -> None:
+    alone = Requests(InProcessHub(1).join(0), (0,))
+    alone.make(SAVE)
+    alone.make(STOP)
+    assert alone.take() == SAVE | STOP
+    assert alone.take() == 0
+
+
+def test_a_stop_on_another_rank_is_passed_on_at_once(clock: Clock) -> None:
+    other, leader = two((1,))
     assert leader.take() == 0
-    assert signal.Signals(number).name in said[0]
+    other.make(STOP)
+    assert leader.take() == 0  # it has just looked
+    clock.now += requests.LOOK
+    assert leader.take() == STOP
+    clock.now += requests.LOOK
+    assert leader.take() == 0
 
 
-def test_a_second_signal_quits_at_once_unless_it_is_the_first_passed_on(
-    clock: Clock, leader: Requests, monkeypatch: pytest.MonkeyPatch
+def test_a_save_that_all_ranks_were_asked_for_is_made_once(clock: Clock) -> None:
+    other, leader = two((1,))
+    for each in (other, leader):
+        each.make(SAVE)
+    assert leader.take() == SAVE
+    other.arrived(SAVE)
+    clock.now += requests.GRACE + requests.LOOK
+    other.arrived(0)
+    assert leader.take() == 0
+
+
+def test_a_save_on_another_rank_alone_is_passed_on(clock: Clock) -> None:
+    other, leader = two((1,))
+    for _ in range(2):
+        other.make(SAVE)
+        other.arrived(0)
+        clock.now += requests.GRACE + requests.LOOK
+        assert leader.take() == 0
+        other.arrived(0)
+        clock.now += requests.LOOK
+        assert leader.take() == SAVE
+
+
+def test_of_several_ranks_that_compute_the_loss_each_sends_its_own(clock: Clock) -> None:
+    first, second = two((0, 1))
+    second.make(STOP)
+    clock.now += requests.LOOK
+    assert (first.take(), second.take()) == (0, STOP)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
+@pytest.mark.parametrize("asking", [0, 1])
+def test_a_library_user_stops_and_saves_all_ranks_at_the_same_update(
+    schedule: str, asking: int, monkeypatch: pytest.MonkeyPatch, capture_once: None
 ) -> None:
-    codes: list[int] = []
-    monkeypatch.setattr(os, "_exit", codes.append)
-    os.kill(os.getpid(), signal.SIGINT)
-    assert wait_until(leader.take) == STOP
-    clock.now += requests.AGAIN
-    os.kill(os.getpid(), signal.SIGTERM)  # a launcher's, for the same Ctrl-C
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert wait_until(leader.take) == SAVE  # it was heard after the other
-    assert codes == []
-    clock.now += 0.1
-    os.kill(os.getpid(), signal.SIGTERM)
-    wait_until(lambda: len(codes))
-    assert codes == [128 + signal.SIGTERM]
+    monkeypatch.setattr(requests, "LOOK", 0.0)
+    monkeypatch.setattr(requests, "GRACE", 0.0)
+    model, batch, loss_fn = example("sequential", layers=4)
+    seen: list[list[tuple[int, bool, bool]]] = [[], []]
+    hooked: list[list[int]] = [[], []]
+    updates = [0, 0]
 
+    def train(world: Any) -> None:
+        with Pipeline(
+            model,
+            batch,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, 0.1),
+            loss_fn=loss_fn,
+            schedule=schedule,
+            world=world,
+        ) as pipe:
+            remove = pipe.on_update(lambda update, loss: hooked[world.rank].append(update))
+            for update, _ in pipe.train(batch for _ in range(400)):
+                seen[world.rank].append((update, pipe.save_requested, pipe.stop_requested))
+                if world.rank == asking and update == 2:
+                    pipe.request_save()
+                if world.rank == asking and update == 6:
+                    pipe.request_stop()
+                if update == 6:
+                    remove()
+            assert pipe.stop_requested
+            updates[world.rank] = pipe.updates
+            left = [update for update, _ in pipe.train([batch] * 8)]
+            assert left  # a stop ends one loop, not the pipeline
+            assert not pipe.stop_requested
 
-def test_an_end_that_another_rank_was_asked_for_reaches_the_leader(
-    monkeypatch: pytest.MonkeyPatch, said: list[str]
-) -> None:
-    monkeypatch.setattr(requests, "LOOK", 0.02)
-    hub = InProcessHub(2)
-    leads, follows = (Requests(hub.join(rank), 0, say=said.append) for rank in range(2))
-    leads.listen()
-    try:
-        follows.ask(SAVE)  # a matter of whoever was asked
-        follows.ask(STOP)
-        assert wait_until(leads.take) == STOP
-    finally:
-        leads.close()
-
-
-def test_the_leader_keeps_the_time(clock: Clock, said: list[str]) -> None:
-    hub = InProcessHub(2)
-    leads, follows = (Requests(hub.join(rank), 0, minutes=10, say=said.append) for rank in range(2))
-    clock.now += 599
-    assert leads.take() == 0
-    clock.now += 1
-    assert (leads.take(), follows.take()) == (SAVE, 0)
-    assert leads.take() == 0
-    clock.now += 599
-    leads.saved()  # for another reason: the ten minutes begin again
-    clock.now += 599
-    assert leads.take() == 0
-    clock.now += 1
-    assert leads.take() == SAVE
-
-
-def test_requests_add_up(said: list[str]) -> None:
-    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
-    alone.ask(SAVE)
-    alone.ask(GIVE_UP)
-    assert alone.take() == SAVE | GIVE_UP
-
-
-def test_signals_do_again_what_they_did_before(said: list[str]) -> None:
-    before = [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)]
-    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
-    alone.listen()
-    alone.close()
-    assert [signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)] == before
-
-
-def test_signals_are_left_to_another_without_a_gap(said: list[str]) -> None:
-    before = {n: signal.getsignal(n) for n in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
-    heard: list[str] = []
-    signal.signal(signal.SIGTERM, lambda *_: heard.append("who was before"))
-    alone = Requests(InProcessHub(1).join(0), 0, say=said.append)
-    alone.listen()
-
-    def take() -> None:
-        os.kill(os.getpid(), signal.SIGTERM)
-        signal.set_wakeup_fd(-1)
-        signal.signal(signal.SIGTERM, lambda *_: heard.append("who took them"))
-
-    try:
-        alone.leave_to(take)
-        alone.close()
-        os.kill(os.getpid(), signal.SIGTERM)
-        assert heard == ["who took them"]
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+    run_ranks(2, train, timeout=200.0)
+    assert seen[0] == seen[1]
+    assert updates[0] == updates[1] == len(seen[0]) < 100
+    saves = [update for update, save, _ in seen[0] if save]
+    stops = [update for update, _, stop in seen[0] if stop]
+    assert len(saves) == 1
+    assert saves[0] > 2
+    assert stops[0] > 6
+    assert hooked == [list(range(7))] * 2

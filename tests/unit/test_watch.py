@@ -33,7 +33,7 @@ from vpipe.record.status import (
     time_shares,
     write_status,
 )
-from vpipe.schedule import Op, build, lower
+from vpipe.schedule import build, lower
 from vpipe.weights import optimizer_factory
 
 HOURS = 3600.0
@@ -69,11 +69,8 @@ def recorded(
                 hang_limit=HOURS, prometheus_port=port,
             )  # fmt: skip
 
-            def held_up(plain: Callable[..., Any]) -> Callable[..., Any]:
-                return lambda stage, m: (in_0f4(pipes) if m == 4 else None, plain(stage, m))
-
             if world.rank == 0:
-                pipe.runtime.wrap(Op.F, held_up)
+                pipe.on_action(lambda work: in_0f4(pipes) if work.minibatch.number == 4 else None, ("F",))
             try:
                 for update, loss in pipe.train(varied(batch, updates)):
                     recorder.update(update, loss, 0)

@@ -98,6 +98,11 @@ class Saver:
             self._thread = None
 
     @property
+    def failed(self) -> bool:
+        """Whether the save that ended last has failed."""
+        return self._error is not None
+
+    @property
     def busy(self) -> bool:
         """Whether a save is under way."""
         return self._thread is not None and self._thread.is_alive()

@@ -3,7 +3,7 @@
 from vpipe.data.dataset import Batch, Dataset, Subset, split
 from vpipe.data.masking import MaskedText, masked_text
 from vpipe.data.pairs import read_pairs
-from vpipe.data.sampler import Batches, Minibatch, Sampler
+from vpipe.data.sampler import Batches, SampleIndices, Sampler
 from vpipe.data.samples import CausalText, Pairs, Synthetic, causal_text, synthetic, translation_pairs
 from vpipe.data.shards import Shards, has_shards, read_shards
 from vpipe.data.text import read_documents
@@ -15,8 +15,8 @@ __all__ = [
     "CausalText",
     "Dataset",
     "MaskedText",
-    "Minibatch",
     "Pairs",
+    "SampleIndices",
     "Sampler",
     "Shards",
     "Subset",

@@ -14,7 +14,7 @@ from vpipe.data.streams import Use, stream
 from vpipe.errors import ConfigError
 
 
-class Minibatch(NamedTuple):
+class SampleIndices(NamedTuple):
     epoch: int
     indices: list[int]
 
@@ -45,12 +45,12 @@ class Sampler:
         assert number >= 0, number
         return number // self.minibatches_per_epoch
 
-    def minibatch(self, number: int) -> Minibatch:
+    def minibatch(self, number: int) -> SampleIndices:
         epoch = self.epoch_of(number)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
         first = number % self.minibatches_per_epoch * self.batch_size
-        return Minibatch(epoch, self._order[first : first + self.batch_size].tolist())
+        return SampleIndices(epoch, self._order[first : first + self.batch_size].tolist())
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         return stream(Use.SHUFFLE, self.seed, epoch).permutation(self.size)

@@ -12,15 +12,14 @@ from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import ConfigError
-from vpipe.schedule import Action, Op, draw
+from vpipe.schedule import Op, draw
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from vpipe.pipeline import Pipeline
-    from vpipe.runtime.stage_runtime import Method
-    from vpipe.stage import Stage
+    from vpipe.runtime.prefetch import Work
 
 TENSORS, VERSIONS, SCHEDULE = SCENES = ("tensors", "versions", "schedule")
 SHORT = 12
@@ -121,26 +120,21 @@ def _look(tensor: Tensor) -> str:
 def _versions(pipe: Pipeline, say: Say) -> None:
     """Each switch of the weights: what F and B read, what STEP makes, which versions are held."""
 
-    def around(op: Op) -> Callable[[Method], Method]:
-        def wrapper(plain: Method) -> Method:
-            def told(stage: Stage, minibatch: int) -> None:
-                optimizer = stage.optimizer
-                before = [version.number for version in optimizer.queue]
-                plain(stage, minibatch)
-                after = [version.number for version in optimizer.queue]
-                if op is Op.STEP:
-                    what = f"makes version {optimizer.latest_version}"
-                else:
-                    what = f"reads version {optimizer.current_version} of {before[-1]}"
-                dropped = "" if op is Op.STEP else _dropped(before, after)
-                say(f"{Action(stage.index, op, minibatch)} {what}; held: {_list(after)}{dropped}")
+    def look(work: Work) -> Callable[[], None]:
+        optimizer = work.stage.optimizer
+        before = [version.number for version in optimizer.queue]
 
-            return told
+        def report() -> None:
+            after = [version.number for version in optimizer.queue]
+            if work.action.op is Op.STEP:
+                say(f"{work.action} makes version {optimizer.latest_version}; held: {_list(after)}")
+            else:
+                read = f"reads version {optimizer.current_version} of {before[-1]}"
+                say(f"{work.action} {read}; held: {_list(after)}{_dropped(before, after)}")
 
-        return wrapper
+        return report
 
-    for op in (Op.F, Op.B, Op.I, Op.STEP):
-        pipe.runtime.wrap(op, around(op))
+    pipe.on_action(look, (Op.F, Op.B, Op.I, Op.STEP))
 
 
 def _dropped(before: list[int], after: list[int]) -> str:
@@ -157,26 +151,18 @@ def _list(versions: Iterable[int]) -> str:
 
 def _schedule(pipe: Pipeline, say: Say) -> None:
     """The stage and ranks of each block, the schedule's grid, and each action with its time as it ends."""
-    layout, runtime = pipe.layout, pipe.runtime
+    layout = pipe.layout
     for stage in layout.stage_graphs:
         ranks = layout.schedule.placement[stage.index]
         blocks = ", ".join(layout.graph.blocks[block].name for block in stage.blocks)
         say(f"stage {stage.index} on rank {', '.join(map(str, ranks))}: {blocks}")
     say(f"{layout.schedule.name}\n{draw(layout.schedule, columns=60)}")
 
-    def around(op: Op) -> Callable[[Method], Method]:
-        def wrapper(plain: Method) -> Method:
-            def told(stage: Stage, minibatch: int) -> None:
-                plain(stage, minibatch)
-                since = runtime.whereabouts.page.place(pipe.rank).since
-                say(f"{Action(stage.index, op, minibatch)} took {1000 * (perf_counter() - since):.3f} ms")
+    def time(work: Work) -> Callable[[], None]:
+        start = perf_counter()
+        return lambda: say(f"{work.action} took {1000 * (perf_counter() - start):.3f} ms")
 
-            return told
-
-        return wrapper
-
-    for op in Op:
-        runtime.wrap(op, around(op))
+    pipe.on_action(time)
 
 
 def _replace(owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:

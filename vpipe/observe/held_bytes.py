@@ -6,7 +6,7 @@ about the same, so only the first forward is counted.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -15,30 +15,30 @@ from vpipe.schedule import Op
 from vpipe.stage.held import Held
 
 if TYPE_CHECKING:
-    from vpipe.runtime import StageRuntime
-    from vpipe.runtime.stage_runtime import Method
+    from vpipe.pipeline import Pipeline
+    from vpipe.runtime.prefetch import Work
     from vpipe.stage import Stage
 
 
-def count_first_forwards(runtime: StageRuntime) -> dict[int, int]:
+def count_first_forwards(pipe: Pipeline) -> dict[int, int]:
     """For each stage of the rank the bytes that its first minibatch keeps for backward; filled as training begins."""
     found: dict[int, int] = {}
 
-    def wrapper(plain: Method) -> Method:
-        def counted(stage: Stage, minibatch: int) -> None:
-            if runtime.forward_only or stage.index in found:
-                return plain(stage, minibatch)
-            stage.held = held = Held()
-            plain(stage, minibatch)
+    def count(work: Work) -> Callable[[], None] | None:
+        stage = work.stage
+        if work.evaluation or stage.index in found:
+            return None
+        stage.held = held = Held()
+
+        def counted() -> None:
             stage.held = None
             found[stage.index] = held.now
-            if len(found) == len(runtime.stages):
-                runtime.wrap(Op.F, lambda current: plain if current is counted else current)
-            return None
+            if len(found) == len(pipe.runtime.stages):
+                remove()
 
         return counted
 
-    runtime.wrap(Op.F, wrapper)
+    remove = pipe.on_action(count, (Op.F,))
     return found
 
 

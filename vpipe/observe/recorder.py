@@ -56,7 +56,7 @@ class Recorder:
         self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
-        self._held = count_first_forwards(pipe.runtime)
+        self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
             pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self._progress.say

@@ -1,4 +1,4 @@
-"""What must be equal on every rank, compared before it would be found out by a wrong result or a standstill."""
+"""Comparison of what must be equal on every rank, before a difference leads to a wrong result or a hang."""
 
 import hashlib
 from itertools import islice
@@ -24,7 +24,7 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
 
 def agree_on_data(world: World, feed: Feed) -> None:
     """Every rank reads the data itself, so all must read the same; the first batch stands for all."""
-    agree(world, "first batch", lambda: feed.exists(feed.offset))
+    agree(world, "first batch", lambda: feed.read_until(feed.offset))
     digest = hashlib.sha256()
     for name, tensor in (feed.first_batch or {}).items():
         digest.update(name.encode() + str(tuple(tensor.shape)).encode())

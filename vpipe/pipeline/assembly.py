@@ -1,5 +1,6 @@
 """The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
 
@@ -48,7 +49,11 @@ class TrainingOptions:
 
 
 def assemble(
-    layout: Layout, model: nn.Module, handler: CommunicationHandler, options: TrainingOptions
+    layout: Layout,
+    model: nn.Module,
+    handler: CommunicationHandler,
+    options: TrainingOptions,
+    take_requests: Callable[[], int],
 ) -> StageRuntime:
     """Build what this rank holds: its own stages only."""
     if options.compiler is not None:
@@ -75,7 +80,8 @@ def assemble(
     )
     # Updates that a host may be ahead of its GPU.
     late = 0 if handler.device.type == "cpu" else layout.lag + 1
-    losses = Losses(handler, schedule.placement[-1], late, stop_unless_finite=options.on_nonfinite == "stop")
+    stops = options.on_nonfinite == "stop"
+    losses = Losses(handler, schedule.placement[-1], late, take_requests, stop_unless_finite=stops)
     routes = Routes(layout.graph, layout.stage_graphs, schedule, handler.rank)
     return StageRuntime(stages, routes, handler, exchange, updates, losses)
 

@@ -7,17 +7,25 @@ from vpipe.communication import agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_data
 from vpipe.pipeline.layout import Layout
+from vpipe.pipeline.requests import STOP, Requests
 from vpipe.runtime import Feed, Fields, StageRuntime
-from vpipe.runtime.placing import placed_on
+from vpipe.runtime.losses import Arrived
+from vpipe.runtime.prefetch import Work
 from vpipe.schedule import Action, Op
 
-FORWARD = (Op.RECV_F, Op.F, Op.SEND_F)
+UpdateHook = Callable[[int, float], object]
 
 
 class Loop:
     """Every rank has one and calls the same methods. `updates` counts those that this rank has made."""
 
-    def __init__(self, layout: Layout, runtime: StageRuntime, loss_weight: Callable[[Fields], float]) -> None:
+    def __init__(
+        self,
+        layout: Layout,
+        runtime: StageRuntime,
+        loss_weight: Callable[[Fields], float],
+        requests: Requests,
+    ) -> None:
         self.layout = layout
         self.schedule = layout.schedule
         self.runtime = runtime
@@ -26,10 +34,13 @@ class Loop:
         self.rank = runtime.rank
         self.loss_weight = loss_weight
         self.updates = 0
-        self._place = placed_on(self.handler.device, runtime.stages.values())
+        self.requested = 0  # with the update that was yielded last, the same on every rank
+        self.stopped = False  # whether the latest `train` ended because that was requested
+        self.update_hooks: list[UpdateHook] = []
+        self._requests = requests
         self._feed: Feed | None = None
-        self._running: Iterator[Action] | None = None
-        self._arrived: list[tuple[int, float]] = []  # losses that came while draining
+        self._running: Iterator[Work] | None = None
+        self._arrived: list[Arrived] = []  # losses that came while draining
         self._countings = 0
         self._evaluations = 0
         for name in ("admitted", "evaluation"):
@@ -42,70 +53,70 @@ class Loop:
     def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
         """(update, loss) in order; left early, the pipeline is drained."""
         feed = self._feed = self._open_feed(batches, self.updates)
+        self.stopped = False
         agree_on_data(self.world, feed)
         try:
             for program in self._programs(feed):
                 self._running = self.runtime.run(program, feed)
-                for action in self._running:
-                    if self._completes_update(action):
-                        yield from self._made_update(action.minibatch)
-                yield from self._take_arrived()
-            yield from self._losses_to_come()
+                for work in self._running:
+                    if self._completes_update(work):
+                        yield from self._deliver(self._made_update(work))
+                yield from self._deliver(self._take_arrived())
+                if self.stopped:
+                    break
+            yield from self._deliver(self.runtime.losses.arrived(all_of_them=True))
         except GeneratorExit:
             self.flush()
             raise
         finally:
             self._running = None
             self._feed = None
-        agree_on(self.world, "number of batches", feed.end, "give every rank a loader of the same length")
+        if not self.stopped:
+            agree_on(self.world, "number of batches", feed.end, "give every rank a loader of the same length")
         self._settle()
 
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank; a `train` loop goes on afterwards."""
         if self._running is None or self._feed is None or self.schedule.synchronous:
             return
-        running, self._running = self._running, None  # whoever fails in here need not try it again
+        running, self._running = self._running, None  # if it fails in here, it is not tried again
         interval = self._feed.interval
         self._feed.limit = -(-self._most_admitted(self._feed) // interval) * interval
-        for action in running:
-            if self._completes_update(action):
-                self._arrived += self._made_update(action.minibatch)
-        self._arrived += self._losses_to_come()
+        for work in running:
+            if self._completes_update(work):
+                self._arrived += self._made_update(work)
+        self._arrived += self.runtime.losses.arrived(all_of_them=True)
         self._settle()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
         """The mean loss over the batches; the pipeline is empty."""
         feed = self._open_feed(batches, 0)
-        self.runtime.forward_only = True
-        try:
-            for program in self._programs(feed):
-                for _ in self.runtime.run((action for action in program if action.op in FORWARD), feed):
-                    pass
-        finally:
-            self.runtime.forward_only = False
+        for program in self._programs(feed):
+            self.runtime.evaluate(program, feed)
         losses, self.runtime.evaluated = self.runtime.evaluated, []
         sums = [sum(float(loss) * weight for loss, weight in losses), sum(weight for _, weight in losses)]
         self._evaluations += 1
         parts = self.handler.all_gather("evaluation", self._evaluations, sums)
         total = sum(weight for _, weight in parts)
         if not total:
-            raise VPipeError("evaluate was given no batch: there is no loss to tell")
+            raise VPipeError("evaluate was given no batch: there is no loss to report")
         return sum(loss for loss, _ in parts) / total
 
     def wait_for_all(self) -> None:
         self.world.all_gather("settled", None)
 
     def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:
-        schedule = self.schedule
-        stages = schedule.stages_of(self.rank)
+        schedule, stages = self.schedule, self.runtime.stages.values()
         return Feed(
             batches,
             self.layout.normalise,
             self.loss_weight,
             schedule.update_interval,
             start=updates * schedule.update_interval,
-            wanted=lambda place: any(schedule.rank_of(stage, place) == self.rank for stage in stages),
-            place=self._place,
+            # A replica does not keep the minibatches of the other replicas.
+            wanted=lambda place: any(schedule.rank_of(stage.index, place) == self.rank for stage in stages),
+            read_fields={name for stage in stages for name in stage.graph.fields},
+            device=self.handler.device,
         )
 
     def _programs(self, feed: Feed) -> Iterator[Iterator[Action]]:
@@ -116,18 +127,28 @@ class Loop:
         """
         length = self.schedule.minibatches
         if length is not None:
-            while count := feed.count(length):
+            while count := sum(self._admit(feed, place) for place in range(length)):
                 yield self.layout.program(self.rank, count)
                 feed.offset += length
                 feed.limit = None  # a flush ended this round, not the data
                 if not self.schedule.synchronous:
                     self._most_admitted(feed)  # so that `flush` finds every rank in the same round
             return
-        while feed.exists(feed.offset):
-            yield self.schedule.program(self.rank, lambda place: feed.exists(feed.offset + place))
+        while self._admit(feed, 0):
+            yield self.schedule.program(self.rank, lambda place: self._admit(feed, place))
             if feed.limit is None:
                 return
             feed.offset, feed.limit = feed.limit, None
+
+    def _admit(self, feed: Feed, place: int) -> bool:
+        """Read the data up to this place of the program, and admit the minibatch if there is one.
+
+        Nothing is read ahead: what was read of the data when a loop is left has been trained on.
+        """
+        number = feed.offset + place
+        if feed.limit is None or number < feed.limit:
+            feed.read_until(number)
+        return feed.admit(number)
 
     def _most_admitted(self, feed: Feed) -> int:
         """The number of minibatches that any rank has begun."""
@@ -135,27 +156,35 @@ class Loop:
         admitted = self.handler.all_gather("admitted", self._countings, [feed.admitted])
         return int(max(count for (count,) in admitted))
 
-    def _completes_update(self, action: Action) -> bool:
-        return action.op is Op.STEP and self.runtime.completes_update
+    def _completes_update(self, work: Work) -> bool:
+        return work.action.op is Op.STEP and self.runtime.completes_update
 
-    def _made_update(self, minibatch: int) -> Iterator[tuple[int, float]]:
+    def _made_update(self, work: Work) -> Iterator[Arrived]:
         """This rank has made an update: the losses that are there now."""
-        update = minibatch // self.schedule.update_interval
-        self.updates = update + 1
+        self.updates = work.minibatch.update + 1
         return self.runtime.losses.arrived()
 
-    def _losses_to_come(self) -> Iterator[tuple[int, float]]:
-        return self.runtime.losses.arrived(all_of_them=True)
+    def _deliver(self, arrived: Iterable[Arrived]) -> Iterator[tuple[int, float]]:
+        """Give each update to the hooks and to the user; a stop that came with it drains the pipeline."""
+        for update, loss, requested in arrived:
+            self.requested = requested
+            self._requests.arrived(requested)
+            for hook in self.update_hooks:
+                hook(update, loss)
+            yield update, loss
+            if requested & STOP and not self.stopped:
+                self.stopped = True
+                self.flush()
 
-    def _take_arrived(self) -> Iterator[tuple[int, float]]:
+    def _take_arrived(self) -> list[Arrived]:
         arrived, self._arrived = self._arrived, []
-        yield from arrived
+        return arrived
 
     def _settle(self) -> None:
-        """The pipeline is empty: apply what was to come later, and see that nothing is left over."""
+        """The pipeline is empty: apply the updates of tied parameters that are still due; nothing may be left over."""
         self.runtime.updates.catch_up()
         self.runtime.recording.read_clock(wait=True)
         leftovers = self.runtime.leftovers()
         assert not leftovers, f"rank {self.rank} has leftovers: " + "; ".join(leftovers)
-        # Whoever goes on may send at once, and that would look like a leftover to the others.
+        # A rank that goes on may send at once, and that would look like a leftover to the others.
         self.wait_for_all()

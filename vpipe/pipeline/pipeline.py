@@ -11,10 +11,12 @@ from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_run
 from vpipe.pipeline.assembly import TrainingOptions, assemble
 from vpipe.pipeline.layout import LayoutOptions, make_layout
-from vpipe.pipeline.loop import Loop
+from vpipe.pipeline.loop import Loop, UpdateHook
+from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
 from vpipe.runtime import Fields, count_samples
-from vpipe.schedule import Schedule
+from vpipe.runtime.stage_runtime import ActionHook
+from vpipe.schedule import Op, Schedule
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 from vpipe.system.device import choose_device
@@ -48,7 +50,7 @@ class Pipeline:
         graphs: small minibatches are then no longer as slow as their host (see docs/performance.md).
     clip_norm, on_nonfinite
         The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
-        NonFiniteError before the update, "skip" passes over the update; None: nobody looks.
+        NonFiniteError before the update, "skip" leaves out the update; None: it is not checked.
     loss_weight
         What a minibatch counts in its update's loss: by default the number of its samples.
     seed
@@ -121,10 +123,12 @@ class Pipeline:
         agree_on_run(self.world, self.layout, model, training_options)
         self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
         try:
+            self._requests = Requests(self.world, self.schedule.placement[-1])
             self.runtime = self._in_turn(
-                "stages", lambda: assemble(self.layout, model, self.handler, training_options)
+                "stages",
+                lambda: assemble(self.layout, model, self.handler, training_options, self._requests.take),
             )
-            self._loop = Loop(self.layout, self.runtime, loss_weight)
+            self._loop = Loop(self.layout, self.runtime, loss_weight, self._requests)
             self._whole = WholeState(self.layout, self.runtime)
             self.handler.open()
         except BaseException:
@@ -155,6 +159,47 @@ class Pipeline:
         """
         return self._loop.train(batches)
 
+    def on_action(self, hook: ActionHook, ops: Iterable[Op | str] = Op) -> Callable[[], None]:
+        """Call `hook(work)` before each action of this rank; what it returns, if anything, is called after the action.
+
+        `work` has the action (it prints as `2F0`: stage 2, forward, minibatch 0), the stage, the minibatch and whether
+        it belongs to an evaluation. `ops` limits it to some operations, such as ("F", "B", "STEP"). The time that a
+        hook takes counts as the action's. Returns a function that removes the hook.
+        """
+        return self.runtime.add_hook(hook, [Op(op) for op in ops])
+
+    def on_update(self, hook: UpdateHook) -> Callable[[], None]:
+        """Call `hook(update, loss)` for each update, in order, before `train` yields it.
+
+        Returns a function that removes the hook.
+        """
+        return _added(self._loop.update_hooks, hook)
+
+    def on_warning(self, hook: Callable[[str], object]) -> None:
+        """Call `hook(text)` instead of `warnings.warn`, for updates that are skipped because of `on_nonfinite`."""
+        self.runtime.updates.warn = hook
+
+    def request_save(self) -> None:
+        """Ask all ranks to save at the same update: `save_requested` is true there.
+
+        From any thread of any rank; like a stop, it travels with the losses.
+        """
+        self._requests.make(SAVE)
+
+    def request_stop(self) -> None:
+        """Ask all ranks to end `train` after the same update: the loop ends, drained; `stop_requested` is true."""
+        self._requests.make(STOP)
+
+    @property
+    def save_requested(self) -> bool:
+        """Whether a save was requested with the update that `train` has yielded last; the same on every rank."""
+        return bool(self._loop.requested & SAVE)
+
+    @property
+    def stop_requested(self) -> bool:
+        """Whether the latest `train` ends, or has ended, because a rank requested it."""
+        return self._loop.stopped or bool(self._loop.requested & STOP)
+
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank. Call it on all ranks at the same update.
 
@@ -181,7 +226,7 @@ class Pipeline:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the weights and buffers of this rank's stages; names of other stages are passed over."""
+        """Set the weights and buffers of this rank's stages; names of other stages are skipped."""
         self.flush()
         for stage in self.runtime.stages.values():
             stage.load_state(state)
@@ -229,3 +274,13 @@ class Pipeline:
                 return make()
 
         return agree(self.world, what, made)
+
+
+def _added(hooks: list[T], hook: T) -> Callable[[], None]:
+    hooks.append(hook)
+
+    def remove() -> None:
+        if hook in hooks:
+            hooks.remove(hook)
+
+    return remove

@@ -3,8 +3,8 @@
 from vpipe.runtime.feed import Feed, Fields, count_labels, count_samples
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
+from vpipe.runtime.recording import RuntimeStats
 from vpipe.runtime.stage_runtime import StageRuntime
-from vpipe.runtime.stats import RuntimeStats
 from vpipe.runtime.updates import Updates
 
 __all__ = [

@@ -14,10 +14,11 @@ from vpipe.schedule import Op
 from vpipe.system.faults import Fault, wanted
 
 if TYPE_CHECKING:
+    from vpipe.runtime.feed import Minibatch
     from vpipe.runtime.stage_runtime import StageRuntime
     from vpipe.stage.stage import Stage
 
-Method = Callable[["Stage", int], None]
+Method = Callable[["Stage", "Minibatch"], None]
 
 _POINTS = {
     Op.RECV_F: "fwd_recv",
@@ -32,33 +33,38 @@ _POINTS = {
 }
 
 
-def with_faults(runtime: StageRuntime, methods: dict[Op, Method]) -> dict[Op, Method]:
+def with_faults(
+    runtime: StageRuntime, methods: dict[Op, Method], *, evaluation: bool = False
+) -> dict[Op, Method]:
     """The same table, unless a fault is wanted on this rank."""
     faults = wanted(runtime.rank)
     if not faults:
         return methods
-    return {op: _faulty(runtime, op, method, faults) for op, method in methods.items()}
+    points = {Op.F: "eval"} if evaluation else _POINTS
+    return {
+        op: _faulty(runtime, op, method, faults, points.get(op, ""), evaluation)
+        for op, method in methods.items()
+    }
 
 
-def _faulty(runtime: StageRuntime, op: Op, method: Method, faults: list[Fault]) -> Method:
-    def run(stage: Stage, minibatch: int) -> None:
-        name = _POINTS.get(op, "")
-        if runtime.forward_only:
-            name = "eval" if op is Op.F else ""
-        update = minibatch // runtime.feed.interval
+def _faulty(
+    runtime: StageRuntime, op: Op, method: Method, faults: list[Fault], name: str, evaluation: bool
+) -> Method:
+    def run(stage: Stage, minibatch: Minibatch) -> None:
         poison = False
         for fault in faults:
-            if fault.fits(name, fault.reached if runtime.forward_only else update, minibatch):
+            update = fault.reached if evaluation else minibatch.update
+            if fault.fits(name, update, minibatch.number):
                 poison |= fault.kind == "nan"
                 fault.strike()
         if poison:
-            _poison(_there(runtime, op, stage, minibatch))
+            _poison(_there(runtime, op, stage, minibatch.number))
         method(stage, minibatch)
         if poison:
-            _poison(_there(runtime, op, stage, minibatch))
+            _poison(_there(runtime, op, stage, minibatch.number))
         if op is Op.STEP:
             for fault in faults:
-                fault.reached = update + 1
+                fault.reached = minibatch.update + 1
 
     return run
 

@@ -1,12 +1,12 @@
 """The minibatches of a run as one rank sees them.
 
-Every rank reads the same batches in the same order and uses of each what its stages need; nothing is
-relayed. Minibatches are read an update at a time, because each one's share of the update's loss depends
-on the sizes of the others.
+Every rank reads the same batches in the same order and uses of each what its stages need; nothing is relayed.
+Minibatches are read an update at a time, because each one's share of the update's loss depends on the sizes of the
+others.
 """
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,6 +18,17 @@ KEPT_UPDATES = 4096
 """Far more than a pipeline has under way."""
 
 
+class Minibatch(NamedTuple):
+    """The identity of a minibatch."""
+
+    number: int
+    """Counted from the beginning of the run."""
+    place: int
+    """In the program that runs; replicas take turns by it."""
+    update: int
+    """The update that its gradients are part of."""
+
+
 class Feed:
     def __init__(
         self,
@@ -27,63 +38,74 @@ class Feed:
         interval: int,
         start: int = 0,
         wanted: Callable[[int], bool] = lambda place: True,
-        place: Callable[[Fields], Fields] = lambda fields: fields,
+        read_fields: Iterable[str] | None = None,
+        device: torch.device | None = None,
     ) -> None:
+        """`wanted` says by its place whether this rank uses a minibatch, `read_fields` which of its fields."""
         self.interval = interval
         self.offset = start  # the minibatch that the running program calls 0
         self.limit: int | None = None  # no minibatch from this one on, though the data may have more
         self.end = start  # minibatches read so far, counted from the beginning of the run
-        self.admitted = start  # one more than the largest minibatch that was said to exist
+        self.admitted = start  # one more than the largest minibatch that was admitted
         self.first_batch: Fields | None = None
         self._batches: Iterator[Any] = iter(batches)
         self._normalise = normalise
         self._weigh = weigh
-        self._wanted = wanted  # a replica does not keep the other replicas' minibatches
-        self._place = place  # on the rank's device; after the weighing, which would wait for it
+        self._wanted = wanted
+        self._read_fields = None if read_fields is None else frozenset(read_fields)
+        self._device = device
         self._fields: dict[int, Fields] = {}
         self._shapes: dict[int, dict[str, torch.Size]] = {}
         self._weights: dict[int, float] = {}
         self._totals: dict[int, float] = {}  # update ▶ weight of all its minibatches
         self._exhausted = False
 
-    def exists(self, minibatch: int) -> bool:
-        if self.limit is not None and minibatch >= self.limit:
-            return False
-        while minibatch >= self.end and not self._exhausted:
+    def identify(self, place: int) -> Minibatch:
+        number = self.offset + place
+        return Minibatch(number, place, number // self.interval)
+
+    def members(self, update: int) -> Iterator[Minibatch]:
+        """The minibatches of an update that was read."""
+        first = update * self.interval
+        for number in range(first, min(first + self.interval, self.end)):
+            yield Minibatch(number, number - self.offset, update)
+
+    def read_until(self, number: int) -> None:
+        """Read updates until this minibatch is there, or the data end."""
+        while number >= self.end and not self._exhausted:
             self._read_update()
-        if minibatch < self.end:
-            self.admitted = max(self.admitted, minibatch + 1)
-            return True
-        return False
 
-    def count(self, most: int) -> int:
-        """How many of the `most` minibatches from `offset` on there are."""
-        return sum(self.exists(m) for m in range(self.offset, self.offset + most))
+    def admit(self, number: int) -> bool:
+        """Whether this minibatch was read and may be begun; from then on a program counts on it."""
+        if number >= self.end or (self.limit is not None and number >= self.limit):
+            return False
+        self.admitted = max(self.admitted, number + 1)
+        return True
 
-    def fields(self, minibatch: int) -> Fields:
-        return self._fields[minibatch]
+    def fields(self, minibatch: Minibatch) -> Fields:
+        return self._fields[minibatch.number]
 
-    def shapes(self, minibatch: int) -> dict[str, torch.Size]:
-        """The shapes of the fields, which outlive the values: backward asks for them."""
-        return self._shapes[minibatch]
+    def shapes(self, minibatch: Minibatch) -> dict[str, torch.Size]:
+        """The shapes of the fields, which outlive the values: backward needs them."""
+        return self._shapes[minibatch.number]
 
-    def weight(self, minibatch: int) -> float:
-        return self._weights[minibatch]
+    def weight(self, minibatch: Minibatch) -> float:
+        return self._weights[minibatch.number]
 
-    def share(self, minibatch: int) -> float:
+    def share(self, minibatch: Minibatch) -> float:
         """The weight of this minibatch's loss in its update; the shares of an update add up to 1."""
-        total = self._totals[minibatch // self.interval]
+        total = self._totals[minibatch.update]
         # An update whose minibatches all weigh nothing (no label at all) has no gradient.
-        return self._weights[minibatch] / total if total else 0.0
+        return self._weights[minibatch.number] / total if total else 0.0
 
-    def forget_values(self, minibatch: int) -> None:
-        """Nobody on this rank reads the values any more; the shapes are still asked for."""
-        del self._fields[minibatch]
+    def forget_values(self, minibatch: Minibatch) -> None:
+        """No stage of this rank reads the values any more; the shapes are still needed."""
+        del self._fields[minibatch.number]
 
-    def drop(self, minibatch: int) -> None:
-        """Nobody on this rank reads this minibatch any more."""
-        self._fields.pop(minibatch, None)
-        del self._shapes[minibatch], self._weights[minibatch]
+    def drop(self, minibatch: Minibatch) -> None:
+        """No stage of this rank reads this minibatch any more."""
+        self._fields.pop(minibatch.number, None)
+        del self._shapes[minibatch.number], self._weights[minibatch.number]
 
     def leftovers(self) -> list[str]:
         return [f"minibatch {m} was read and not used" for m in self._shapes if m < self.admitted]
@@ -101,13 +123,25 @@ class Feed:
             fields = self._normalise(batch)
             if self.first_batch is None:
                 self.first_batch = fields
-            weight = self._weigh(fields)
+            weight = self._weigh(fields)  # before the copy to a GPU, which weighing would wait for
             self._totals[update] += weight
             if self._wanted(self.end - self.offset):
-                self._fields[self.end] = self._place(fields)
+                self._fields[self.end] = self._on_device(fields)
                 self._shapes[self.end] = {name: tensor.shape for name, tensor in fields.items()}
                 self._weights[self.end] = weight
             self.end += 1
+
+    def _on_device(self, fields: Fields) -> Fields:
+        """On a GPU, the fields that this rank reads: copied from pinned memory, without waiting."""
+        if self._device is None or self._device.type == "cpu":
+            return fields
+        return {
+            name: tensor.to(self._device)
+            if tensor.is_cuda
+            else tensor.pin_memory().to(self._device, non_blocking=True)
+            for name, tensor in fields.items()
+            if self._read_fields is None or name in self._read_fields
+        }
 
 
 def count_labels(fields: Fields) -> float:

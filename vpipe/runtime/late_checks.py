@@ -39,7 +39,7 @@ class LateChecks:
             copied.record()
         self._coming.append((update, stage, flag, copied))
 
-    def passed_over(self, *, all_of_them: bool = False) -> Iterator[tuple[int, int]]:
+    def skipped(self, *, all_of_them: bool = False) -> Iterator[tuple[int, int]]:
         """Update and stage of those that were not made, as far as the host reads them now."""
         while len(self._coming) > (0 if all_of_them else LATE):
             update, stage, flag, copied = self._coming.popleft()

@@ -1,12 +1,11 @@
-"""The losses of a run: made where the criterion is, read on every rank.
+"""The losses of a run: computed where the criterion is, read on every rank.
 
-The ranks of the last stage send their part of an update's loss as soon as they have issued it, long before the
-gradients of that update have come back to the others; so nobody waits for a message when reading it. On a GPU the
-number itself is copied to the host behind whatever else was issued, and is read some updates later (`late`): a host
-that asked for it at once would wait until its GPU had nothing left to do.
+The ranks of the last stage send their part of an update's loss as soon as it is launched, long before the gradients of
+that update have come back to the others; so no rank waits for a message when it reads the loss. On a GPU the number
+itself is copied to the host behind the work launched before, and is read some updates later (`late`): a host that read
+it at once would wait until its GPU had nothing left to do.
 
-What is asked of the run (a number whose bits mean requests) travels with the loss, so that it reaches every rank at
-the same update.
+Requests (a number whose bits mean save or stop) travel with the loss, so that they reach every rank at the same update.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -22,8 +22,13 @@ from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
 from vpipe.stage.precision import LESS_OR_SKIP
 
-Arrived = tuple[int, float]
-"""An update and its loss."""
+
+class Arrived(NamedTuple):
+    """The loss of an update, and the requests that came with it."""
+
+    update: int
+    loss: float
+    requests: int
 
 
 class Losses:
@@ -32,18 +37,18 @@ class Losses:
         handler: CommunicationHandler,
         criterion_ranks: tuple[int, ...],
         late: int = 0,
+        take_requests: Callable[[], int] = lambda: 0,
         *,
         stop_unless_finite: bool = False,
     ) -> None:
         self.handler = handler
         self.criterion_ranks = criterion_ranks
         self.late = late
-        self.asked: Callable[[], int] = lambda: 0  # what to send along with the next loss
+        self._take_requests = take_requests
         self._stop_unless_finite = stop_unless_finite
         self._parts: dict[int, dict[int, Tensor]] = {}  # update ▶ minibatch ▶ its share of the loss
         self._posted: dict[int, Tensor] = {}  # update ▶ own part of the loss, and requests
         self._coming: deque[tuple[int, list[Tensor], torch.cuda.Event | None]] = deque()
-        self._requests: dict[int, int] = {}
         handler.register_tensor("loss")
 
     def record(self, update: int, minibatch: int, loss: Tensor, share: float, expected: int) -> None:
@@ -54,22 +59,22 @@ class Losses:
             self.post(update)
 
     def post(self, update: int) -> None:
-        """Tell everybody this rank's part of the update's loss; also a rank that had none of it does."""
+        """Send this rank's part of the update's loss to every rank, also if it had no minibatch of it."""
         if update not in self._posted:
             parts = self._parts.pop(update, {})
             # Filled on the device: a copy of a number from the host would wait for the GPU.
-            told = torch.zeros(2, dtype=torch.float64, device=self.handler.device)
-            told[1].fill_(self.asked())
+            sent = torch.zeros(2, dtype=torch.float64, device=self.handler.device)
+            sent[1].fill_(self._take_requests())
             for part in parts.values():
-                told[0] += part.reshape(())
-            if self._stop_unless_finite and not told.is_cuda and not math.isfinite(told[0]):
+                sent[0] += part.reshape(())
+            if self._stop_unless_finite and not sent.is_cuda and not math.isfinite(sent[0]):
                 raise self._not_finite(update, parts)
-            self._posted[update] = told
+            self._posted[update] = sent
             for rank in self.handler.everyone():
-                self.handler.send("loss", told, update, rank)
+                self.handler.send("loss", sent, update, rank)
 
-    def ask(self, update: int) -> None:
-        """This rank has made the update: its loss will be read."""
+    def collect(self, update: int) -> None:
+        """This rank has made the update: receive its loss, to be read later."""
         parts = []
         owner = ("loss", update)
         for rank in self.criterion_ranks:
@@ -95,18 +100,13 @@ class Losses:
             update, parts, copied = self._coming.popleft()
             if copied is not None:
                 copied.synchronize()
-            loss = 0.0
-            for part, flags in map(Tensor.tolist, parts):
+            loss, requests = 0.0, 0
+            for part, bits in map(Tensor.tolist, parts):
                 loss += part
-                if flags:
-                    self._requests[update] = self._requests.get(update, 0) | int(flags)
+                requests |= int(bits)
             if self._stop_unless_finite and not math.isfinite(loss):
                 raise NonFiniteError(f"update {update}: the loss is {loss}; {LESS_OR_SKIP}")
-            yield update, loss
-
-    def requests_of(self, update: int) -> int:
-        """What was asked for with the loss of this update, the same on every rank; it is told once."""
-        return self._requests.pop(update, 0)
+            yield Arrived(update, loss, requests)
 
     def _not_finite(self, update: int, parts: dict[int, Tensor]) -> NonFiniteError:
         minibatch, loss = next((m, float(p)) for m, p in parts.items() if not math.isfinite(p))

@@ -1,29 +1,44 @@
-"""What a rank has done: each action's time added to its figures, and the action to the events.
+"""The record of what a rank has done: each action's time, added to its figures, and the action as an event.
 
-On a CPU an action is over when its method returns. On a GPU it is issued then, and recorded once the GPU has passed it:
-it lasts from the end of the action before it, or from when the host began to issue it if that was later, to its own
-end. In between the GPU has nothing to do.
+On a CPU an action is over when its method returns. On a GPU it has only been launched then: an event is recorded behind
+it, and read once the GPU has passed it. There an action lasts from the end of the action before it, or from when the
+host began to launch it if that was later, to its own end. In between the GPU is idle.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from time import perf_counter
-from typing import NamedTuple
+from typing import Generic, NamedTuple, TypeVar
 
 import torch
 
 from vpipe.record.events import Events
-from vpipe.runtime.device_clock import DeviceClock
-from vpipe.runtime.stats import RuntimeStats
 from vpipe.schedule import Action, Op
 
 RECEIVES = (Op.RECV_F, Op.RECV_B)
 SENDS = (Op.SEND_F, Op.SEND_B, Op.REDUCE)
 
 
+T = TypeVar("T")
+REBASE = 4096
+"""Events after which times are counted from a later one: CUDA gives them as float32."""
+
+
+@dataclass
+class RuntimeStats:
+    """Seconds spent computing, waiting for tensors and sending, and actions, in one direction."""
+
+    compute: float = 0.0
+    wait: float = 0.0
+    send: float = 0.0
+    actions: int = 0
+
+
 class Done(NamedTuple):
-    """An action that was issued, and what is known of it before its time is."""
+    """An action that was launched, and what is known of it before its time is."""
 
     action: Action
     sent: int
@@ -32,8 +47,8 @@ class Done(NamedTuple):
     evaluation: bool
 
 
-class Issued(NamedTuple):
-    """The host's times of an action: when it began and ended to issue it, and waited for messages meanwhile."""
+class Launched(NamedTuple):
+    """The host's times of an action: from `start` to `end` it was launched; so long the host waited for messages."""
 
     done: Done
     start: float
@@ -51,7 +66,7 @@ class Recording:
             **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), self.forward),
             **dict.fromkeys((Op.REDUCE, Op.STEP), self.update),
         }
-        self._clock: DeviceClock[Issued | None] | None = (
+        self._clock: DeviceClock[Launched | None] | None = (
             DeviceClock(device) if device.type == "cuda" else None
         )
 
@@ -62,25 +77,25 @@ class Recording:
 
     def done(self, done: Done, start: float, waited: float) -> None:
         """The action was issued at `start`, and the host has waited so long for messages meanwhile."""
-        issued = Issued(done, start, perf_counter(), waited)
+        launched = Launched(done, start, perf_counter(), waited)
         if self._clock is None:
-            self._add(*issued)
+            self._add(*launched)
         else:
-            self._clock.mark(issued)
+            self._clock.mark(launched)
             self.read_clock()
 
     def read_clock(self, *, wait: bool = False) -> None:
         """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
         if self._clock is not None:
-            for issued, earliest, end in self._clock.passed(wait=wait):
-                if issued is None:
+            for launched, earliest, end in self._clock.passed(wait=wait):
+                if launched is None:
                     continue
-                start = min(end, max(earliest, issued.start))
+                start = min(end, max(earliest, launched.start))
                 waited = end - start
-                if issued.done.action.op not in RECEIVES:
+                if launched.done.action.op not in RECEIVES:
                     # The GPU is idle while the host waits, unless it is still busy with earlier actions.
-                    waited = min(issued.waited, waited, max(0.0, issued.end - start))
-                self._add(issued.done, start, end, waited)
+                    waited = min(launched.waited, waited, max(0.0, launched.end - start))
+                self._add(launched.done, start, end, waited)
 
     @property
     def clock(self) -> float:
@@ -105,3 +120,51 @@ class Recording:
         self.events.add(
             done.action, start, end, waited, done.sent, done.received, done.version, done.evaluation
         )
+
+
+class DeviceClock(Generic[T]):
+    """Times of a GPU's work, without waiting for it: marks of type T on its current stream, in the time of
+    `time.perf_counter`.
+
+    The host launches actions ahead of the GPU, so its own clock says nothing. On one stream an action begins where the
+    one before it ended: a receive lasts as long as the stream waited for the tensor, a forward as long as it computed.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._pending: deque[tuple[T, torch.cuda.Event, float]] = deque()
+        self._spare: list[torch.cuda.Event] = []
+        self._base = self._event()
+        self._base.record()
+        self._base.synchronize()
+        self._base_time = perf_counter()
+        self.reached = self._base_time  # the end of the last mark that was read
+        self._since_base = 0
+
+    def mark(self, what: T) -> None:
+        """Everything launched since the last mark belongs to this one."""
+        event = self._event()
+        event.record()
+        self._pending.append((what, event, perf_counter()))
+
+    def passed(self, *, wait: bool = False) -> Iterator[tuple[T, float, float]]:
+        """Marks that the GPU has passed, with their start and end; all of them if `wait`."""
+        while self._pending and (wait or self._pending[0][1].query()):
+            what, event, launched = self._pending.popleft()
+            if wait:
+                event.synchronize()
+            end = self._base_time + self._base.elapsed_time(event) / 1000
+            # The clocks of host and GPU drift apart. The GPU passes a mark after its launch and before it is read.
+            right = min(max(end, launched), perf_counter())
+            self._base_time += right - end
+            start, self.reached = self.reached, max(self.reached, right)
+            self._since_base += 1
+            if self._since_base >= REBASE:
+                self._spare.append(self._base)
+                self._base, self._base_time, self._since_base = event, right, 0
+            else:
+                self._spare.append(event)
+            yield what, start, self.reached
+
+    def _event(self) -> torch.cuda.Event:
+        return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

@@ -1,6 +1,6 @@
 """The interpreter of a rank's program: one method for each operation, and no knowledge of any schedule."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from time import perf_counter
 
 from torch import Tensor
@@ -9,13 +9,14 @@ from vpipe.communication import CommunicationHandler
 from vpipe.graph import edges
 from vpipe.record.events import NO_VERSION
 from vpipe.record.whereabouts import whereabouts
+from vpipe.runtime.clocks import align_clocks
 from vpipe.runtime.faulty import with_faults
-from vpipe.runtime.feed import Feed
+from vpipe.runtime.feed import Feed, Minibatch
 from vpipe.runtime.gradients import GradientExchange
-from vpipe.runtime.look_ahead import BACKWARDS, LookAhead
 from vpipe.runtime.losses import Losses
 from vpipe.runtime.not_compiled import explain_compiler
 from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
+from vpipe.runtime.prefetch import BACKWARDS, Prefetch, Work
 from vpipe.runtime.recording import Done, Recording
 from vpipe.runtime.routes import Link, Route, Routes
 from vpipe.runtime.updates import Updates
@@ -23,13 +24,16 @@ from vpipe.schedule import Action, Op
 from vpipe.stage.held import Held
 from vpipe.stage.stage import Stage
 
-Method = Callable[[Stage, int], None]
+Method = Callable[[Stage, Minibatch], None]
+ActionHook = Callable[[Work], Callable[[], object] | None]
+"""Called before an action; what it returns is called after it."""
 
 
 class StageRuntime:
-    """Runs the actions of one rank. Minibatches are numbered from the beginning of the run.
+    """Runs the actions of one rank.
 
-    `routes` say where each stage sits; the program itself is given to `run`, with the data.
+    `routes` say where each stage sits; the program itself is given to `run`, with the data. Training and evaluation
+    are two tables from operation to method.
     """
 
     def __init__(
@@ -52,9 +56,7 @@ class StageRuntime:
         self.num_stages = routes.schedule.num_stages
         self.forward_minibatch_id = 0
         self.backward_minibatch_id = 0
-        self.offset = 0  # the minibatch that the program under way counts from
         self.steps = 0  # STEP actions of all stages
-        self.forward_only = False
         self.recording = Recording(self.rank, edges(routes.stage_graphs), handler.device)
         self.events = self.recording.events
         self.forward_stats = self.recording.forward
@@ -63,13 +65,15 @@ class StageRuntime:
         self.whereabouts = whereabouts(self.rank)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
         self.unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
-        self._look_ahead = LookAhead(handler, stages, routes)
+        self._prefetch = Prefetch(handler, stages, routes)
         self._feed: Feed | None = None
-        self._methods = with_faults(self, self._table())
+        self._hooks: dict[Op, list[ActionHook]] = {}
+        self._training = with_faults(self, self._training_table())
+        self._evaluation = with_faults(self, self._evaluation_table(), evaluation=True)
         for name in routes.wire_names():
             handler.register_tensor(name)
 
-    def _table(self) -> dict[Op, Method]:
+    def _training_table(self) -> dict[Op, Method]:
         return {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
@@ -83,24 +87,54 @@ class StageRuntime:
             Op.STEP: self.step,
         }
 
-    def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Action]:
+    def _evaluation_table(self) -> dict[Op, Method]:
+        return {
+            Op.RECV_F: self.receive_tensors_forward,
+            Op.F: self.evaluate_forward,
+            Op.SEND_F: self.send_evaluated,
+        }
+
+    def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Work]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
-        self._feed, self.offset = feed, feed.offset
+        return self._run(self._prefetch.works(program, feed, evaluation=False), self._training, feed)
+
+    def evaluate(self, program: Iterator[Action], feed: Feed) -> None:
+        """Run the forwards of a program without training; the losses are added to `evaluated`."""
+        forwards = (action for action in program if action.op in self._evaluation)
+        for _ in self._run(self._prefetch.works(forwards, feed, evaluation=True), self._evaluation, feed):
+            pass
+
+    def _run(self, works: Iterator[Work], methods: Mapping[Op, Method], feed: Feed) -> Iterator[Work]:
+        self._feed = feed
         self.recording.begin()
-        current = None
+        action = None
         try:
-            for current in self._look_ahead.actions(program, feed):
-                self._execute(current)
-                yield current
+            for work in works:
+                action = work.action
+                self._execute(work, methods)
+                yield work
         except MEMORY_ERRORS as error:
-            explained = explain(error, self.rank, current) or explain_compiler(error, self.rank, current)
+            explained = explain(error, self.rank, action) or explain_compiler(error, self.rank, action)
             if explained is None:
                 raise
             raise explained from error
 
-    def wrap(self, op: Op, wrapper: Callable[[Method], Method]) -> None:
-        """Put something around an operation: for those who look on, so that nothing is asked where nobody does."""
-        self._methods[op] = wrapper(self._methods[op])
+    def add_hook(self, hook: ActionHook, ops: Iterable[Op]) -> Callable[[], None]:
+        """Call `hook` around each action of these operations; returns a function that removes it."""
+        chosen = tuple(ops)
+        for op in chosen:
+            self._hooks.setdefault(op, []).append(hook)
+
+        def remove() -> None:
+            for op in chosen:
+                if hook in self._hooks[op]:
+                    self._hooks[op].remove(hook)
+
+        return remove
+
+    def align_clocks(self) -> None:
+        """Compare this rank's clock with rank 0's, so that the ranks' events can be merged. Call it on every rank."""
+        self.events.clock = align_clocks(self.handler)
 
     def count_held(self) -> Held:
         """From now on count the bytes that autograd holds on this rank."""
@@ -108,6 +142,11 @@ class StageRuntime:
         for stage in self.stages.values():
             stage.held = held
         return held
+
+    @property
+    def offset(self) -> int:
+        """The minibatch that the program under way counts from."""
+        return 0 if self._feed is None else self._feed.offset
 
     @property
     def completes_update(self) -> bool:
@@ -129,88 +168,107 @@ class StageRuntime:
 
     # Forward
 
-    def receive_tensors_forward(self, stage: Stage, minibatch: int) -> None:
+    def receive_tensors_forward(self, stage: Stage, minibatch: Minibatch) -> None:
         for link in self._route(stage, minibatch).received:
             tensor = self._receive(link, stage, minibatch, backward=False)
-            stage.hand_over(minibatch, link.value, tensor)
+            stage.hand_over(minibatch.number, link.value, tensor)
 
-    def run_forward(self, stage: Stage, minibatch: int) -> None:
-        self.forward_minibatch_id = minibatch
+    def run_forward(self, stage: Stage, minibatch: Minibatch) -> None:
+        self.forward_minibatch_id = minibatch.number
         fields = self.feed.fields(minibatch)
         with self.handler.world.exclusive:
-            outputs = (stage.evaluate if self.forward_only else stage.forward)(minibatch, fields)
+            outputs = stage.forward(minibatch.number, fields)
         if stage.graph.is_criterion:
-            self._record_loss(minibatch, outputs.pop("loss"))
-        route = self._route(stage, minibatch)
-        for value, reader in route.passed_on:
-            self.stages[reader].hand_over(minibatch, value, outputs[value])
-        if route.sent:
-            self.unsent[stage.index, minibatch] = outputs
-        elif self.forward_only:
-            self._end_evaluation(stage, minibatch)
-        if not self.forward_only and stage.index == self._stages_passed(minibatch)[-1]:
+            members = self.feed.members(minibatch.update)
+            own = sum(self.routes.is_here(stage.index, member.place) for member in members)
+            loss, share = outputs.pop("loss"), self.feed.share(minibatch)
+            self.losses.record(minibatch.update, minibatch.number, loss, share, own)
+        self._hand_on(stage, minibatch, outputs)
+        if stage.index == self._stages_passed(minibatch)[-1]:
             self.feed.forget_values(minibatch)
         self.forward_stats.actions += 1
 
-    def send_tensors_forward(self, stage: Stage, minibatch: int) -> None:
-        outputs = self.unsent.pop((stage.index, minibatch))
+    def send_tensors_forward(self, stage: Stage, minibatch: Minibatch) -> None:
+        outputs = self.unsent.pop((stage.index, minibatch.number))
         for link in self._route(stage, minibatch).sent:
-            self.handler.send(link.name, outputs[link.value], minibatch, link.rank)
-        if self.forward_only:
-            self._end_evaluation(stage, minibatch)
+            self.handler.send(link.name, outputs[link.value], minibatch.number, link.rank)
 
     # Backward
 
-    def receive_tensors_backward(self, stage: Stage, minibatch: int) -> None:
+    def receive_tensors_backward(self, stage: Stage, minibatch: Minibatch) -> None:
         for link in self._route(stage, minibatch).returned:
             gradient = self._receive(link, stage, minibatch, backward=True)
-            stage.gradient_arrived(minibatch, link.value, link.stage, gradient)
-            self.handler.confirm(link.name, minibatch, link.rank)
+            stage.gradient_arrived(minibatch.number, link.value, link.stage, gradient)
+            self.handler.confirm(link.name, minibatch.number, link.rank)
 
-    def run_backward(self, stage: Stage, minibatch: int) -> None:
+    def run_backward(self, stage: Stage, minibatch: Minibatch) -> None:
         self.run_input_backward(stage, minibatch)
         self.run_weight_backward(stage, minibatch)
 
-    def run_input_backward(self, stage: Stage, minibatch: int) -> None:
-        self.backward_minibatch_id = minibatch
+    def run_input_backward(self, stage: Stage, minibatch: Minibatch) -> None:
+        number = self.backward_minibatch_id = minibatch.number
         seed = self.feed.share(minibatch) * self.updates.loss_scale.value
-        with self.handler.world.exclusive:  # recomputation draws again what forward drew
-            gradients = stage.backward(minibatch, seed)
+        with self.handler.world.exclusive:  # recomputation draws the same random numbers as forward
+            gradients = stage.backward(number, seed)
         route = self._route(stage, minibatch)
         for value, producer in route.passed_in:
             if value in gradients:
-                self.stages[producer].gradient_arrived(minibatch, value, stage.index, gradients[value])
+                self.stages[producer].gradient_arrived(number, value, stage.index, gradients[value])
         if route.received:
-            self.unsent[stage.index, minibatch] = gradients
+            self.unsent[stage.index, number] = gradients
         if stage.index == self._stages_passed(minibatch)[0]:
             self.feed.drop(minibatch)
         self.backward_stats.actions += 1
 
-    def run_weight_backward(self, stage: Stage, minibatch: int) -> None:
-        stage.weight_gradients(minibatch)
-        stage.finish(minibatch)
-        self.handler.release((stage.index, minibatch))
+    def run_weight_backward(self, stage: Stage, minibatch: Minibatch) -> None:
+        stage.weight_gradients(minibatch.number)
+        stage.finish(minibatch.number)
+        self.handler.release((stage.index, minibatch.number))
 
-    def send_tensors_backward(self, stage: Stage, minibatch: int) -> None:
-        gradients = self.unsent.pop((stage.index, minibatch))
+    def send_tensors_backward(self, stage: Stage, minibatch: Minibatch) -> None:
+        gradients = self.unsent.pop((stage.index, minibatch.number))
         for link in self._route(stage, minibatch).received:
             if link.value in gradients:
-                self.handler.send(link.name, gradients[link.value], minibatch, link.rank, backward=True)
+                gradient = gradients[link.value]
+                self.handler.send(link.name, gradient, minibatch.number, link.rank, backward=True)
 
     # Update
 
-    def send_gradients(self, stage: Stage, minibatch: int) -> None:
-        self.exchange.send_parts(stage.index, minibatch // self.feed.interval)
+    def send_gradients(self, stage: Stage, minibatch: Minibatch) -> None:
+        self.exchange.send_parts(stage.index, minibatch.update)
 
-    def step(self, stage: Stage, minibatch: int) -> None:
-        update = minibatch // self.feed.interval
+    def step(self, stage: Stage, minibatch: Minibatch) -> None:
         if stage.graph.is_criterion:
-            self.losses.post(update)
-        self.updates.step(stage.index, update)
+            self.losses.post(minibatch.update)
+        self.updates.step(stage.index, minibatch.update)
         self.steps += 1
         self.update_stats.actions += 1
         if self.completes_update:
-            self.losses.ask(update)
+            self.losses.collect(minibatch.update)
+
+    # Evaluation
+
+    def evaluate_forward(self, stage: Stage, minibatch: Minibatch) -> None:
+        fields = self.feed.fields(minibatch)
+        with self.handler.world.exclusive:
+            outputs = stage.evaluate(minibatch.number, fields)
+        if stage.graph.is_criterion:
+            self.evaluated.append((outputs.pop("loss"), self.feed.weight(minibatch)))
+        self._hand_on(stage, minibatch, outputs)
+        if not self._route(stage, minibatch).sent:
+            self._end_evaluation(stage, minibatch)
+
+    def send_evaluated(self, stage: Stage, minibatch: Minibatch) -> None:
+        self.send_tensors_forward(stage, minibatch)
+        self._end_evaluation(stage, minibatch)
+
+    def _end_evaluation(self, stage: Stage, minibatch: Minibatch) -> None:
+        """Once the last of this rank's stages has used a minibatch, nothing received for it is read."""
+        passed = self._stages_passed(minibatch)
+        if stage.index == passed[-1]:
+            self.feed.drop(minibatch)
+            for index in passed:
+                self.handler.release((index, minibatch.number))
 
     # Within
 
@@ -219,52 +277,48 @@ class StageRuntime:
         assert self._feed is not None, "an action runs only inside `run`"
         return self._feed
 
-    def _execute(self, action: Action) -> None:
-        handler, stage = self.handler, self.stages[action.stage]
+    def _execute(self, work: Work, methods: Mapping[Op, Method]) -> None:
+        handler, (action, stage, minibatch, evaluation) = self.handler, work
         waited, sent, received = handler.waited, handler.bytes_sent, handler.bytes_received
         start = perf_counter()
         self.whereabouts.enter(action, start)
-        if self._look_ahead.swaps and action.op in BACKWARDS:
-            self._look_ahead.fetch_next()
-        self._methods[action.op](stage, action.minibatch)
+        if self._prefetch.swaps and action.op in BACKWARDS:
+            self._prefetch.fetch_next()
+        hooks = self._hooks.get(action.op)
+        after = [hook(work) for hook in tuple(hooks)] if hooks else ()
+        methods[action.op](stage, minibatch)
+        for finish in after:
+            if finish is not None:
+                finish()
         done = Done(
             action,
             handler.bytes_sent - sent,
             handler.bytes_received - received,
             _version(stage, action.op),
-            self.forward_only,
+            evaluation,
         )
         self.recording.done(done, start, handler.waited - waited)
 
-    def _receive(self, link: Link, stage: Stage, minibatch: int, *, backward: bool) -> Tensor:
+    def _hand_on(self, stage: Stage, minibatch: Minibatch, outputs: dict[str, Tensor]) -> None:
+        """A forward's outputs: to later stages of this rank at once, to those of other ranks with its SEND."""
+        route = self._route(stage, minibatch)
+        for value, reader in route.passed_on:
+            self.stages[reader].hand_over(minibatch.number, value, outputs[value])
+        if route.sent:
+            self.unsent[stage.index, minibatch.number] = outputs
+
+    def _receive(self, link: Link, stage: Stage, minibatch: Minibatch, *, backward: bool) -> Tensor:
         shape = self.routes.shape(link, self.feed.shapes(minibatch))
-        owner = (stage.index, minibatch)
+        owner = (stage.index, minibatch.number)
         return self.handler.recv(
-            link.name, minibatch, link.rank, shape, link.dtype, owner=owner, backward=backward
+            link.name, minibatch.number, link.rank, shape, link.dtype, owner=owner, backward=backward
         )
 
-    def _route(self, stage: Stage, minibatch: int) -> Route:
-        return self.routes.route(stage.index, minibatch - self.offset)
+    def _route(self, stage: Stage, minibatch: Minibatch) -> Route:
+        return self.routes.route(stage.index, minibatch.place)
 
-    def _stages_passed(self, minibatch: int) -> list[int]:
-        return self.routes.stages_passed(minibatch - self.offset)
-
-    def _record_loss(self, minibatch: int, loss: Tensor) -> None:
-        if self.forward_only:
-            self.evaluated.append((loss, self.feed.weight(minibatch)))
-            return
-        update = minibatch // self.feed.interval
-        members = range(update * self.feed.interval, min((update + 1) * self.feed.interval, self.feed.end))
-        own = sum(self.routes.is_here(self.num_stages - 1, m - self.offset) for m in members)
-        self.losses.record(update, minibatch, loss, self.feed.share(minibatch), own)
-
-    def _end_evaluation(self, stage: Stage, minibatch: int) -> None:
-        """Once the last of this rank's stages has used a minibatch, nothing received for it is read."""
-        passed = self._stages_passed(minibatch)
-        if stage.index == passed[-1]:
-            self.feed.drop(minibatch)
-            for index in passed:
-                self.handler.release((index, minibatch))
+    def _stages_passed(self, minibatch: Minibatch) -> list[int]:
+        return self.routes.stages_passed(minibatch.place)
 
 
 def _version(stage: Stage, op: Op) -> int:

@@ -8,7 +8,7 @@ u + 1 depends on the overflows of updates up to u - lag, which every rank knows 
 There a host does not wait for its GPU's norms either, unless a loss scale depends on them (`late_checks.py`).
 
 A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops
-or only this update is passed over. Backward runs from the last stage to the first, so the last stage that
+or only this update is skipped. Backward runs from the last stage to the first, so the last stage that
 has such gradients is where they come from.
 """
 
@@ -62,7 +62,7 @@ class Updates:
         self.interval = interval
         self.loss_scale = loss_scale
         self.on_nonfinite = on_nonfinite
-        self.report: Callable[[str], None] = warnings.warn  # told of updates that are passed over
+        self.warn: Callable[[str], object] = warnings.warn  # of updates that are skipped
         self.begun = 0
         self.skipped: list[int] = []
         # A GPU's host runs ahead of it, and must not wait for a norm; a loss scale is the host's.
@@ -83,7 +83,7 @@ class Updates:
     def catch_up(self) -> None:
         """The pipeline is drained: apply the tied updates and learn the overflows that are still to come."""
         if self._late is not None:
-            self._read_late(self._late.passed_over(all_of_them=True))
+            self._read_late(self._late.skipped(all_of_them=True))
         for index, stage in self.stages.items():
             for gradients in self.exchange.overdue(index, self.begun):
                 if math.isfinite(norm := self._norm_of(gradients.values())):
@@ -149,7 +149,7 @@ class Updates:
         self.exchange.sum_replicas(stage, update)
         tied = self.exchange.tied_gradients(stage, update)
         if self._late is not None:
-            self._read_late(self._late.passed_over())
+            self._read_late(self._late.skipped())
             if self.stages[stage].optimizer.skips_by_flag:
                 self._step_unseen(self._late, stage, update, tied)
                 return
@@ -172,7 +172,7 @@ class Updates:
             self._learn_overflow(update - self.exchange.lag)
 
     def _step_unseen(self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]) -> None:
-        """The same without waiting for any norm: the device clips, and passes over what is not finite."""
+        """The same without waiting for any norm: the device clips, and skips what is not finite."""
         norms = {name: _norm([gradient]) for name, gradient in tied.items()}
         own = self._norm_on_device(stage)
         if self.clip_norm is not None:
@@ -200,7 +200,7 @@ class Updates:
             if self.on_nonfinite == "stop":
                 raise NonFiniteError(f"{found}: the update is not made; {LESS_OR_SKIP}")
             if self.on_nonfinite == "skip":
-                self.report(f"WARNING: {found}: the update is passed over")
+                self.warn(f"WARNING: {found}: the update is skipped")
 
     def _learn_overflow(self, update: int) -> None:
         if update in self._overflows:
@@ -222,7 +222,7 @@ class Updates:
         return _norm(gradients) if gradients else torch.zeros((), device=self.handler.device)
 
     def _own_gradients(self, stage: int) -> list[Tensor]:
-        """To be let go of before the step, which casts them piece by piece and keeps none."""
+        """Drop this list before `step()`: it frees gradients as it casts them."""
         return [p.grad for p in self.exchange.own_parameters(stage) if p.grad is not None]
 
     def _clip_factor(self, norm: float) -> float:

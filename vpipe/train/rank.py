@@ -24,10 +24,10 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     from vpipe.observe.trace import write_trace
     from vpipe.system.console import show
     from vpipe.system.files import write_json
-    from vpipe.train.requests import ignore_requests
+    from vpipe.train.signals import ignore_save_signal
     from vpipe.train.trainer import Trainer
 
-    ignore_requests()
+    ignore_save_signal()
     start_beating()
     trainer = Trainer(config)
     try:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
@@ -13,7 +14,6 @@ from vpipe.config import RunConfig
 from vpipe.errors import PeerError, VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import newest_runs
-from vpipe.train.requests import GIVE_UP, SAVE, STOP, Requests
 
 BEST = "best_evaluation_loss"
 
@@ -21,24 +21,26 @@ BEST = "best_evaluation_loss"
 class SavePolicy:
     """Every rank has one and asks it after every update; all decide alike."""
 
-    def __init__(
-        self, pipe: Pipeline, folder: Path, config: RunConfig, requests: Requests, say: Callable[[str], None]
-    ) -> None:
+    def __init__(self, pipe: Pipeline, folder: Path, config: RunConfig, say: Callable[[str], None]) -> None:
         self._pipe = pipe
         self._interval = config.checkpoint_interval
+        self._seconds = None if config.checkpoint_minutes is None else 60 * config.checkpoint_minutes
         self._regular = bool(config.checkpoint_interval or config.checkpoint_minutes)
-        self._requests = requests
+        self._gives_up = config.on_save_error == "stop"
         self._saver = checkpoint.Saver(
             pipe,
             folder / "checkpoints",
             keep=config.keep_checkpoints,
             report=say,
-            failed=lambda: requests.ask(GIVE_UP) if config.on_save_error == "stop" else None,
+            failed=pipe.request_stop if self._gives_up else lambda: None,
         )
         self._saved = pipe.updates
+        self._saved_at = time.monotonic()
         self._evaluated: tuple[int, float] | None = None  # updates, loss
         self._best = math.inf
         self._better = False  # whether the best is still to be saved
+        if pipe.rank == pipe.schedule.placement[-1][0] and self._seconds is not None:
+            pipe.on_update(self._watch_clock)
 
     def evaluated(self, loss: float) -> None:
         """The weights as they are now have this evaluation loss."""
@@ -46,28 +48,45 @@ class SavePolicy:
         if loss < self._best:
             self._best, self._better = loss, True
 
-    def wants(self, done: int, asked: int) -> bool:
-        """Whether to save after this many updates, of which the last one brought these requests."""
-        if asked & GIVE_UP:
-            self.finish()
-        due = self._interval and done - self._saved >= self._interval
+    def due(self, done: int) -> bool:
+        """Whether to save after this many updates."""
+        pipe = self._pipe
+        regular = self._interval and done - self._saved >= self._interval
         best = self._better and self._regular  # what the regular ones are worth is known: keep the best
-        return self._pipe.updates > self._saved and bool(due or best or asked & (SAVE | STOP))
+        return not self.up_to_date and bool(regular or best or pipe.save_requested)
+
+    @property
+    def up_to_date(self) -> bool:
+        """Whether the newest checkpoint has every update."""
+        return self._pipe.updates == self._saved
+
+    def check(self) -> None:
+        """Raise what went wrong with the latest save, if the run ends for it."""
+        self._saver.wait()
+        if self._gives_up and self._saver.failed:
+            self.finish()
+
+    def _watch_clock(self, update: int, loss: float) -> None:
+        """On a rank that computes the loss, with which the request travels."""
+        if self._seconds is not None and time.monotonic() >= self._saved_at + self._seconds:
+            self._saved_at = time.monotonic()
+            self._pipe.request_save()
 
     def save(self, position: Callable[[], dict[str, Any]]) -> None:
         """Begin a save; an asynchronous pipeline is drained for it, then `position` is asked for."""
+        self.check()
         pipe = self._pipe
         pipe.flush()
         measured = self._evaluated is not None and self._evaluated[0] == pipe.updates
         loss = self._evaluated[1] if measured and self._evaluated is not None else None
-        told = {checkpoint.EVALUATION: loss, BEST: self._best}
-        finite = {key: value for key, value in told.items() if value is not None and math.isfinite(value)}
+        values = {checkpoint.EVALUATION: loss, BEST: self._best}
+        finite = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
         self._saver.start(position() | finite)
         self._saved, self._better = pipe.updates, False
-        self._requests.saved()
+        self._saved_at = time.monotonic()
 
     def resume(self, extra: dict[str, Any]) -> None:
-        """Go on with what an earlier run has told."""
+        """Continue with the values of an earlier run's checkpoint."""
         self._best = extra.get(BEST, math.inf)
         self._saved = self._pipe.updates
 
@@ -96,7 +115,7 @@ class SavePolicy:
 def find_checkpoint(wanted: str, log_directory: Path, report: Callable[[str], None]) -> Path | None:
     """`auto` is the newest good one of any run, if there is one; else a checkpoint's or a run's folder.
 
-    `report` is told of each that is passed over, and why.
+    `report` is called with each that is skipped, and why.
     """
     if wanted == "auto":
         found = (checkpoint.newest(run / "checkpoints", report) for run in newest_runs(log_directory))

@@ -23,7 +23,6 @@ from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import make_run_folder
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
-from vpipe.runtime.clocks import align_clocks
 from vpipe.system.device import choose_device, limit_memory, make_deterministic
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.units import read_bytes
@@ -32,9 +31,9 @@ from vpipe.train.description import describe, plan_of, write_description
 from vpipe.train.models import build_model
 from vpipe.train.position import Position
 from vpipe.train.predicted_memory import telling_memory
-from vpipe.train.requests import STOP, Requests
 from vpipe.train.same_config import check_alike
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
+from vpipe.train.signals import Signals
 from vpipe.weights import learning_rate_policy
 
 
@@ -86,7 +85,7 @@ class Trainer:
     def restore(self, resume: str | None, report: Callable[[str], None]) -> str | None:
         """Go on from a checkpoint, start from pretrained weights, or from nothing; what was done, if anything.
 
-        `report` is told, on rank 0, of checkpoints that are passed over.
+        `report` is called, on rank 0, for each checkpoint that is skipped.
         """
         path = agree(self.world, "checkpoint", lambda: self._find(resume, report))
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
@@ -114,29 +113,23 @@ class Trainer:
         fails and `take_signals` says what they do from then on.
         """
         pipe, recorder = self.pipe, self._begin(resume, debug)
-        requests = Requests(
-            self.world,
-            pipe.schedule.placement[-1][0],
-            minutes=self.config.checkpoint_minutes,
-            say=recorder.say,
-        )
-        pipe.runtime.losses.asked = requests.take
-        pipe.runtime.updates.report = recorder.say
+        signals = Signals(pipe, recorder.say)
+        pipe.on_warning(recorder.say)
         try:
-            with SavePolicy(pipe, self.folder, self.config, requests, recorder.say) as keeper:
-                keeper.resume(self.position_found)
-                requests.listen()
+            with SavePolicy(pipe, self.folder, self.config, recorder.say) as saves:
+                saves.resume(self.position_found)
+                signals.listen()
                 with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
-                    self._train(recorder, keeper)
-                keeper.save(self._position_here)
-                summary = self._summary(recorder) | {"checkpoint": str(keeper.finish())}
+                    self._train(recorder, saves)
+                saves.save(self._position_here)
+                summary = self._summary(recorder) | {"checkpoint": str(saves.finish())}
         except BaseException as error:
             recorder.error = error
             if take_signals is not None:
-                requests.leave_to(take_signals)
+                signals.hand_over(take_signals)
             raise
         finally:
-            requests.close()
+            signals.close()
             recorder.write_events(self.folder)
             recorder.close()
         self.place.say("its end")
@@ -153,7 +146,7 @@ class Trainer:
                 f"there is nothing to train: {pipe.updates} of {self.position.updates} updates are made: "
                 "raise epochs or max_updates"
             )
-        pipe.runtime.events.clock = align_clocks(pipe.handler)
+        pipe.runtime.align_clocks()
         if self.rank == 0:
             write_description(pipe, self.config, self.data, self.folder)
         recorder = self._make_recorder()
@@ -174,36 +167,42 @@ class Trainer:
             "report": str(self.folder / "report.html"),
         }
 
-    def _train(self, recorder: Recorder, keeper: SavePolicy) -> None:
+    def _train(self, recorder: Recorder, saves: SavePolicy) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
         config, pipe = self.config, self.pipe
+        pipe.on_update(lambda update, loss: recorder.update(update, loss, self.position.epoch(update)))
         pace = Pace(pipe, recorder.say)
+        pipe.on_update(lambda update, loss: pace.update())
         # Where it was drained for an evaluation is part of what a resumed run must do alike.
         self.evaluated = self.position_found.get("evaluated", pipe.updates)
-        for update, loss in pipe.train(self.position.batches(pipe.updates)):
-            recorder.update(update, loss, self.position.epoch(update))
-            pace.update()
-            asked = pipe.runtime.losses.requests_of(update)
+        for update, _ in pipe.train(self.position.batches(pipe.updates)):
             if update + 1 == self.position.updates:
                 continue
             if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
-                self._evaluate(recorder, keeper)
-            if keeper.wants(update + 1, asked):
+                self._evaluate(recorder, saves)
+            if saves.due(update + 1):
                 recorder.pause()
-                keeper.save(self._position_here)
-            if asked & STOP:
-                raise Stopped(
-                    f"the run was asked to end: it has made {pipe.updates} of {self.position.updates} updates, "
-                    f"which are saved in {keeper.finish()}; go on with --resume auto"
-                )
-        self._evaluate(recorder, keeper)
+                saves.save(self._position_here)
+        if pipe.stop_requested and pipe.updates < self.position.updates:
+            self._stop(saves)
+        self._evaluate(recorder, saves)
 
-    def _evaluate(self, recorder: Recorder, keeper: SavePolicy) -> None:
+    def _stop(self, saves: SavePolicy) -> None:
+        """Training was requested to end before its last update."""
+        saves.check()
+        if not saves.up_to_date:
+            saves.save(self._position_here)
+        raise Stopped(
+            f"the run was asked to end: it has made {self.pipe.updates} of {self.position.updates} updates, "
+            f"which are saved in {saves.finish()}; go on with --resume auto"
+        )
+
+    def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()
         loss = self.evaluate()
         self.evaluated = self.pipe.updates
         recorder.evaluation(loss)
-        keeper.evaluated(loss)
+        saves.evaluated(loss)
 
     def evaluate(self) -> float:
         """The mean loss over the validation samples, always the same ones."""

@@ -1,0 +1,68 @@
+"""Work done before its turn: receives are posted, and swapped activations fetched."""
+
+from collections import deque
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+from vpipe.communication import CommunicationHandler
+from vpipe.runtime.feed import Feed, Minibatch
+from vpipe.runtime.routes import Routes
+from vpipe.schedule import Action, Op
+from vpipe.stage.stage import Stage
+
+AHEAD = 8
+"""How many actions ahead of the current one receives are posted."""
+BACKWARDS = (Op.B, Op.I)
+
+
+class Work(NamedTuple):
+    """An action whose turn has come, with the stage and the minibatch that it is about."""
+
+    action: Action
+    """Its minibatch is numbered from the beginning of the run."""
+    stage: Stage
+    minibatch: Minibatch
+    evaluation: bool
+    """Whether it is part of an evaluation: no dropout, no gradients."""
+
+
+class Prefetch:
+    def __init__(self, handler: CommunicationHandler, stages: Mapping[int, Stage], routes: Routes) -> None:
+        self._handler = handler
+        self._stages = stages
+        self._routes = routes
+        self._coming: deque[Work] = deque()
+        self.swaps = any(stage.module.swaps for stage in stages.values())
+
+    def works(self, program: Iterator[Action], feed: Feed, *, evaluation: bool) -> Iterator[Work]:
+        """The program's actions, each when its turn has come."""
+        coming = self._coming = deque()
+        for stage, op, place in program:
+            minibatch = feed.identify(place)
+            work = Work(Action(stage, op, minibatch.number), self._stages[stage], minibatch, evaluation)
+            coming.append(work)
+            if self._handler.takes_expectations:
+                self._post_receives(work, feed)
+            if len(coming) > AHEAD:
+                yield coming.popleft()
+        while coming:
+            yield coming.popleft()
+
+    def fetch_next(self) -> None:
+        """While one backward runs, fetch what the next one reads."""
+        coming = next((work for work in self._coming if work.action.op in BACKWARDS), None)
+        if coming is not None:
+            coming.stage.fetch(coming.minibatch.number)
+
+    def _post_receives(self, work: Work, feed: Feed) -> None:
+        op, minibatch = work.action.op, work.minibatch
+        if op is Op.RECV_F:
+            links = self._routes.route(work.action.stage, minibatch.place).received
+        elif op is Op.RECV_B:
+            links = self._routes.route(work.action.stage, minibatch.place).returned
+        else:
+            return
+        for link in links:
+            shape = self._routes.shape(link, feed.shapes(minibatch))
+            backward = op is Op.RECV_B
+            self._handler.expect(link.name, minibatch.number, link.rank, shape, link.dtype, backward=backward)
