@@ -143,9 +143,9 @@ class DeviceClock(Generic[T]):
 
     def mark(self, what: T) -> None:
         """Everything launched since the last mark belongs to this one."""
-        event = self._event()
+        event, now = self._event(), perf_counter()
         event.record()
-        self._pending.append((what, event, perf_counter()))
+        self._pending.append((what, event, now))
 
     def passed(self, *, wait: bool = False) -> Iterator[tuple[T, float, float]]:
         """Marks that the GPU has passed, with their start and end; all of them if `wait`."""
