@@ -314,14 +314,22 @@ def page(sections: dict[int, str]) -> str:
     """All sections, by their number of ranks; those that were not measured now are as they were."""
     introduction = f"""# How accurate the simulator is
 
-A transformer of {work.LAYERS} layers, {work.WIDTH} wide, {MINIBATCHES} minibatches of {work.MINIBATCH} a step, one
-process of one thread for each rank, every block kept or every block recomputed. *Bytes* are what autograd holds at its
-peak, on the rank where prediction and count lie furthest apart. A ratio is the prediction over the measurement; that of
-the throughput is the median, with its quartiles, over turns of a second, each predicted from a profile of the moments
-before and behind it; *busy* is the computing time of the rank that computes longest. With more ranks than processors
-the ranks take turns, and throughput says nothing about the simulator: memory only. `pipedream` and `vpipe` run the same
-program: by what they differ, others may too. Three and four ranks on processors of their own:
-[two runs](measured/accuracy_more_processors.md).
+Predictions of the simulator beside measurements. The model is a transformer of {work.LAYERS} layers, {work.WIDTH} wide.
+A step has {MINIBATCHES} minibatches of {work.MINIBATCH} samples. Each rank is one process with one thread. Every block
+is kept, or every block is recomputed.
+
+- *Ratio* is the prediction divided by the measurement. For throughput it is the median over turns
+  of one second, with the quartiles. Each turn is predicted from a profile that was measured right
+  before and right after it.
+- *Busy* is the computing time of the rank that computes longest.
+- *Bytes* are what autograd holds at its peak, on the rank where prediction and count differ most.
+- With more ranks than processors the ranks take turns on a processor, so throughput says nothing
+  about the simulator. These rows have memory only.
+- `pipedream` and `vpipe` run the same program. The difference between the two shows how far two
+  measurements of one thing may differ.
+
+Three and four ranks with one processor for each rank: [two
+runs](measured/accuracy_more_processors.md).
 """
     found = (f"\n## {ranks} ranks\n\n{sections[ranks]}\n" for ranks in sorted(sections))
     return introduction + "".join(found)
@@ -339,10 +347,10 @@ def section(rows: Sequence[Row], command: str, load: float) -> str:
     if rows[0].case.ranks <= processors():
         fast = sum(abs(row.speed - 1) <= LIMIT for row in rows)
         verdict += f", throughput in {fast} of {len(rows)}"
-    lines = [f"`{command}`, on {processors()} processors. Within {LIMIT:.0%}: {verdict}.", ""]
+    lines = [f"`{command}`, on {processors()} processors.", f"Within {LIMIT:.0%}: {verdict}.", ""]
     if load > 0.5:
         lines += [
-            f"The machine was shared: its load was {load:.1f} before the run began. Throughput tells less then.",
+            f"Other programs ran on the machine: its load was {load:.1f} before the run. Throughput is less reliable.",
             "",
         ]
     return "\n".join([*lines, report(rows)])

@@ -18,6 +18,7 @@ import os
 import socket
 import statistics
 import sys
+import textwrap
 import time
 from collections.abc import Sequence
 from itertools import cycle, islice, product
@@ -211,16 +212,18 @@ def work_as_rank(
 def report(
     cap: int, settings: Sequence[Setting], measured: Measured, command: str, given: argparse.Namespace
 ) -> str:
+    introduction = (
+        f"`{command}`, on {processors()} processors. A transformer of {work.LAYERS} layers, {work.WIDTH} wide, "
+        f"sequence {work.SEQUENCE}, on {given.ranks} ranks of one thread. The figures are medians of {given.rounds} "
+        f"rounds, in which the settings take turns. The cap is {cap:,} bytes a rank. That is what PipeDream needs with "
+        f"{given.batch_size // 2} samples a minibatch (with {given.batch_size} it would not fit). GPipe recomputes "
+        "everything and accumulates as many minibatches as fit. *Bytes* are the activations of the rank that holds "
+        f"most of them, as autograd counts them. The machine's load was {given.load:.1f} before the run. Above 0.5 "
+        "other programs ran on it, and the speeds say little."
+    )
     lines = [
         TITLE,
-        f"`{command}`, on {processors()} processors: a transformer of {work.LAYERS} layers, {work.WIDTH} wide,",
-        f"sequence {work.SEQUENCE}, on {given.ranks} ranks of one thread; medians of {given.rounds} rounds, in which",
-        "they take turns.",
-        f"The cap is {cap:,} bytes a rank: what PipeDream needs with {given.batch_size // 2} samples a minibatch",
-        f"(with {given.batch_size} it would not fit), and in which GPipe, which recomputes everything, accumulates as",
-        "many minibatches as it can.",
-        "*Bytes* are the activations of the rank that holds most of them, as autograd counts them. The machine's load",
-        f"was {given.load:.1f} before the run: above 0.5 it was shared, and what was measured tells little.",
+        textwrap.fill(introduction, 100, break_long_words=False, break_on_hyphens=False),
         "",
         "| setting | schedule | minibatch | partition | recomputed, swapped | of the cap | bytes predicted | counted "
         "| samples/s predicted | measured | quartiles |",

@@ -1,11 +1,14 @@
-"""What the README shows is what happens."""
+"""The example and the commands of README.md and docs/commands.md."""
 
 import re
 import shlex
+import statistics
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tests.end_to_end.command import vpipe
 from vpipe import cli
@@ -13,58 +16,51 @@ from vpipe import cli
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()
 
-PRELUDE = """
-import torch
-from torch import nn
-
-torch.manual_seed(0)
-torch.set_num_threads(1)
+COMMANDS = (ROOT / "docs/commands.md").read_text()
 
 
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.layers = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-
-    def forward(self, x, y):
-        return nn.functional.mse_loss(self.layers(x), y)
-
-
-model = Model()
-example_batch = (torch.randn(4, 8), torch.randn(4, 4))
-loader = batches = [example_batch] * 6
-"""
-
-
-def blocks(language: str) -> list[str]:
+def blocks(language: str, page: str = README) -> list[str]:
     """The fenced blocks of one language."""
-    parts = re.split(
-        r"^```(\w*)\n", README, flags=re.MULTILINE
-    )  # text, language, block, "", text, language ...
+    # text, language, block, "", text, language ...
+    parts = re.split(r"^```(\w*)\n", page, flags=re.MULTILINE)
     return [block for found, block in zip(parts[1::4], parts[2::4], strict=True) if found == language]
 
 
 def commands() -> list[list[str]]:
-    """The lines that begin with `vpipe`, and those behind a prompt, without what is said beside them."""
-    lines = [line.removeprefix("$ ") for block in blocks("") for line in block.splitlines()]
-    return [shlex.split(line, comments=True) for line in lines if line.startswith("vpipe ")]
+    """The lines that begin with `vpipe` (after a prompt, if there is one), each once and without its comment."""
+    found = [line for page in (README, COMMANDS) for block in blocks("", page) for line in block.splitlines()]
+    lines = [line.removeprefix("$ ").partition("#")[0].strip() for line in found]
+    return [shlex.split(line) for line in dict.fromkeys(lines) if line.startswith("vpipe ")]
 
 
-def test_the_snippet_trains_under_torchrun(tmp_path: Path) -> None:
-    """A script of the user's own in new interpreters, started as the README says."""
-    (snippet,) = blocks("python")
-    # In one piece: both ranks write to the same pipe.
-    told = 'print(f"{pipe.rank} {step} {loss!r}\\n", end="", flush=True)'
-    script = tmp_path / "script.py"
-    script.write_text(PRELUDE + snippet.replace("    ...", f"    {told}"))
+def test_the_example_trains_as_pasted(tmp_path: Path) -> None:
+    """In new interpreters, started as the README says; the weights that it saves are those of its model."""
+    (script,) = blocks("python")
+    (tmp_path / "train.py").write_text(script)
+    assert "`torchrun --nproc-per-node 2 train.py`" in README
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-    ended = vpipe(script, cwd=tmp_path, launcher=launcher)
+    ended = vpipe("train.py", cwd=tmp_path, launcher=launcher)
     assert ended.code == 0, ended.said
-    lines = [line.split() for line in ended.out.splitlines()]
-    first, second = ([(step, loss) for rank, step, loss in lines if rank == which] for which in "01")
-    assert first == second  # every rank reads them
-    assert [step for step, _ in first] == list("012345")
-    assert float(first[-1][1]) < float(first[0][1])
+    # Both ranks write to one pipe, so two lines may be mixed: each text comes whole, its end of line may not.
+    trained = [float(loss) for loss in re.findall(r"update \d+, loss (\d\.\d{3})", ended.out)]
+    evaluated = dict(re.findall(r"rank (\d): evaluation loss (\d\.\d{3})", ended.out))
+    assert len(trained) == 3
+    assert trained == sorted(trained, reverse=True)
+    assert evaluated.keys() == {"0", "1"}
+    assert evaluated["0"] == evaluated["1"]  # every rank reads it
+    weights = torch.load(tmp_path / "weights.pt", weights_only=True)
+    assert plain_loss(script, weights) == pytest.approx(float(evaluated["0"]), abs=0.001)
+
+
+def plain_loss(script: str, weights: dict[str, torch.Tensor]) -> float:
+    """The loss of the script's plain model with these weights, on the minibatches that the script evaluates."""
+    names: dict[str, Any] = {}
+    exec(script[: script.index("pipe = vpipe.Pipeline(")], names)
+    model = names["ByteModel"]()
+    model.load_state_dict(weights)
+    model.eval()
+    with torch.no_grad():
+        return statistics.mean(model(**batch).item() for batch in names["minibatches"](8, seed=2))
 
 
 def test_the_drawing_is_the_commands_output(
@@ -100,5 +96,5 @@ def test_every_command_exists_with_its_options_and_files(
 
 def test_every_target_of_make_is_there() -> None:
     rules = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"^(?:\$ )?make (\w+)", README, re.MULTILINE):
+    for target in re.findall(r"(?:^|^\$ |`)make ([\w-]+)", README + COMMANDS, re.MULTILINE):
         assert f"\n{target}:" in rules

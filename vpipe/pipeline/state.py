@@ -1,11 +1,19 @@
-"""The state of all stages as one: what several ranks hold is made equal, told once, and gathered."""
+"""The state of all stages as one: equal on replicas, each tensor from one rank, gathered where it is needed.
 
+Buffers that training changes, such as a batch norm's statistics, differ between the replicas of a stage, because each
+sees every R-th minibatch; weights do not depend on them. They are made equal whenever the model is evaluated or saved:
+numbers become the replicas' mean, counters the largest. So a run that is resumed, under any number of replicas,
+continues as the run that saved.
+"""
+
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
 from vpipe.communication import HOST
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import StageRuntime
-from vpipe.runtime.replica_buffers import equalise
 from vpipe.stage.stage import StageState
 
 KEYS = 20
@@ -23,10 +31,17 @@ class WholeState:
         self._exchanges = 0
         runtime.handler.register_tensor("state")
 
+    @torch.no_grad()
     def equalise_buffers(self) -> None:
-        """Replicas that saw different minibatches have different statistics: from here on the same."""
-        stages = self.runtime.stages
-        equalise(self.runtime.handler, self.placement, self.layout.stage_graphs, stages, self._first_key())
+        key = self._first_key()
+        for graph in self.layout.stage_graphs:
+            ranks = self.placement[graph.index]
+            for name in sorted(graph.buffers):
+                key += 1
+                if len(ranks) > 1 and self.rank in ranks:
+                    buffer = self.runtime.stages[graph.index].module.buffers_by_name[name]
+                    buffer.copy_(_merged(self._from_replicas(ranks, key, buffer)))
+                    self.runtime.handler.release(key)
 
     def own(self) -> dict[str, Tensor]:
         """The newest weights and buffers of this rank's stages, under the model's own names."""
@@ -52,19 +67,34 @@ class WholeState:
         return gathered if self.rank == 0 else None
 
     def for_resuming(self) -> dict[int, StageState]:
-        """Of each stage that this rank answers for: the first of a stage's ranks tells it.
-
-        What several stages hold is told by the first of them.
-        """
+        """The state of each stage whose first rank this is; a tensor of several stages is part of the first's."""
         self.equalise_buffers()
-        told: set[str] = set()
+        included: set[str] = set()
         stages: dict[int, StageState] = {}
         for graph in self.layout.stage_graphs:
             if self.placement[graph.index][0] == self.rank:
-                stages[graph.index] = self.runtime.stages[graph.index].training_state(told)
-            told.update(graph.parameters, graph.buffers)
+                stages[graph.index] = self.runtime.stages[graph.index].training_state(included)
+            included.update(graph.parameters, graph.buffers)
         return stages
+
+    def _from_replicas(self, ranks: Sequence[int], key: int, own: Tensor) -> list[Tensor]:
+        """A buffer's values on all replicas, in the same order everywhere."""
+        handler, others = self.runtime.handler, [rank for rank in ranks if rank != self.rank]
+        for rank in others:
+            handler.send("state", own.clone(), key, rank)
+        received = {
+            rank: handler.recv("state", key, rank, own.shape, own.dtype, owner=key) for rank in others
+        }
+        return [received.get(rank, own) for rank in ranks]
 
     def _first_key(self) -> int:
         self._exchanges += 1
         return self._exchanges << KEYS
+
+
+def _merged(values: Sequence[Tensor]) -> Tensor:
+    first = values[0]
+    if all(torch.equal(first, other) for other in values[1:]):
+        return first.clone()
+    stacked = torch.stack(list(values))
+    return stacked.double().mean(0) if first.is_floating_point() else stacked.amax(0)

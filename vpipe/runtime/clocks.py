@@ -1,13 +1,13 @@
-"""The clocks of the ranks, compared: how far rank 0's is ahead of this rank's.
+"""The offset between the clock of this rank and rank 0's.
 
-Each rank in turn asks rank 0 for its time, several times over. The answer was given somewhere between question and
-arrival; the middle is the best guess, and wrong by half a round trip at most:
+Each rank in turn asks rank 0 for its time, several times. Rank 0 answered at some time between question and arrival;
+the middle is the best estimate, wrong by half a round trip at most:
 
-    this rank   asked ─┐            ┌─▶ answered      offset = told - (asked + answered) / 2
-    rank 0             └─▶ told ────┘
+    this rank   asked ─┐            ┌─▶ answered      offset = time - (asked + answered) / 2
+    rank 0             └─▶ time ────┘
 
-On one host `time.perf_counter` reads CLOCK_MONOTONIC, which all processes share. It is measured there too, and an
-offset that is smaller than its own uncertainty is taken for what it most likely is: none.
+On one host `time.perf_counter` reads CLOCK_MONOTONIC, which all processes share. It is measured there too; an offset
+smaller than its uncertainty is taken as zero.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def align_clocks(handler: CommunicationHandler) -> ClockOffset:
 
 
 def best_offset(answers: list[tuple[float, float, float]]) -> ClockOffset:
-    """The offset by the quickest of the answers, each of which is (asked, told by rank 0, answered)."""
-    asked, told, answered = min(answers, key=lambda answer: answer[2] - answer[0])
-    offset, round_trip = told - (asked + answered) / 2, answered - asked
+    """The offset by the quickest of the answers, each of which is (asked, rank 0's time, answered)."""
+    asked, time_there, answered = min(answers, key=lambda answer: answer[2] - answer[0])
+    offset, round_trip = time_there - (asked + answered) / 2, answered - asked
     return ClockOffset(offset if abs(offset) > round_trip / 2 else 0.0, round_trip)
 
 
 def _ask(handler: CommunicationHandler, number: int) -> tuple[float, float, float]:
     asked = perf_counter()
     handler.post(NAME, number, [asked], [0])
-    told = handler.collect(NAME, number, 1, [0])[0][0]
-    return asked, told, perf_counter()
+    time_there = handler.collect(NAME, number, 1, [0])[0][0]
+    return asked, time_there, perf_counter()

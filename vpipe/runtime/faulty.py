@@ -1,6 +1,6 @@
-"""Faults in the middle of a program: the operations of a rank, of which some do what `VPIPE_FAULT` asks for.
+"""Faults in the middle of a program, as `VPIPE_FAULT` asks for: wrappers around the operations of a rank.
 
-Only a table that holds a fault is another one, so a run without faults pays nothing.
+Without a fault for this rank the table stays as it is, so an ordinary run pays nothing.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ def _faulty(
                 poison |= fault.kind == "nan"
                 fault.strike()
         if poison:
-            _poison(_there(runtime, op, stage, minibatch.number))
+            _poison(_tensors_of(runtime, op, stage, minibatch.number))
         method(stage, minibatch)
         if poison:
-            _poison(_there(runtime, op, stage, minibatch.number))
+            _poison(_tensors_of(runtime, op, stage, minibatch.number))
         if op is Op.STEP:
             for fault in faults:
                 fault.reached = minibatch.update + 1
@@ -69,8 +69,8 @@ def _faulty(
     return run
 
 
-def _there(runtime: StageRuntime, op: Op, stage: Stage, minibatch: int) -> Iterable[Tensor]:
-    """What the operation is about: what it will read, or once it has run, what it has made."""
+def _tensors_of(runtime: StageRuntime, op: Op, stage: Stage, minibatch: int) -> Iterable[Tensor]:
+    """The tensors that the operation will read, or, once it has run, has made."""
     if op in (Op.B, Op.I, Op.REDUCE, Op.STEP):
         parameters = stage.optimizer.model_parameters
         return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,13 +1,12 @@
 """Gradients that several ranks must agree on: replicas of a stage, and stages that share a parameter.
 
-Each rank sends its part to the others when its backwards of the update are done (REDUCE), and each adds
-all parts in the same order when it makes the update (STEP): the sums are equal to the bit, and nobody
-waits for an answer.
+Each rank sends its part to the others when its backwards of the update are done (REDUCE), and each adds all parts in
+the same order when it makes the update (STEP): the sums are equal to the bit, and no rank waits for an answer.
 
-A parameter held by stages a < b < ... is one parameter, so all of them apply the same updates. In a
-synchronous schedule they do so at once. In an asynchronous one stage b is ahead of stage a: it has run
-backward for minibatches that a has not. Waiting for a would empty the pipeline, so b applies a tied
-update `lag` updates later, as soon as a's part is bound to have been sent:
+A parameter held by stages a < b < ... is one parameter, so all of them apply the same updates. In a synchronous
+schedule they do so at once. In an asynchronous one stage b is ahead of stage a: it has run backward for minibatches
+that a has not. Waiting for a would empty the pipeline, so b applies a tied update `lag` updates later, when a's part
+has certainly been sent:
 
     stage 0   ... STEP4 applies update 4          stage 3   ... STEP8 applies update 4   (lag 4)
 
@@ -62,7 +61,7 @@ class GradientExchange:
         return 0 if stage == self.tied[name][0] else self.lag
 
     def send_parts(self, stage: int, update: int) -> None:
-        """Send this rank's part of the stage's gradients to all who need it."""
+        """Send this rank's part of the stage's gradients to all ranks that need it."""
         optimizer = self.stages[stage].optimizer
         replicas = [rank for rank in self.placement[stage] if rank != self.rank]
         if replicas:
@@ -112,7 +111,7 @@ class GradientExchange:
                 yield {name: self._total(name, stage, self._applied[name, stage])}
 
     def start_at(self, updates: int) -> None:
-        """Go on as if every holder of a tied parameter had applied this many updates."""
+        """Continue as if every holder of a tied parameter had applied this many updates."""
         self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
 
     def leftovers(self) -> list[str]:

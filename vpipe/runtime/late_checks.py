@@ -1,8 +1,8 @@
-"""Whether the gradients of an update are finite, without waiting for the GPU that makes them.
+"""Checks that gradients are finite, without waiting for the GPU that computes them.
 
-The flag stays on the device: a fused optimizer reads it there, and leaves weights and state alone if it is set. A copy
-goes to the host behind whatever else was issued and is read some updates later, or when the pipeline is drained. If the
-run is to stop then, the flag stays set: no update is made after the bad one, as if the host had looked at once.
+The flag stays on the device: a fused optimizer reads it there, and leaves weights and state unchanged if it is set. It
+is copied to the host asynchronously, and read some updates later, or when the pipeline is drained. If the run is to
+stop then, the flag stays set: no update is made after the bad one, as if the host had read it at once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class LateChecks:
         return found
 
     def note(self, update: int, stage: int, flag: Tensor) -> None:
-        """The update was issued with this flag: whether it was made will be read."""
+        """The update was launched with this flag, which the host reads later."""
         copied = None
         if flag.is_cuda:
             flag = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
@@ -40,7 +40,7 @@ class LateChecks:
         self._coming.append((update, stage, flag, copied))
 
     def skipped(self, *, all_of_them: bool = False) -> Iterator[tuple[int, int]]:
-        """Update and stage of those that were not made, as far as the host reads them now."""
+        """Update and stage of those that were not made, of the checks that the host reads now."""
         while len(self._coming) > (0 if all_of_them else LATE):
             update, stage, flag, copied = self._coming.popleft()
             if copied is not None:

@@ -95,7 +95,7 @@ class Losses:
         self._coming.append((update, parts, copied))
 
     def arrived(self, *, all_of_them: bool = False) -> Iterator[Arrived]:
-        """Losses in order, all but the `late` newest ones; the same at the same update on every rank."""
+        """Losses in order, without the `late` newest ones; the same at the same update on every rank."""
         while len(self._coming) > (0 if all_of_them else self.late):
             update, parts, copied = self._coming.popleft()
             if copied is not None:

@@ -1,7 +1,7 @@
-"""The ways of a minibatch's values between stages, as one rank sees them.
+"""The routes of a minibatch's values between stages, as one rank sees them.
 
-A minibatch is told by its place in the program that runs. Replicas take turns, so that after as many places as the
-least common multiple of their numbers everything repeats itself, and is found out once.
+A route depends on the minibatch's place in the program, because replicas take turns. It repeats after as many places
+as the least common multiple of the numbers of replicas, so each is computed once.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -15,7 +15,7 @@ from vpipe.schedule import Schedule
 
 
 class Link(NamedTuple):
-    """A value on its way to or from another rank."""
+    """A value that is sent to or received from another rank."""
 
     value: str
     name: str  # on the wire
@@ -25,11 +25,11 @@ class Link(NamedTuple):
 
 
 class Route(NamedTuple):
-    """What a stage exchanges for a minibatch."""
+    """The values that a stage exchanges for a minibatch."""
 
     received: list[Link]
     sent: list[Link]
-    returned: list[Link]  # of what is sent, that for which a gradient comes back
+    returned: list[Link]  # those of `sent` for which a gradient comes back
     passed_in: list[tuple[str, int]]  # value, its producer on this rank
     passed_on: list[tuple[str, int]]  # value, its reader on this rank
 
@@ -47,7 +47,7 @@ class Routes:
         self._passed: dict[int, list[int]] = {}
 
     def wire_names(self) -> Iterator[str]:
-        """All ranks', in the same order everywhere."""
+        """Of all ranks, in the same order everywhere."""
         for producer in self.stage_graphs:
             for value, readers in producer.writes.items():
                 for reader in readers:
@@ -73,7 +73,7 @@ class Routes:
         return self._passed[key]
 
     def shape(self, link: Link, fields: Mapping[str, torch.Size]) -> torch.Size:
-        """Of the link's value, from the sizes of the raw batch: no header travels."""
+        """The shape of the link's value, computed from the sizes of the raw batch: no header is sent."""
         return self._graph.shape(link.value, fields)
 
     def _find(self, graph: StageGraph, place: int) -> Route:
@@ -90,7 +90,7 @@ class Routes:
         )
 
     def _links(self, ends: Iterable[tuple[str, int, int]], place: int) -> list[Link]:
-        """Of (value, its reader, the other stage), those whose other stage is on another rank."""
+        """Links for the (value, its reader, the other stage) whose other stage is on another rank."""
         return [
             Link(
                 value,

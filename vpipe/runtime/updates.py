@@ -1,15 +1,15 @@
-"""What happens at STEP: gradients are summed, unscaled, clipped, checked, and become a new version.
+"""Updates: at STEP gradients are summed, unscaled, clipped, checked, and make a new version of the weights.
 
-In a synchronous schedule an update is one event for the whole pipeline: the norm is the global one (a
-tied parameter and a replicated stage count once) and an overflow anywhere skips the update everywhere.
-An asynchronous schedule has no such instant: each stage clips by its own norm and skips its own update
-(tied parameters, which several stages must treat alike, by their own norm), and the loss scale of update
-u + 1 depends on the overflows of updates up to u - lag, which every rank knows by then without waiting.
-There a host does not wait for its GPU's norms either, unless a loss scale depends on them (`late_checks.py`).
+In a synchronous schedule an update is one event for the whole pipeline: the norm is the global one (a tied parameter
+and a replicated stage count once) and an overflow anywhere skips the update everywhere. An asynchronous schedule has
+no such instant: each stage clips by its own norm and skips its own update (tied parameters, which several stages must
+treat alike, by their own norm). The loss scale of update u + 1 depends on the overflows of updates up to u - lag,
+which every rank knows by then without waiting. There a host does not wait for its GPU's norms either, unless a loss
+scale depends on them (`late_checks.py`).
 
-A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops
-or only this update is skipped. Backward runs from the last stage to the first, so the last stage that
-has such gradients is where they come from.
+A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops or
+only this update is skipped. Backward runs from the last stage to the first, so the last stage with such gradients is
+their origin.
 """
 
 import math
@@ -81,7 +81,7 @@ class Updates:
             self._step_alone(stage, update)
 
     def catch_up(self) -> None:
-        """The pipeline is drained: apply the tied updates and learn the overflows that are still to come."""
+        """The pipeline is drained: apply the tied updates that are still due, and collect the remaining overflows."""
         if self._late is not None:
             self._read_late(self._late.skipped(all_of_them=True))
         for index, stage in self.stages.items():
@@ -89,21 +89,21 @@ class Updates:
                 if math.isfinite(norm := self._norm_of(gradients.values())):
                     stage.optimizer.step_tied(_scaled(gradients, self._clip_factor(norm)))
         for update in sorted(self._overflows):
-            self._learn_overflow(update)
+            self._collect_overflow(update)
 
     def state(self) -> dict[str, Any]:
-        """What the next updates depend on besides weights and optimizers; the pipeline is drained."""
+        """What the next updates depend on besides weights and optimizers. Call it when the pipeline is drained."""
         return {"loss_scale": self.loss_scale.state()}
 
     def load_state(self, state: Mapping[str, Any], updates: int) -> None:
-        """Go on as if this many updates had been made here, by every holder of a tied parameter too."""
+        """Continue as if this many updates had been made here, also of every tied parameter."""
         self.loss_scale.load_state(state["loss_scale"])
         self.begun = updates
         self.exchange.start_at(updates)
 
     @property
     def _watched(self) -> bool:
-        """Whether anything depends on the gradients' norm."""
+        """Whether the gradients' norm is needed."""
         return self.clip_norm is not None or self.loss_scale.enabled or self.on_nonfinite is not None
 
     @property
@@ -125,7 +125,7 @@ class Updates:
         self._apply(stage, factor, _scaled(joint.tied[stage], factor))
 
     def _prepare_together(self, update: int) -> _Joint:
-        """Done by the first of this rank's stages for all of them: the norm is global."""
+        """The first of this rank's stages does it for all of them: the norm is global."""
         squares, worst = 0.0, NOBODY
         joint = _Joint(update, 0.0, left=set(self.stages))
         for index in self.stages:
@@ -151,7 +151,7 @@ class Updates:
         if self._late is not None:
             self._read_late(self._late.skipped())
             if self.stages[stage].optimizer.skips_by_flag:
-                self._step_unseen(self._late, stage, update, tied)
+                self._step_without_waiting(self._late, stage, update, tied)
                 return
         factor, overflow = 1.0, False
         if self._watched:
@@ -169,10 +169,12 @@ class Updates:
         if self.loss_scale.enabled:
             self.handler.post("overflow", update, [float(overflow)], self.handler.everyone())
             self._overflows[update] = overflow
-            self._learn_overflow(update - self.exchange.lag)
+            self._collect_overflow(update - self.exchange.lag)
 
-    def _step_unseen(self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]) -> None:
-        """The same without waiting for any norm: the device clips, and skips what is not finite."""
+    def _step_without_waiting(
+        self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]
+    ) -> None:
+        """Like `_step_alone`, but the device clips, and skips what is not finite: the host waits for no norm."""
         norms = {name: _norm([gradient]) for name, gradient in tied.items()}
         own = self._norm_on_device(stage)
         if self.clip_norm is not None:
@@ -181,7 +183,7 @@ class Updates:
         flags = {name: late.flag(norm) for name, norm in norms.items()}
         flag = late.flag(own)
         if self.on_nonfinite == "stop":
-            flags = dict.fromkeys(flags, flag)  # it knows of them too: all or none
+            flags = dict.fromkeys(flags, flag)  # it includes them: all or none
         self.stages[stage].optimizer.step(tied, flag, flags)
         late.note(update, stage, torch.stack([flag, *flags.values()]).amax())
 
@@ -191,7 +193,7 @@ class Updates:
             self._judge(update, stage)
 
     def _judge(self, update: int, stage: int) -> None:
-        """This stage's gradients are not finite, so that the update is not made: the run ends if that is a fault."""
+        """This stage's gradients are not finite, so the update is not made; the run ends if `on_nonfinite` says so."""
         if not (self.loss_scale.enabled and self.loss_scale.value > 1.0):
             first = update * self.interval
             last = first + self.interval - 1
@@ -202,7 +204,7 @@ class Updates:
             if self.on_nonfinite == "skip":
                 self.warn(f"WARNING: {found}: the update is skipped")
 
-    def _learn_overflow(self, update: int) -> None:
+    def _collect_overflow(self, update: int) -> None:
         if update in self._overflows:
             flags = self.handler.collect("overflow", update, 1, self.handler.everyone()).values()
             self.loss_scale.update(self._overflows.pop(update) or any(flag for (flag,) in flags))

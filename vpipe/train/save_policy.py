@@ -39,8 +39,9 @@ class SavePolicy:
         self._evaluated: tuple[int, float] | None = None  # updates, loss
         self._best = math.inf
         self._better = False  # whether the best is still to be saved
+        self._remove_hook: Callable[[], None] = lambda: None
         if pipe.rank == pipe.schedule.placement[-1][0] and self._seconds is not None:
-            pipe.on_update(self._watch_clock)
+            self._remove_hook = pipe.on_update(self._watch_clock)
 
     def evaluated(self, loss: float) -> None:
         """The weights as they are now have this evaluation loss."""
@@ -108,6 +109,7 @@ class SavePolicy:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """What is being written is finished, whatever ends the run, but for a peer that is gone."""
+        self._remove_hook()
         if not isinstance(error, PeerError):
             self._saver.wait()
 

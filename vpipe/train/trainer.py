@@ -107,10 +107,10 @@ class Trainer:
         debug: Sequence[str] = (),
         take_signals: Callable[[], None] | None = None,
     ) -> dict[str, Any]:
-        """Train to the end and return the summary of the run; raises `Stopped` if it was asked to end before.
+        """Train to the end and return the summary of the run; raises `Stopped` if it was requested to end before.
 
-        `debug` names what is told of each action. Signals do again afterwards what they did before, unless training
-        fails and `take_signals` says what they do from then on.
+        `debug` names what is logged of each action. The signal handlers of before are restored afterwards, unless
+        training fails and `take_signals` sets others.
         """
         pipe, recorder = self.pipe, self._begin(resume, debug)
         signals = Signals(pipe, recorder.say)
@@ -170,19 +170,26 @@ class Trainer:
     def _train(self, recorder: Recorder, saves: SavePolicy) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
         config, pipe = self.config, self.pipe
-        pipe.on_update(lambda update, loss: recorder.update(update, loss, self.position.epoch(update)))
         pace = Pace(pipe, recorder.say)
-        pipe.on_update(lambda update, loss: pace.update())
+
+        def record(update: int, loss: float) -> None:
+            recorder.update(update, loss, self.position.epoch(update))
+            pace.update()
+
+        remove = pipe.on_update(record)
         # Where it was drained for an evaluation is part of what a resumed run must do alike.
         self.evaluated = self.position_found.get("evaluated", pipe.updates)
-        for update, _ in pipe.train(self.position.batches(pipe.updates)):
-            if update + 1 == self.position.updates:
-                continue
-            if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
-                self._evaluate(recorder, saves)
-            if saves.due(update + 1):
-                recorder.pause()
-                saves.save(self._position_here)
+        try:
+            for update, _ in pipe.train(self.position.batches(pipe.updates)):
+                if update + 1 == self.position.updates:
+                    continue
+                if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
+                    self._evaluate(recorder, saves)
+                if saves.due(update + 1):
+                    recorder.pause()
+                    saves.save(self._position_here)
+        finally:
+            remove()
         if pipe.stop_requested and pipe.updates < self.position.updates:
             self._stop(saves)
         self._evaluate(recorder, saves)
