@@ -23,10 +23,11 @@ from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
-from vpipe.observe.figures import TIMES, figures_of
+from vpipe.observe.figures import figures_of
 from vpipe.profile.clocks import clock_of, seconds
 from vpipe.profile.model import ModelBench
 from vpipe.profile.together import profile_together
+from vpipe.record.status import TIMES
 from vpipe.simulate import simulate
 from vpipe.system.device_memory import forget_peak, peak_on_device
 
@@ -264,7 +265,7 @@ class Bench:
         rate = (last - first) * per_update * case.batch / seconds((marks[first], marks[last]))
         spent = figures[1].since(figures[0])
         # The GPU is some minibatches behind its host: its shares are known, not how many they are of.
-        scale = 1e3 * case.batch / rate / sum(getattr(spent, part) for part in TIMES)
+        scale = 1e3 * case.batch / rate / spent.clock
         spent_ms = {part: round(scale * getattr(spent, part), 3) for part in TIMES}
         return Pace(rate, peak, spent_ms, int(spent.retries))
 

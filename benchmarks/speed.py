@@ -209,12 +209,12 @@ def schedules(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
 def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
     from tests import models
     from vpipe import Pipeline
-    from vpipe.observe.resident import ProcessGauge
     from vpipe.observe.watch import RankWatch
     from vpipe.pipeline.threads import run_ranks
     from vpipe.record.events import Events
-    from vpipe.record.log import RankLog
+    from vpipe.record.run_folder import RankLog
     from vpipe.record.whereabouts import whereabouts
+    from vpipe.system.device_memory import used_memory
     from vpipe.weights import optimizer_factory
 
     ring, action, place = Events(0), Action(1, Op.F, 3), whereabouts(0)
@@ -230,8 +230,7 @@ def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
             watch = RankWatch(pipe, folder, RankLog(folder / "log"), limit=60.0, facts=dict, say=print)
             watch.close()
-            watch._gauge = gauge = ProcessGauge()
-            second = 10 * quickest(lambda: [gauge.read() for _ in range(100)]) / 100
+            second = 10 * quickest(lambda: [used_memory(pipe.device) for _ in range(100)]) / 100
             return second + quickest(lambda: [watch._look() for _ in range(10)]) / 10
 
     bounds.rows(

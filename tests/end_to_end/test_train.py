@@ -115,7 +115,7 @@ def check_observed(folder: Path, run: Path, shown: str) -> None:
     assert second.count("tensors: freed ") == second.count("tensors: received ")
     assert "schedule: stage 1 on rank 1: " in second
     assert "schedule: 0SEND_F0 took " in first
-    assert "tensors: the rest stands in the ranks' logs" in shown
+    assert "tensors: the rest is in the ranks' logs" in shown
     assert "norm " in shown
     (page,) = re.findall(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
     (told,) = json.loads(page)["runs"]

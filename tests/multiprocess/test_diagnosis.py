@@ -123,5 +123,5 @@ def test_a_dead_peer_is_named_and_not_the_one_who_waited_for_it(
     assert found.grade == "fault"
     assert found.figures["culprit"] == 1
     assert found.figures["place"] == "1F17"
-    assert "rank 1 (stage 1) died without a word, in 1F17, after 4 updates" in found.text
+    assert "rank 1 (stage 1) died without a message, in 1F17, after 4 updates" in found.text
     assert "rank 0 waited for" in found.text

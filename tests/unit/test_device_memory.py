@@ -1,4 +1,4 @@
-"""What tapes reserve on a GPU is counted, though the allocator thinks that it is free. The allocator is a stand-in."""
+"""The memory of a rank: what CUDA graphs reserve counts as used, though the allocator has it as free (a stand-in)."""
 
 from weakref import WeakSet
 
@@ -6,7 +6,16 @@ import pytest
 import torch
 
 from vpipe.system import device_memory
-from vpipe.system.device_memory import Reserve, forget_peak, held_on_device, peak_on_device, reserving
+from vpipe.system.device_memory import (
+    Reserve,
+    allocator_retries,
+    forget_peak,
+    held_on_device,
+    peak_memory,
+    peak_on_device,
+    reserving,
+    used_memory,
+)
 
 GPU = torch.device("cuda", 0)
 
@@ -38,12 +47,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return made
 
 
-def test_what_was_given_out_while_recording_counts_as_long_as_the_tapes_live(allocator: Allocator) -> None:
+def test_memory_of_a_capture_counts_as_long_as_the_graphs_live(allocator: Allocator) -> None:
     allocator.give(100)
     reserve = Reserve()
     with reserving(reserve, GPU):
         allocator.give(40)
-        allocator.give(-30)  # free, for the tape alone; 10 are its outputs
+        allocator.give(-30)  # free, for the graph alone; 10 are its outputs
     assert held_on_device(GPU) == 140
     assert peak_on_device(GPU) == 140
     allocator.give(25)
@@ -54,7 +63,7 @@ def test_what_was_given_out_while_recording_counts_as_long_as_the_tapes_live(all
     assert held_on_device(GPU) == 110
 
 
-def test_a_peak_before_the_tapes_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
+def test_a_peak_before_the_capture_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
     allocator.give(500)
     allocator.give(-450)
     reserve = Reserve()
@@ -65,3 +74,37 @@ def test_a_peak_before_the_tapes_is_not_lost_and_is_not_counted_twice(allocator:
     assert peak_on_device(GPU) == 500
     forget_peak(GPU)
     assert peak_on_device(GPU) == 50
+
+
+def test_a_ranks_memory_is_its_gpus_with_the_graphs(
+    allocator: Allocator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Status, `vpipe top` and the report read these."""
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"num_alloc_retries": 3})
+    allocator.give(100)
+    reserve = Reserve()
+    with reserving(reserve, GPU):
+        allocator.give(40)
+        allocator.give(-40)
+    assert used_memory(GPU) == 140
+    allocator.give(10)
+    allocator.give(-10)
+    assert (used_memory(GPU), peak_memory(GPU)) == (140, 150)
+    assert allocator_retries(GPU) == 3
+
+
+def test_without_a_gpu_it_is_the_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Against the kernel's own words for the same process."""
+    host = torch.device("cpu")
+    with open("/proc/self/status") as file:
+        lines = dict(line.split(":", 1) for line in file)
+    resident = int(lines["VmRSS"].split()[0]) * 1024
+    assert used_memory(host) == pytest.approx(resident, rel=0.05)
+    assert peak_memory(host) >= 0.95 * resident
+    assert allocator_retries(host) == 0
+
+    def no_proc(*args: object) -> None:
+        raise FileNotFoundError
+
+    monkeypatch.setattr("builtins.open", no_proc)
+    assert used_memory(host) == peak_memory(host)

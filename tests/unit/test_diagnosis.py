@@ -33,7 +33,7 @@ def test_a_dead_peer_is_told_from_those_who_noticed(tmp_path: Path) -> None:
     found = only(tmp_path, "standstill")
     assert found.grade == "fault"
     assert found.figures == {"culprit": 1, "place": "1F7", "updates": 6}
-    assert found.text.startswith("rank 1 (stage 1) died without a word, in 1F7, after 6 updates")
+    assert found.text.startswith("rank 1 (stage 1) died without a message, in 1F7, after 6 updates")
     assert "rank 0 waited for 0RECV_B5 from it" in found.text
 
 
@@ -88,7 +88,7 @@ def test_an_allocator_that_found_no_room_is_noticed(retries: list[int], grade: s
     found = only(tmp_path, "memory")
     assert found.grade == grade
     assert found.figures.get("allocator_retries") == ({"rank": 2, "times": 12} if any(retries) else None)
-    said = "rank 2's GPU was all but full: 12 times its allocator found no room"
+    said = "rank 2's GPU was nearly full: 12 times its allocator found no room"
     assert found.text.startswith(said) == any(retries)
 
 

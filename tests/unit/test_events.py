@@ -13,13 +13,11 @@ from tests.examples import varied
 from vpipe import Pipeline
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import ConfigError
-from vpipe.observe.counted import counted_memory
-from vpipe.observe.counts import counts
+from vpipe.observe.action_figures import counted_memory, counts
 from vpipe.observe.figures import figures_of
 from vpipe.observe.trace import messages, write_trace
-from vpipe.observe.watch import MemorySamples
 from vpipe.pipeline.threads import run_ranks
-from vpipe.record.events import Events, RankEvents, Recorded, StageBytes, read_events
+from vpipe.record.events import Events, MemorySamples, RankEvents, Recorded, StageBytes, read_events
 from vpipe.runtime import clocks
 from vpipe.runtime.clocks import ClockOffset, align_clocks, best_offset
 from vpipe.schedule import Action, Op

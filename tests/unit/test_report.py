@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 import pytest
 
 from vpipe.errors import ConfigError
-from vpipe.observe.report import write_report
+from vpipe.observe.report import POINTS, thinned, write_report
 from vpipe.observe.report.lanes import ACTIONS, timeline
-from vpipe.observe.report.run import POINTS, thinned
 from vpipe.record.events import Events, StageBytes, read_events
 from vpipe.schedule import Action, Op
 

@@ -16,15 +16,23 @@ from tests.waiting import wait_until
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
 from vpipe.observe import hang, recorder, watch
+from vpipe.observe.figures import scalars
 from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, explain, fate_of, sentence
-from vpipe.observe.metrics import scalars
 from vpipe.observe.prometheus import Endpoint, exposition
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.top import picture, top
+from vpipe.observe.screen import picture, top
 from vpipe.observe.watch import RankWatch
 from vpipe.pipeline.threads import run_ranks
-from vpipe.record.log import RankLog
-from vpipe.record.status import Status, Waiting, read_statuses, stage_lines, write_status
+from vpipe.record.run_folder import RankLog
+from vpipe.record.status import (
+    Status,
+    Waiting,
+    read_statuses,
+    replace_text,
+    stage_lines,
+    time_shares,
+    write_status,
+)
 from vpipe.schedule import build, lower
 from vpipe.weights import optimizer_factory
 
@@ -106,7 +114,8 @@ def test_a_hang_is_explained_by_who_waits_for_whom(
         wait_until(lambda: answered(0) and answered(1))
         assert not (tmp_path / "hang.txt").exists()  # the others have time to answer
         answering += HOURS
-        wait_until(lambda: (tmp_path / "hang.txt").exists() and (tmp_path / "hang.txt").read_text())
+        wait_until((tmp_path / "hang.txt").exists)
+        assert (tmp_path / "hang.txt").read_text()  # all of it is there at once
         waited = 0.0
 
     recorded(tmp_path, in_0f4=hang_for_hours)
@@ -253,13 +262,13 @@ def with_watch(folder: Path, use: Callable[[RankWatch], Any]) -> Any:
     return run_ranks(1, work)[0]
 
 
-def test_of_ten_looks_one_makes_a_status(tmp_path: Path) -> None:
+def test_of_ten_samples_one_makes_a_status(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`benchmarks/speed.py` measures what they cost: less than a hundredth of the time."""
 
     def look(made: RankWatch) -> tuple[int, int]:
         before, statuses, beats = len(made.memory.times), [], iter([False] * 35)
         made._leave = SimpleNamespace(wait=lambda seconds: next(beats, True))  # type: ignore[assignment]
-        made._gauge = SimpleNamespace(read=lambda: 2**20)  # type: ignore[assignment]
+        monkeypatch.setattr(watch, "used_memory", lambda device: 2**20)
         made._look = lambda: statuses.append("running")  # type: ignore[method-assign]
         made.run()
         return len(made.memory.times) - before, len(statuses)
@@ -274,6 +283,27 @@ def test_a_rank_that_waits_at_a_meeting(tmp_path: Path, monkeypatch: pytest.Monk
         return made._waiting()
 
     assert with_watch(tmp_path, meet) == Waiting("the meeting 'training state'", -1, 31.0)
+
+
+def test_a_reader_never_finds_a_part_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path, seen = tmp_path / "hang.txt", []
+    path.write_text("before")
+
+    def rename(source: Path, target: Path) -> None:
+        seen.append((source.read_text(), target.read_text()))
+        source.rename(target)
+
+    monkeypatch.setattr("os.replace", rename)
+    replace_text(path, "after\n")
+    assert seen == [("after\n", "before")]
+    assert path.read_text() == "after\n"
+
+
+def test_shares_of_a_rank_add_up_to_at_most_one() -> None:
+    """A wait that began before the last seconds and ended in them is longer than they are."""
+    times = {"forward": 1.0, "backward": 0.0, "update": 0.0, "send": 0.0, "wait": 9.0, "clock": 5.0}
+    found = time_shares(times)
+    assert found == {"compute_share": 0.1, "communication_share": 0.0, "bubble_share": 0.9}
 
 
 def test_tensorboard_has_a_scalar_for_each_rank() -> None:

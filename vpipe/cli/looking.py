@@ -32,7 +32,7 @@ def top(
     once: Annotated[bool, typer.Option("--once", help="Show it once, and stop.")] = False,
 ) -> None:
     """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
-    from vpipe.observe.top import top as show_run
+    from vpipe.observe.screen import top as show_run
 
     show_run(run, once=once)
 

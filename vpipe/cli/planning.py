@@ -130,9 +130,9 @@ def simulate(
         at_least_one("minibatches", minibatches)
     result = run_simulation(costs, read_plan(plan), schedule, minibatches, timeline=trace is not None)
     if trace is not None:
-        from vpipe.observe.simulated_trace import write_trace
+        from vpipe.observe.trace import write_simulated_trace
 
-        write_trace(result, trace)
+        write_simulated_trace(result, trace)
     if as_json:
         print(json.dumps(describe(result)))
     else:

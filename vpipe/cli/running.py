@@ -34,7 +34,7 @@ def train(
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
-    from vpipe.observe.scenes import read_scenes
+    from vpipe.observe.debug import read_scenes
     from vpipe.train.run import run
 
     chosen = read_run(config, settings)

@@ -1,1 +1,1 @@
-"""What a run tells: its folder, logs, figures, progress."""
+"""Observation of a run: figures, progress, report, trace, `vpipe top`, hangs, diagnosis, debugging."""

@@ -1,7 +1,7 @@
 """The guides' three debugging scenes: `vpipe train --debug tensors`, `versions` or `schedule`.
 
-Each puts itself around the calls that it tells of when a run is set up; a run without it has nothing to ask. Lines go
-into the rank's log, the first of them also to the user.
+Each wraps the calls that it reports when a run is set up; a run without it pays nothing. Lines go into the rank's log,
+the first of them also to the user. The command line reads the names from here, so this file imports no torch.
 """
 
 from __future__ import annotations
@@ -11,24 +11,36 @@ from functools import wraps
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from vpipe.observe.scenes import SCHEDULE, TENSORS, VERSIONS
+from vpipe.errors import ConfigError
 from vpipe.schedule import Op, draw
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
     from vpipe.pipeline import Pipeline
     from vpipe.runtime.prefetch import Work
 
+TENSORS, VERSIONS, SCHEDULE = SCENES = ("tensors", "versions", "schedule")
 SHORT = 12
 """Lines of each scene that the user sees; the log has all."""
 
 Say = Callable[[str], None]
 
 
+def read_scenes(written: Iterable[str]) -> list[str]:
+    """The names after `--debug`: one scene, or several with commas between them."""
+    scenes = [scene for text in written for scene in text.split(",")]
+    for scene in scenes:
+        if scene not in SCENES:
+            raise ConfigError(
+                f"--debug {scene!r} is not known: give {', '.join(SCENES[:-1])} or {SCENES[-1]}"
+            )
+    return list(dict.fromkeys(scenes))
+
+
 def attach(pipe: Pipeline, scenes: Iterable[str], log: Say, show: Say) -> None:
-    """From now on tell of what the scenes are about; `show` reaches the user."""
+    """Report the scenes from now on; `show` prints for the user."""
     for scene in scenes:
         {TENSORS: _tensors, VERSIONS: _versions, SCHEDULE: _schedule}[scene](pipe, _speaker(scene, log, show))
 
@@ -42,7 +54,7 @@ def _speaker(scene: str, log: Say, show: Say) -> Say:
         if shown < SHORT:
             show(f"{scene}: {line}")
         elif shown == SHORT:
-            show(f"{scene}: the rest stands in the ranks' logs (output.log.<rank>)")
+            show(f"{scene}: the rest is in the ranks' logs (output.log.<rank>)")
         shown += 1
 
     return say
@@ -138,7 +150,7 @@ def _list(versions: Iterable[int]) -> str:
 
 
 def _schedule(pipe: Pipeline, say: Say) -> None:
-    """Which block is on which stage and rank, the schedule's grid, and each action with its time as it ends."""
+    """The stage and ranks of each block, the schedule's grid, and each action with its time as it ends."""
     layout = pipe.layout
     for stage in layout.stage_graphs:
         ranks = layout.schedule.placement[stage.index]

@@ -1,22 +1,29 @@
-"""What a run's ranks did with their time, in figures that people compare."""
+"""The times, bytes and memory of a run's ranks, as figures, and the files that hold them while the run goes on.
+
+A rank's time is computing, sending, waiting for messages, and the rest: time between actions. All four are read from
+one clock, so that they add up to 100 %:
+- on a CPU the host's: an action lasts as long as its call;
+- on a GPU that of its stream: an action lasts from the end of the action before it, or from when the host began to
+  issue it if that was later, to its end (`vpipe.runtime.recording`). A receive is waiting as a whole, other actions as
+  far as the GPU was idle while the host waited. Computing includes pauses between the kernels of one action, and the
+  time that another process takes on a shared GPU.
+"""
 
 from __future__ import annotations
 
-import resource
-from collections.abc import Sequence
-from dataclasses import astuple, dataclass, replace
+import json
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, astuple, dataclass, replace
+from pathlib import Path
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
-import torch
-
-from vpipe.system.device_memory import peak_on_device
+from vpipe.communication.handler import ROOM
+from vpipe.record.status import rank_figures, time_shares
+from vpipe.system.device_memory import allocator_retries, peak_memory
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
-
-TIMES = ("forward", "backward", "update", "send", "wait")
-"""Those figures of a rank that make up its seconds."""
 
 
 @dataclass(frozen=True)
@@ -25,6 +32,9 @@ class RankFigures:
 
     updates: float
     seconds: float
+    """By the host's clock: for speeds."""
+    clock: float
+    """By the clock of the times that follow: for shares."""
     forward: float
     backward: float
     update: float
@@ -33,123 +43,142 @@ class RankFigures:
     bytes_sent: float
     bytes_received: float
     retries: float
-    """Times that a GPU's allocator found no room, let the rank wait for its GPU, and gave back what it kept."""
+    """Times that a GPU's allocator had to release its cache (`allocator_retries`)."""
     peak_memory: float
 
     @property
     def compute(self) -> float:
         return self.forward + self.backward + self.update
 
-    @property
-    def shares(self) -> dict[str, float]:
-        """Of this rank's time: computing, sending (communication) and waiting (bubble)."""
-        total = self.seconds or 1.0
+    def speed(self, samples: int) -> dict[str, float]:
+        """`samples` are those of an update."""
         return {
-            "compute_share": self.compute / total,
-            "communication_share": self.send / total,
-            "bubble_share": self.wait / total,
+            "samples_per_s": samples * self.updates / self.seconds if self.seconds else 0.0,
+            "seconds_per_update": self.seconds / self.updates if self.updates else 0.0,
         }
 
     @property
+    def shares(self) -> dict[str, float]:
+        return time_shares(asdict(self))
+
+    @property
     def numbers(self) -> list[float]:
-        """All of it as plain numbers, which travel between ranks."""
+        """All figures as plain numbers, which travel between ranks."""
         return list(astuple(self))
 
     def since(self, earlier: RankFigures) -> RankFigures:
-        """What was done since then; the peak stays the whole run's."""
+        """The difference; the peak stays the whole run's."""
         differences = [now - then for now, then in zip(self.numbers, earlier.numbers, strict=True)]
         return replace(RankFigures(*differences), peak_memory=self.peak_memory)
 
 
 def figures_of(pipe: Pipeline) -> RankFigures:
-    """The figures of this rank since its start."""
-    runtime = pipe.runtime
+    """The figures of this rank since its start, a wait that is not over included."""
+    runtime, handler = pipe.runtime, pipe.handler
     ways = (runtime.forward_stats, runtime.backward_stats, runtime.update_stats)
+    now, clock = perf_counter(), runtime.recording.clock
+    send, wait = sum(way.send for way in ways), runtime.waited
+    if (waiting := handler.waiting) is not None:
+        kind, *_, since = waiting
+        if pipe.device.type == "cuda":
+            since = max(since, clock)  # the GPU was busy until then
+        so_far, clock = max(0.0, now - since), max(clock, now)
+        send, wait = (send + so_far, wait) if kind == ROOM else (send, wait + so_far)
     return RankFigures(
         updates=pipe.updates,
-        seconds=perf_counter(),
+        seconds=now,
+        clock=clock,
         forward=runtime.forward_stats.compute,
         backward=runtime.backward_stats.compute,
         update=runtime.update_stats.compute,
-        send=sum(way.send for way in ways),
-        wait=runtime.waited,
-        bytes_sent=runtime.handler.bytes_sent,
-        bytes_received=runtime.handler.bytes_received,
+        send=send,
+        wait=wait,
+        bytes_sent=handler.bytes_sent,
+        bytes_received=handler.bytes_received,
         retries=allocator_retries(pipe.device),
         peak_memory=peak_memory(pipe.device),
     )
 
 
-def peak_memory(device: torch.device) -> int:
-    """The most that this rank has used: of its GPU's memory what the allocator took, else of the host's."""
-    if device.type == "cuda":
-        return peak_on_device(device)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-
-
-def allocator_retries(device: torch.device) -> int:
-    if device.type == "cuda":
-        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
-    return 0
-
-
 class Meter:
-    """The figures of this rank over the stretches of a run in which nothing but training happened."""
+    """The figures of this rank over the stretches of a run in which it did nothing but train."""
 
     def __init__(self, pipe: Pipeline) -> None:
         self._pipe = pipe
-        self._stretches: list[RankFigures] = []
+        now = figures_of(pipe)
+        self._before = now.since(now)  # of the stretches that are over
         self._began: RankFigures | None = None
 
     def start(self) -> None:
         self._began = figures_of(self._pipe)
 
     def stop(self) -> None:
-        if self._began is not None:
-            self._stretches.append(figures_of(self._pipe).since(self._began))
-            self._began = None
+        self._before, self._began = self.total(), None
 
     @property
     def running(self) -> bool:
         return self._began is not None
 
     def total(self) -> RankFigures:
-        running = [] if self._began is None else [figures_of(self._pipe).since(self._began)]
         now = figures_of(self._pipe)
-        stretches = [now.since(now), *self._stretches, *running]
-        sums = map(sum, zip(*(stretch.numbers for stretch in stretches), strict=True))
+        stretch = now.since(self._began or now)
+        sums = map(sum, zip(self._before.numbers, stretch.numbers, strict=True))
         return replace(RankFigures(*sums), peak_memory=now.peak_memory)
 
 
 def shares(ranks: Sequence[RankFigures]) -> dict[str, float]:
-    """Of all ranks' time: what was spent on computing (the share of the limit), sending and waiting.
+    """Shares of all ranks' time: computing (`of_limit`), sending and waiting.
 
     The limit is every rank computing its part with no communication and no waiting.
     """
-    total = sum(rank.seconds for rank in ranks) or 1.0
-    return {
-        "of_limit": sum(rank.compute for rank in ranks) / total,
-        "communication_share": sum(rank.send for rank in ranks) / total,
-        "bubble_share": sum(rank.wait for rank in ranks) / total,
-    }
+    sums = map(sum, zip(*(rank.numbers for rank in ranks), strict=True))
+    found = RankFigures(*sums).shares
+    return {"of_limit": found.pop("compute_share"), **found}
 
 
 def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int]]) -> list[dict[str, Any]]:
-    """For each rank what it held and did, for the logs and the summary."""
+    """For each rank its stages and its figures, for the logs and the summary."""
     return [
         {
-            "rank": rank,
-            "stages": [stage for stage, holders in enumerate(placement) if rank in holders],
-            "forward_s": figures.forward,
-            "backward_s": figures.backward,
-            "update_s": figures.update,
-            "send_s": figures.send,
-            "wait_s": figures.wait,
-            "bytes_sent": int(figures.bytes_sent),
-            "bytes_received": int(figures.bytes_received),
+            **rank_figures(
+                rank, [stage for stage, holders in enumerate(placement) if rank in holders], asdict(figures)
+            ),
             "peak_memory": int(figures.peak_memory),
             "allocator_retries": int(figures.retries),
-            **figures.shares,
         }
         for rank, figures in enumerate(ranks)
     ]
+
+
+class MetricsWriter:
+    """`metrics.jsonl`, one line for each report (kind, update, figures), and scalars for TensorBoard if installed."""
+
+    def __init__(self, folder: Path) -> None:
+        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
+        self._board: Any = None
+        try:
+            from torch.utils.tensorboard import SummaryWriter
+        except ImportError:
+            return
+        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, kind: str, update: int, **figures: Any) -> None:
+        self._file.write(json.dumps({"kind": kind, "update": update, **figures}) + "\n")
+        if self._board is not None:
+            for name, value in scalars(kind, figures):
+                self._board.add_scalar(name, value, update)
+
+    def close(self) -> None:
+        self._file.close()
+        if self._board is not None:
+            self._board.close()
+
+
+def scalars(kind: str, figures: dict[str, Any]) -> Iterator[tuple[str, float]]:
+    """The numbers under TensorBoard's names: `train/loss`; those of each rank as `rank 1, stage 1/bubble_share`."""
+    named = [(kind, figures)]
+    for rank in figures.get("ranks", ()):
+        place = f"rank {rank['rank']}, stage {', '.join(map(str, rank['stages']))}"
+        named.append((place, {name: value for name, value in rank.items() if name != "rank"}))
+    for place, values in named:
+        yield from ((f"{place}/{k}", v) for k, v in values.items() if isinstance(v, int | float))

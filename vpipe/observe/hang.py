@@ -1,9 +1,9 @@
-"""Why a run hangs, in a sentence: who waits for whom, who keeps them all waiting, and where in the schedule that is.
+"""The explanation of a hang: which rank waits for which, which one does not wait, and their places in the schedule.
 
     rank 1 waits for 1RECV_F7 from rank 0 (for 31 s); rank 0 has been in 0F8 for 31 s
 
-Each rank says what it is in (`vpipe.record.status`); a rank that says nothing any more has left its page
-(`vpipe.record.whereabouts`) for those who share it, and the system says what became of its process.
+Each rank writes its status (`vpipe.record.status`). Of a rank that has stopped writing, the shared page
+(`vpipe.record.whereabouts`) holds the last action, and the system knows the state of its process.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from vpipe.schedule.draw import draw_marked
 from vpipe.schedule.walk import Deadlock
 
 SILENT = 3.0
-"""Seconds without a status after which a rank's own word is not enough."""
+"""Seconds without a status after which the page and the process are checked."""
 DRAWN = 200
-"""Minibatches that are walked for a drawing at most; a longer run repeats itself."""
+"""The most minibatches that a drawing shows; a longer schedule repeats itself."""
 ACTIONS = 20_000
-STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "says nothing any more"
+STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "does not respond any more"
 
 
 @dataclass(frozen=True)
 class RankState:
-    """What one rank does, and what became of it if it does nothing."""
+    """What one rank does, or why it does nothing."""
 
     status: Status
     place: str
@@ -72,20 +72,20 @@ class RankState:
 
 def explain(folder: Path, schedule: Schedule, page: Page | None = None) -> str:
     """The sentence, and the schedule's grid with the places marked. `page` is the launcher's, if there is one."""
-    found = findings(folder, page)
+    found = rank_states(folder, page)
     missing = sorted(set(range(schedule.num_ranks)) - {each.rank for each in found})
-    said = sentence(found)
+    text = sentence(found)
     if missing:
-        said += f"; of rank {', '.join(map(str, missing))} there is no status in {folder}"
-    return f"{said}\n{grid(schedule, found)}"
+        text += f"; of rank {', '.join(map(str, missing))} there is no status in {folder}"
+    return f"{text}\n{grid(schedule, found)}"
 
 
-def findings(folder: Path, page: Page | None = None) -> list[RankState]:
-    return [finding(status, page) for status in read_statuses(folder)]
+def rank_states(folder: Path, page: Page | None = None) -> list[RankState]:
+    return [_state(status, page) for status in read_statuses(folder)]
 
 
-def finding(status: Status, page: Page | None = None) -> RankState:
-    """A rank's own word or, if that is old, what the page and the system say."""
+def _state(status: Status, page: Page | None = None) -> RankState:
+    """From a rank's own status or, if that is old, from the page and the system."""
     old = time.time() - status.time
     if status.state in (ENDED, FAILED) or old < SILENT or status.host != socket.gethostname():
         running = old if status.state == RUNNING else 0.0
@@ -98,7 +98,7 @@ def finding(status: Status, page: Page | None = None) -> RankState:
 
 
 def fate_of(process: int) -> str:
-    """What the system says of a process that says nothing itself."""
+    """The state of a process that has stopped writing its status."""
     try:
         state = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0]
     except (FileNotFoundError, ProcessLookupError):
@@ -109,22 +109,21 @@ def fate_of(process: int) -> str:
 
 
 def sentence(found: list[RankState]) -> str:
-    """Who waits for whom, from one that waits to the one that keeps it waiting."""
+    """The longest chain from a rank that waits to the one that it waits for in the end; then the other ranks."""
     by_rank = {each.rank: each for each in found}
     chains = [_chain(each, by_rank) for each in found if each.waits]
     if not chains:
-        return "; ".join(map(str, found)) or "no rank has said anything"
+        return "; ".join(map(str, found)) or "no rank has written a status"
     chain = max(chains, key=len)
-    told = "; ".join(str(by_rank[rank]) for rank in chain)
+    text = "; ".join(str(by_rank[rank]) for rank in chain)
     last = by_rank[chain[-1]]
     if last.waits and last.status.waiting is not None and last.status.waiting.peer in chain:
-        told += ": they wait for each other"
-    others = [each for each in found if each.rank not in chain]
-    return told + "".join(f"; {each}" for each in others)
+        text += ": they wait for each other"
+    return text + "".join(f"; {each}" for each in found if each.rank not in chain)
 
 
 def culprit(found: list[RankState]) -> RankState | None:
-    """The rank that does not wait and that others wait for; None if nobody waits, or all for each other."""
+    """The rank that does not wait and that others wait for; None if no rank waits, or all for each other."""
     by_rank = {each.rank: each for each in found}
     for each in found:
         if each.waits:
@@ -135,7 +134,7 @@ def culprit(found: list[RankState]) -> RankState | None:
 
 
 def _chain(first: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
-    """From a rank that waits to the one that it waits for, and so on; it ends with who does not, or comes twice."""
+    """From a rank that waits to the one that it waits for, and so on, until one does not wait or comes twice."""
     chain = [first.rank]
     while True:
         waiting = by_rank[chain[-1]].status.waiting if by_rank[chain[-1]].waits else None
@@ -164,7 +163,7 @@ def _seconds(seconds: float) -> str:
 
 
 def grid(schedule: Schedule, found: list[RankState]) -> str:
-    """The schedule as far as each rank has come, with what it is in behind that."""
+    """The schedule up to the current action of each rank, with that action marked."""
     placed = [each for each in found if each.action is not None]
     if not placed:
         return ""
@@ -188,7 +187,7 @@ def grid(schedule: Schedule, found: list[RankState]) -> str:
         return ""
     sound = replace(schedule, order=partial(cut, schedule.order, ends))
     events: list[Event] = []
-    with suppress(Deadlock):  # it ends where the ranks stand
+    with suppress(Deadlock):  # the walk ends at the ranks' places
         for rank, action, start, end in walk(sound):
             moved = action._replace(minibatch=action.minibatch + offset + shift)
             events.append(Event(rank, moved, start, end))

@@ -1,7 +1,7 @@
-"""What a stage holds, in bytes: counted for its first minibatch, and known of its weights.
+"""The bytes of a stage: of its first minibatch, of its weights and of its optimizer.
 
-Counting what autograd saves is too dear to be always on (`vpipe.stage.held`). All minibatches of a stage hold about the
-same, so the first one's forward is counted and then the count is taken away again.
+Counting what autograd saves is too expensive to be always on (`vpipe.stage.held`). All minibatches of a stage hold
+about the same, so only the first forward is counted.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 
 def count_first_forwards(pipe: Pipeline) -> dict[int, int]:
-    """For each stage of the rank what its first minibatch holds for backward; filled while training begins."""
+    """For each stage of the rank the bytes that its first minibatch keeps for backward; filled as training begins."""
     found: dict[int, int] = {}
 
     def count(work: Work) -> Callable[[], None] | None:

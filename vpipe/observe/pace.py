@@ -1,6 +1,6 @@
-"""A rank that is much slower than the others, found while the run goes on.
+"""Warning about a rank that is much slower than the others, while the run goes on.
 
-Every rank tells rank 0 now and then how long it computes for a minibatch. Rank 0 makes its update last, so it does not
+Every rank sends rank 0 its computing time for a minibatch now and then. Rank 0 makes its update last, so it does not
 wait for these numbers.
 """
 
@@ -20,7 +20,7 @@ FACTOR = 4.0
 
 
 class Pace:
-    """Call `update` on every rank after each update. `say` is rank 0's voice."""
+    """Call `update` on every rank after each update. Rank 0 warns with `say`."""
 
     def __init__(self, pipe: Pipeline, say: Callable[[str], None]) -> None:
         pipe.handler.register_tensor("pace")
@@ -28,7 +28,7 @@ class Pace:
         self._say = say
         self._made = 0
         self._before = self._so_far()
-        self._told: dict[int, float] = {}  # rank ▶ the factor that was told
+        self._warned: dict[int, float] = {}  # rank ▶ the factor of its last warning
 
     def update(self) -> None:
         self._made += 1
@@ -56,8 +56,8 @@ class Pace:
         for rank, pace in enumerate(paces):
             usual = median(paces[:rank] + paces[rank + 1 :])
             factor = pace / usual if usual else 0.0
-            if factor > FACTOR and factor > 2 * self._told.get(rank, 0.0):
-                self._told[rank] = factor
+            if factor > FACTOR and factor > 2 * self._warned.get(rank, 0.0):
+                self._warned[rank] = factor
                 stages = ", ".join(map(str, self._pipe.schedule.stages_of(rank)))
                 self._say(
                     f"warning: rank {rank} (stage {stages}) is {factor:.1f} times as slow as the others: it computes "

@@ -1,8 +1,8 @@
-"""What a run should have taken: its own schedule, simulated.
+"""The prediction of a run: its own schedule, simulated.
 
-The costs are those of the profile that the run was planned with (`profile.json` in its folder, which `partition: auto`
-leaves there) or, where there is none, the medians of what its own actions took: then the prediction says how long the
-schedule alone makes it, with no action ever slower than usual.
+The costs are those of the profile that the run was planned with (`profile.json` in its folder, written by
+`partition: auto`) or, without one, the median times of its own actions: then the prediction is the time of the schedule
+if no action is ever slower than usual.
 """
 
 from __future__ import annotations
@@ -15,32 +15,32 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, BlockCost, DeviceCost, LinkCost, Plan, Profile, read_plan, read_profile
 from vpipe.errors import VPipeError
-from vpipe.observe.medians import Medians, medians
+from vpipe.observe.action_figures import Medians, medians
 from vpipe.record.events import RankEvents, StageBytes
-from vpipe.record.stages import StageFacts, read_stages
+from vpipe.record.run_folder import StageFacts, read_stages
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.arrange import arrange
 
 PROFILE, OWN = "the profile that it was planned with", "the medians of its own actions"
 UNLIMITED = 1 << 50
-"""Bytes of a device that nobody has limited."""
+"""Bytes of a device without a limit."""
 AT_ONCE = 1e15
 """Bytes a second of a link whose time is all latency."""
 WARM = 4
-"""Times its depth that an asynchronous pipeline runs before its steady state is looked at."""
+"""Times its depth that an asynchronous pipeline is simulated, to reach its steady state."""
 
 
 class RunCosts(NamedTuple):
-    """What a run can be simulated with."""
+    """Costs, plan and schedule with which a run can be simulated."""
 
     profile: Profile
     plan: Plan
     source: str
     schedule: Schedule
-    """As long as one update, or as reaches the steady state."""
+    """As long as one update, or long enough to reach the steady state."""
     linked: bool
-    """Whether the schedule knows the run's own edges; else it is the chain that its name stands for."""
+    """Whether the schedule has the run's own edges; else it is a chain of stages."""
 
     def simulate(self, plan: Plan | None = None, *, timeline: bool = False) -> Simulation:
         """The run or, with another plan of as many stages, one like it."""
@@ -54,15 +54,15 @@ class Prediction(NamedTuple):
     simulation: Simulation
     source: str
     first: int
-    """The minibatch with which a stretch of the simulation begins that repeats itself for ever,"""
+    """The first minibatch of one period of the simulated schedule."""
     minibatches: int
-    """its length,"""
+    """The length of the period."""
     seconds: float
-    """and how long it takes."""
+    """The time of the period."""
 
 
 def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
-    """None where a run cannot be simulated: its schedule is a table, or it left too little behind."""
+    """None where a run cannot be simulated: its schedule is a table, or its files lack something."""
     facts = read_stages(folder)
     plan_file = folder / "plan.json"
     if facts is None or not plan_file.is_file():
@@ -76,9 +76,8 @@ def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
             if any((stage, Op.F) not in found for stage in range(len(facts.placement))):
                 return None
             profile, source = own_profile(ranks, facts, found, plan.batch_size or 1), OWN
-            plan = replace(
-                plan, policies=(KEEP,) * sum(plan.partition)
-            )  # what is measured holds what they do
+            # The measured times include recomputation and swapping.
+            plan = replace(plan, policies=(KEEP,) * sum(plan.partition))
         schedule = arrange(plan, None, None if facts.synchronous else _enough(facts))
     except VPipeError:
         return None
@@ -106,7 +105,7 @@ def predict(folder: Path, ranks: Sequence[RankEvents]) -> Prediction | None:
 
 
 def own_profile(ranks: Sequence[RankEvents], facts: StageFacts, found: Medians, batch_size: int) -> Profile:
-    """A profile in which each stage takes what it took; its blocks share that by their floating-point operations."""
+    """A profile with the measured times of each stage, shared among its blocks by floating-point operations."""
     held = {stage: counts for events in ranks for stage, counts in events.held.items()}
     nothing = StageBytes(0, 0, 0)
     blocks = []
@@ -134,7 +133,7 @@ def _block(
     def took(*ops: Op) -> float:
         return share * sum(found.get((stage, op), 0.0) for op in ops)
 
-    whole = took(Op.B) / 2  # what is measured as one is split as usual
+    whole = took(Op.B) / 2  # a backward that is not split: half for each gradient
     return BlockCost(
         name=name,
         forward=took(Op.F, Op.RECV_F),
@@ -151,10 +150,8 @@ def _links(facts: StageFacts, found: Medians) -> dict[tuple[int, int], LinkCost]
     """From each rank to each that it sends to: as long as its sends took, split among the readers."""
     edges = facts.edges or tuple((stage, stage + 1) for stage in range(len(facts.placement) - 1))
     links: dict[tuple[int, int], LinkCost] = {}
-    for op, ends in (
-        (Op.SEND_F, edges),
-        (Op.SEND_B, tuple((reader, producer) for producer, reader in edges)),
-    ):
+    back = tuple((reader, producer) for producer, reader in edges)
+    for op, ends in ((Op.SEND_F, edges), (Op.SEND_B, back)):
         for source, target in ends:
             readers = sum(1 for start, _ in ends if start == source)
             seconds = found.get((source, op), 0.0) / readers
@@ -167,10 +164,9 @@ def _links(facts: StageFacts, found: Medians) -> dict[tuple[int, int], LinkCost]
 
 def _enough(facts: StageFacts) -> int:
     """Minibatches that reach the steady state, a whole number of periods."""
-    holders = [len(ranks) for ranks in facts.placement]
-    period = lcm(facts.update_interval, *holders)
-    return -(-WARM * (sum(holders) + facts.update_interval) // period) * 2 * period
+    period, depth = _period(facts), sum(map(len, facts.placement))
+    return -(-WARM * (depth + facts.update_interval) // period) * 2 * period
 
 
-def _period(schedule: Schedule) -> int:
-    return lcm(schedule.update_interval, *(len(ranks) for ranks in schedule.placement))
+def _period(layout: Schedule | StageFacts) -> int:
+    return lcm(layout.update_interval, *map(len, layout.placement))

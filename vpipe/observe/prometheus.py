@@ -1,6 +1,6 @@
-"""An endpoint for Prometheus on the loopback interface: `prometheus_port` of a run's configuration switches it on.
+"""The endpoint for Prometheus on the loopback interface, switched on by `prometheus_port` of a run's configuration.
 
-It reads what all ranks last said of themselves (`vpipe.record.status`) when it is asked; nothing is counted for it.
+It reads the last statuses of all ranks (`vpipe.record.status`) on each request; nothing is counted for it.
 """
 
 from __future__ import annotations
@@ -11,44 +11,47 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 from vpipe.errors import ConfigError
-from vpipe.observe.figures import TIMES
-from vpipe.record.status import Status, read_statuses
+from vpipe.record.status import TIMES, Status, read_statuses
 
 ADDRESS = "127.0.0.1"
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
 
-Value = Callable[[Status], float | None]
-METRICS: tuple[tuple[str, str, str, Value], ...] = (
-    ("vpipe_updates_total", "counter", "Updates made.", lambda status: status.updates),
-    ("vpipe_loss", "gauge", "Loss of the last updates.", lambda status: status.loss),
+Values = Callable[[Status], Iterable[tuple[str, float | None]]]
+
+
+def _one(read: Callable[[Status], float | None]) -> Values:
+    return lambda status: [("", read(status))]
+
+
+def _per_stage(read: Callable[[Status], Iterable[int]]) -> Values:
+    return lambda status: [
+        (f',stage="{stage}"', count) for stage, count in zip(status.stages, read(status), strict=False)
+    ]
+
+
+def _seconds(status: Status) -> Iterator[tuple[str, float | None]]:
+    return ((f',kind="{kind}"', status.totals.get(kind)) for kind in TIMES)
+
+
+METRICS: tuple[tuple[str, str, str, Values], ...] = (
+    ("updates_total", "counter", "Updates made.", _one(lambda s: s.updates)),
+    ("loss", "gauge", "Loss of the last updates.", _one(lambda s: s.loss)),
+    ("samples_per_second", "gauge", "Samples a second, mean so far.", _one(lambda s: s.samples_per_s)),
+    ("memory_bytes", "gauge", "Memory of the rank's GPU, or of its process.", _one(lambda s: s.memory)),
+    ("peak_memory_bytes", "gauge", "The most of that memory so far.", _one(lambda s: s.peak_memory)),
+    ("sent_bytes_total", "counter", "Bytes sent.", _one(lambda s: s.totals.get("bytes_sent"))),
+    ("received_bytes_total", "counter", "Bytes received.", _one(lambda s: s.totals.get("bytes_received"))),
     (
-        "vpipe_samples_per_second",
+        "waiting_seconds",
         "gauge",
-        "Samples a second, mean so far.",
-        lambda status: status.samples_per_s,
+        "Time that the rank has been waiting for another.",
+        _one(lambda s: s.waiting.seconds if s.waiting else 0.0),
     ),
-    ("vpipe_memory_bytes", "gauge", "Memory of the process.", lambda status: status.memory),
-    (
-        "vpipe_peak_memory_bytes",
-        "gauge",
-        "The most that the process held.",
-        lambda status: status.peak_memory,
-    ),
-    ("vpipe_sent_bytes_total", "counter", "Bytes sent.", lambda status: status.totals.get("bytes_sent")),
-    (
-        "vpipe_received_bytes_total",
-        "counter",
-        "Bytes received.",
-        lambda status: status.totals.get("bytes_received"),
-    ),
-    (
-        "vpipe_waiting_seconds",
-        "gauge",
-        "How long the rank has been waiting for another.",
-        lambda status: status.waiting.seconds if status.waiting else 0.0,
-    ),
+    ("seconds_total", "counter", "A rank's time, without filling the pipeline and evaluations.", _seconds),
+    ("minibatches_in_flight", "gauge", "Minibatches in flight.", _per_stage(lambda s: s.in_flight)),
+    ("weight_versions", "gauge", "Weight versions that are held.", _per_stage(lambda s: s.versions)),
 )
-"""Name, kind, help, and a rank's value."""
+"""Name, kind, help, and a rank's values with their further labels."""
 
 
 def exposition(statuses: Iterable[Status]) -> str:
@@ -57,25 +60,12 @@ def exposition(statuses: Iterable[Status]) -> str:
 
 
 def _lines(statuses: list[Status]) -> Iterator[str]:
-    for name, kind, told, value in METRICS:
-        yield from (f"# HELP {name} {told}", f"# TYPE {name} {kind}")
+    for name, kind, meaning, values in METRICS:
+        yield from (f"# HELP vpipe_{name} {meaning}", f"# TYPE vpipe_{name} {kind}")
         for status in statuses:
-            if (number := value(status)) is not None:
-                yield f'{name}{{rank="{status.rank}"}} {number:.10g}'
-    yield "# HELP vpipe_seconds_total Where a rank's time went, without filling the pipeline and evaluations."
-    yield "# TYPE vpipe_seconds_total counter"
-    for status in statuses:
-        for kind in TIMES:
-            if kind in status.totals:
-                yield f'vpipe_seconds_total{{rank="{status.rank}",kind="{kind}"}} {status.totals[kind]:.10g}'
-    for name, told, values in (
-        ("vpipe_minibatches_in_flight", "Minibatches between forward and backward.", "in_flight"),
-        ("vpipe_weight_versions", "Versions of the weights that are held.", "versions"),
-    ):
-        yield from (f"# HELP {name} {told}", f"# TYPE {name} gauge")
-        for status in statuses:
-            for stage, count in zip(status.stages, getattr(status, values), strict=False):
-                yield f'{name}{{rank="{status.rank}",stage="{stage}"}} {count}'
+            for labels, number in values(status):
+                if number is not None:
+                    yield f'vpipe_{name}{{rank="{status.rank}"{labels}}} {number:.10g}'
 
 
 class Endpoint:
@@ -95,7 +85,7 @@ class Endpoint:
                 self.wfile.write(body)
 
             def log_message(self, format: str, *args: object) -> None:
-                """The log of the rank is for other things."""
+                """Requests are not logged."""
 
         try:
             self._server = ThreadingHTTPServer((ADDRESS, port), Answer)

@@ -1,4 +1,4 @@
-"""Everything that a rank tells while it trains: its log, and on rank 0 the metrics and the progress."""
+"""The recorder of a rank that trains: its log, watch and events, and on rank 0 the metrics and the progress."""
 
 from __future__ import annotations
 
@@ -8,22 +8,23 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from vpipe.observe.figures import TIMES, Meter, RankFigures, shares, stage_figures
+from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
-from vpipe.observe.metrics import MetricsWriter
-from vpipe.observe.progress import ProgressReport
 from vpipe.observe.prometheus import Endpoint
+from vpipe.observe.screen import ProgressReport
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
-from vpipe.record.log import RankLog
-from vpipe.record.status import stage_lines
+from vpipe.record.run_folder import RankLog
+from vpipe.record.status import TIMES, stage_lines
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
 RECENT = 10
-"""Updates whose mean is the final loss: a single minibatch's says little."""
+"""Updates whose mean is the final loss; that of a single one is noisy."""
+TOTALS = (*TIMES, "seconds", "clock", "updates", "bytes_sent", "bytes_received")
+"""Figures that a status has."""
 
 
 class Recorder:
@@ -40,11 +41,11 @@ class Recorder:
         hang_limit: float,
         prometheus_port: int,
     ) -> None:
-        """`samples` are those of an update, `tokens` those of a sample."""
+        """`samples` of an update, `tokens` of a sample."""
         self.log = RankLog(folder / f"output.log.{pipe.rank}")
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
-        self.error: BaseException | None = None  # what ended the run, if it did not end well
+        self.error: BaseException | None = None  # the error that ends the run; set from outside
         self._pipe = pipe
         self._total = total
         self._samples, self._tokens = samples, tokens
@@ -67,7 +68,7 @@ class Recorder:
         self.show(line)
 
     def show(self, line: str) -> None:
-        """To the user alone."""
+        """Print for the user, without the log."""
         self._progress.say(line)
 
     def update(self, update: int, loss: float, epoch: int) -> None:
@@ -93,7 +94,7 @@ class Recorder:
             self._write("train", done, epoch=epoch, loss=loss, **figures)
         self._progress.update(done, loss, figures, line)
         if self._verbose_frequency and done % self._verbose_frequency == 0:
-            self._tell_details(done)
+            self._log_details(done)
 
     def pause(self) -> None:
         """Something else than training follows, until the next update."""
@@ -106,21 +107,19 @@ class Recorder:
         self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
 
     def summary(self) -> dict[str, Any]:
-        """The whole run in figures, the same on every rank. All ranks call it when the pipeline is empty."""
+        """The figures of the whole run, the same on every rank. All ranks call it when the pipeline is empty."""
         self._meter.stop()
         gathered = self._pipe.world.all_gather("figures", self._meter.total().numbers)
         ranks = [RankFigures(*numbers) for numbers in gathered]
         placement = self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
-        first = ranks[0]
         summary = {
             # A run that was restarted after its last update has made none.
             "loss": mean([loss for _, loss in self.losses[-RECENT:]] or [self.evaluations[-1][1]]),
             "evaluation_loss": self.evaluations[-1][1],
             "perplexity": perplexity(self.evaluations[-1][1]),
             "updates": self._pipe.updates,
-            "samples_per_s": self._samples * first.updates / first.seconds if first.seconds else 0.0,
-            "seconds_per_update": first.seconds / first.updates if first.updates else 0.0,
+            **ranks[0].speed(self._samples),
             **shares(ranks),
             "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
             "ranks": by_rank,
@@ -131,7 +130,7 @@ class Recorder:
         return summary
 
     def write_events(self, folder: Path) -> None:
-        """Everything that this rank recorded, with what its stages and its process held."""
+        """Write this rank's recorded actions, with the bytes of its stages and its memory over time."""
         stages = self._pipe.runtime.stages
         held = {
             index: StageBytes(weights_of(stage), optimizer_of(stage), self._held.get(index, 0))
@@ -149,17 +148,16 @@ class Recorder:
             self._metrics.close()
 
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
-        rate = self._samples * so_far.updates / so_far.seconds if so_far.seconds else 0.0
+        speed = so_far.speed(self._samples)
         return {
             "learning_rate": self._pipe.learning_rate,
-            "samples_per_s": rate,
-            "tokens_per_s": rate * self._tokens,
-            "seconds_per_update": so_far.seconds / so_far.updates if so_far.updates else 0.0,
+            **speed,
+            "tokens_per_s": speed["samples_per_s"] * self._tokens,
             "peak_memory": so_far.peak_memory,
         }
 
-    def _tell_details(self, done: int) -> None:
-        """What this rank did for an update, on average since the last such line."""
+    def _log_details(self, done: int) -> None:
+        """This rank's times for an update, on average since the last such line."""
         total = self._meter.total()
         recent, self._detailed = total.since(self._detailed), total
         if not recent.updates:
@@ -168,12 +166,11 @@ class Recorder:
         times = ", ".join(f"{name} {milliseconds:.1f} ms" for name, milliseconds in each.items())
         sent, received = recent.bytes_sent / recent.updates, recent.bytes_received / recent.updates
         stages = ", ".join(map(str, self._pipe.runtime.stages))
-        share = recent.shares
+        share, speed = recent.shares, recent.speed(self._samples)
         self.log.line(
             f"Iteration {done}, stage {stages}, for each update: {times}, "
             f"sent {show_bytes(sent)}, received {show_bytes(received)}; "
-            f"{self._samples * recent.updates / recent.seconds:.1f} samples/s, "
-            f"{1000 * recent.seconds / recent.updates:.1f} ms an update, "
+            f"{speed['samples_per_s']:.1f} samples/s, {1000 * speed['seconds_per_update']:.1f} ms an update, "
             f"communication {share['communication_share']:.1%}, bubble {share['bubble_share']:.1%}"
         )
         if self._metrics is not None:
@@ -182,9 +179,6 @@ class Recorder:
     def _write(self, kind: str, update: int, **figures: Any) -> None:
         if self._metrics is not None:
             self._metrics.write(kind, update, **figures)
-
-
-TOTALS = (*TIMES, "seconds", "updates", "bytes_sent", "bytes_received")
 
 
 def perplexity(loss: float) -> float:

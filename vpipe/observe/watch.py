@@ -1,8 +1,8 @@
-"""The watch of a rank: a thread that samples the memory, tells what the rank is doing, and notices a hang.
+"""The watch of a rank: a thread that samples the memory, writes the rank's status, and detects a hang.
 
-It wakes ten times a second and looks; the rank itself does nothing for it but leave notes (`whereabouts`, what its
-handler waits for). When some rank has waited too long, its watch leaves a request in the run's folder; every watch then
-writes its rank's stacks into the log, and the one that asked joins what all say (`vpipe.observe.hang`).
+It wakes ten times a second and reads what the rank leaves for it (`whereabouts`, `handler.waiting`). When a rank has
+waited too long, its watch leaves a request in the run's folder; every watch then writes its rank's stacks into the log,
+and the one that made the request explains the hang from the statuses of all (`vpipe.observe.hang`).
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 import socket
 import threading
 import time
-from array import array
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -20,27 +19,36 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.communication.handler import ROOM
-from vpipe.observe.figures import TIMES, RankFigures, figures_of
+from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.observe.hang import explain
-from vpipe.observe.resident import gauge_for
-from vpipe.record.log import RankLog
-from vpipe.record.status import ENDED, FAILED, RUNNING, Status, Waiting, read_statuses, write_status
+from vpipe.record.events import MemorySamples
+from vpipe.record.run_folder import RankLog
+from vpipe.record.status import (
+    ENDED,
+    FAILED,
+    RUNNING,
+    TIMES,
+    Status,
+    Waiting,
+    read_statuses,
+    replace_text,
+    write_status,
+)
 from vpipe.record.whereabouts import launchers_page
 from vpipe.schedule.action import COMMUNICATION, UPDATE
+from vpipe.system.device_memory import used_memory
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
 BEAT = 0.1
-"""Seconds between two looks."""
+"""Seconds between two samples."""
 STATUS = 10
-"""Looks between two statuses."""
+"""Samples between two statuses."""
 WINDOW = 5
 """Statuses over which `times` are counted."""
-SAMPLES = 36_000
-"""Of the memory; of a longer run the last hour."""
 ANSWERS = 2.5
-"""Seconds that the others have to tell what they are in."""
+"""Seconds that the other ranks have to write their status after a request."""
 REQUEST, EXPLAINED = "hang.request", "hang.txt"
 
 
@@ -55,51 +63,48 @@ class RankWatch(threading.Thread):
         facts: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
     ) -> None:
-        """`facts` gives what only the recorder knows of a status; `say` tells the user."""
+        """`facts` returns the fields of a status that only the recorder knows; `say` prints for the user."""
         super().__init__(name="vpipe watch", daemon=True)
         self._pipe, self._folder, self._log = pipe, folder, log
         self._limit, self._facts, self._say = limit, facts, say
-        self._gauge = gauge_for(pipe.runtime)
-        self.memory = MemorySamples(self._gauge.of)
+        self.memory = MemorySamples("device" if pipe.device.type == "cuda" else "process")
         self._recent: deque[RankFigures] = deque([figures_of(pipe)], maxlen=WINDOW + 1)
         self._leave = threading.Event()
-        self._answered = 0  # the request's time
-        self._asked: tuple[object, float] | None = None  # what is waited for, and when the others were asked
+        self._answered = 0  # the time of the last request that was answered
+        self._requested: tuple[object, float] | None = None  # what is waited for, and the time of our request
         if pipe.rank == 0:  # an earlier attempt of this run may have ended in the middle of a hang
             (folder / REQUEST).unlink(missing_ok=True)
             (folder / EXPLAINED).unlink(missing_ok=True)
-        self._told = 0  # the explanation's time, on rank 0
+        self._shown = 0  # the time of the last explanation that rank 0 has shown
         self.start()
 
     def run(self) -> None:
-        looks = 0
+        samples = 0
         while not self._leave.wait(BEAT):
-            now = time.perf_counter()
-            self.memory.add(now, self._gauge.read())
-            if looks % STATUS == 0:
+            self.memory.add(time.perf_counter(), used_memory(self._pipe.device))
+            if samples % STATUS == 0:
                 with suppress(OSError):  # a full disk must not end the watch
                     self._look()
-            looks += 1
+            samples += 1
 
     def close(self, error: BaseException | None = None) -> None:
-        """The run is over: leave the last status behind."""
+        """The run is over: write the last status."""
         self._leave.set()
         self.join(5.0)
         with suppress(OSError):
-            self._pass_on()
+            self._show()
             write_status(self._status(FAILED if error else ENDED, str(error or "")), self._folder)
-            if self._asked is not None:
+            if self._requested is not None:
                 (self._folder / REQUEST).unlink(missing_ok=True)
-        self._gauge.close()
 
-    # What the rank does
+    # Status
 
     def _look(self) -> None:
         self._recent.append(figures_of(self._pipe))
         write_status(self._status(RUNNING), self._folder)
         self._answer()
-        self._notice()
-        self._pass_on()
+        self._detect()
+        self._show()
 
     def _status(self, state: str, error: str = "") -> Status:
         pipe, runtime = self._pipe, self._pipe.runtime
@@ -118,8 +123,8 @@ class RankWatch(threading.Thread):
             seconds=time.perf_counter() - place.since if place.since else 0.0,
             offset=runtime.offset,
             waiting=self._waiting(),
-            times={name: getattr(recent, name) for name in TIMES} | {"all": recent.seconds},
-            memory=self._gauge.read(),
+            times={name: getattr(recent, name) for name in TIMES} | {"all": recent.clock},
+            memory=used_memory(pipe.device),
             peak_memory=int(recent.peak_memory),
             in_flight=tuple(len(stage.in_flight) for stage in runtime.stages.values()),
             versions=tuple(stage.optimizer.num_versions for stage in runtime.stages.values()),
@@ -127,7 +132,7 @@ class RankWatch(threading.Thread):
         )
 
     def _waiting(self) -> Waiting | None:
-        """What the rank waits for now, if it does."""
+        """The message or meeting that the rank waits for now."""
         now = time.perf_counter()
         gathering = self._pipe.world.gathering
         if gathering is not None:
@@ -144,7 +149,7 @@ class RankWatch(threading.Thread):
         )
 
     def _place(self) -> _Place:
-        """What the rank is in, or behind which action it is."""
+        """The action that the rank runs, or the last one that it ran."""
         place = self._pipe.runtime.whereabouts.page.place(self._pipe.rank)
         last = self._pipe.runtime.events.last
         if place.action is None:
@@ -155,49 +160,49 @@ class RankWatch(threading.Thread):
 
     # Hangs
 
-    def _notice(self) -> None:
-        """Ask everybody if this rank has waited too long; explain when they had time to answer."""
-        told = self._pipe.world.gathering or self._pipe.handler.waiting
+    def _detect(self) -> None:
+        """Make a request if this rank has waited too long; explain when the others had time to answer."""
+        awaited = self._pipe.world.gathering or self._pipe.handler.waiting
         waiting = self._waiting()
-        if self._asked is not None:
-            what, asked = self._asked
-            if told is not what:
-                self._asked = None
+        if self._requested is not None:
+            what, requested = self._requested
+            if awaited is not what:
+                self._requested = None
                 self._log.line(f"rank {self._pipe.rank} goes on")
                 (self._folder / REQUEST).unlink(missing_ok=True)
-            elif asked and time.monotonic() - asked > ANSWERS:
-                self._asked = (what, 0.0)  # once is enough
+            elif requested and time.monotonic() - requested > ANSWERS:
+                self._requested = (what, 0.0)  # explain once
                 text = explain(self._folder, self._pipe.layout.schedule, launchers_page())
                 self._log.line(text)
-                (self._folder / EXPLAINED).write_text(text + "\n", encoding="utf-8")
+                replace_text(self._folder / EXPLAINED, text + "\n")
         elif waiting is not None and waiting.seconds > self._limit:
             with suppress(FileExistsError), (self._folder / REQUEST).open("x"):
-                self._asked = (told, time.monotonic())
+                self._requested = (awaited, time.monotonic())
 
     def _answer(self) -> None:
-        """Somebody waits for too long: leave the stacks of this rank in its log, once for each request."""
+        """Write the stacks of this rank into its log, once for each request."""
         try:
-            asked = (self._folder / REQUEST).stat().st_mtime_ns
+            requested = (self._folder / REQUEST).stat().st_mtime_ns
         except FileNotFoundError:
             return
-        if asked != self._answered:
-            self._answered = asked
+        if requested != self._answered:
+            self._answered = requested
             self._log.line(f"some rank waits for more than {self._limit:g} s; the stacks of this one:")
             faulthandler.dump_traceback(self._log.file)
 
-    def _pass_on(self) -> None:
-        """The first rank speaks to the user, whoever found out."""
+    def _show(self) -> None:
+        """Rank 0 shows the explanation to the user, whichever rank wrote it."""
         if self._pipe.rank:
             return
         path = self._folder / EXPLAINED
         with suppress(FileNotFoundError):
             written = path.stat().st_mtime_ns
-            if written != self._told:
-                self._told = written
+            if written != self._shown:
+                self._shown = written
                 self._say(path.read_text(encoding="utf-8"))
 
     def others(self) -> list[Status]:
-        """What all ranks wrote last, this one included."""
+        """The last statuses of all ranks, this one included."""
         return read_statuses(self._folder)
 
 
@@ -206,19 +211,4 @@ class _Place(NamedTuple):
     inside: bool
     since: float
     waits: bool
-    """Whether it is an action that waits for others by its nature."""
-
-
-class MemorySamples:
-    """Times and bytes, the last `SAMPLES` of them, of a process or a device."""
-
-    def __init__(self, of: str) -> None:
-        self.of = of
-        self.times = array("d")
-        self.bytes = array("q")
-
-    def add(self, now: float, count: int) -> None:
-        if len(self.times) == SAMPLES:
-            del self.times[: SAMPLES // 10], self.bytes[: SAMPLES // 10]
-        self.times.append(now)
-        self.bytes.append(count)
+    """Whether it is an action that may wait for other ranks."""

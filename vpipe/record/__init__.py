@@ -1,1 +1,1 @@
-"""The record of a run: written while it runs, read by those who observe it. Knows no torch."""
+"""The record of a run: files and shared memory that its ranks write and observers read. Imports no torch."""

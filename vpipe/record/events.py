@@ -1,30 +1,32 @@
-"""The record of what a rank did: every action with its times, in a ring that is made once and always on.
+"""The ring of a rank's recorded actions, and `events.<rank>.json`, the file that it is written to.
 
-An action costs one `pack_into` of 52 bytes; when the ring is full, the newest action takes the oldest one's place.
-Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.record.clocks`).
+The ring is always on. Recording an action is one `pack_into` of 52 bytes; in a full ring it overwrites the oldest one.
+Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.runtime.clocks`).
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from array import array
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
 from vpipe.schedule import Action, Op
 from vpipe.system.files import read_json, write_text
 
 CAPACITY = 1 << 16
-"""Actions that a ring holds: some 3 MB, of which the system gives only what is written to."""
+"""Actions that a ring holds: some 3 MB, of which the system provides only the pages that are written to."""
+SAMPLES = 36_000
+"""Of the memory; of a longer run the last hour."""
 MEMORY = 4000
-"""Samples of the process' memory in a file at most."""
+"""The most samples of the memory in a file."""
 FORMAT = "vpipe events 1"
 NO_VERSION = -1
 """The weight version of an action that reads and makes none."""
-
 COLUMNS = ("actions", "start", "duration", "wait", "sent", "received", "version", "evaluation")
 """The lists of a file, one entry an action. Times are whole nanoseconds, starts counted from `origin`."""
 
@@ -61,46 +63,48 @@ class Recorded(NamedTuple):
 
 
 class StageBytes(NamedTuple):
-    """What a stage holds: one version of its weights, the optimizer's state, a minibatch in flight."""
+    """Bytes of a stage: one version of its weights, the optimizer's state, one minibatch in flight."""
 
     weights: int
     optimizer: int
     minibatch: int
 
 
-class Samples(Protocol):
-    """The memory of a process, or of its device, over time."""
+class MemorySamples:
+    """Times and bytes of a process or a device, the last `SAMPLES` of them."""
 
-    @property
-    def of(self) -> str: ...
+    def __init__(self, of: str) -> None:
+        self.of = of
+        self.times = array("d")
+        self.bytes = array("q")
 
-    @property
-    def times(self) -> Sequence[float]: ...
-
-    @property
-    def bytes(self) -> Sequence[int]: ...
+    def add(self, now: float, count: int) -> None:
+        if len(self.times) == SAMPLES:
+            del self.times[: SAMPLES // 10], self.bytes[: SAMPLES // 10]
+        self.times.append(now)
+        self.bytes.append(count)
 
 
 @dataclass(frozen=True)
 class RankEvents:
-    """What one rank's file tells, the oldest action first, in the time of rank 0."""
+    """The contents of one rank's file, the oldest action first, in the time of rank 0."""
 
     rank: int
     actions: tuple[Recorded, ...]
     lost: int = 0
-    """Older actions, whose places in the ring were taken."""
+    """Older actions that were overwritten in the ring."""
     clock: ClockOffset = SAME_CLOCK
     edges: tuple[tuple[int, int], ...] = ()
     """Stages that make a value and stages that read it: (producer, reader)."""
     held: Mapping[int, StageBytes] = field(default_factory=dict)
-    """By stage; empty if nobody counted."""
+    """By stage; empty if nothing was counted."""
     memory: tuple[tuple[float, int], ...] = ()
-    """Times and bytes: of the whole process, libraries included, or of what the device's allocator has handed out."""
+    """Times and bytes: of the whole process, libraries included, or of the process' use of its GPU."""
     memory_of: str = "process"
 
 
 class Events:
-    """The ring of one rank. `clock` is what `align_clocks` measured; `edges` go between the model's stages."""
+    """The ring of one rank. `clock` is the result of `align_clocks`; `edges` go between the model's stages."""
 
     def __init__(self, rank: int, edges: Iterable[tuple[int, int]] = (), *, capacity: int = CAPACITY) -> None:
         self.rank = rank
@@ -137,7 +141,7 @@ class Events:
         return self._at(self.count - 1) if self.count else None
 
     def actions(self) -> list[Recorded]:
-        """What the ring holds, the oldest first, in this rank's own time."""
+        """All actions in the ring, the oldest first, in this rank's own time."""
         return [self._at(number) for number in range(self.lost, self.count)]
 
     def _at(self, number: int) -> Recorded:
@@ -148,7 +152,7 @@ class Events:
         return Recorded(action, start, end, wait, sent, received, version, evaluation)
 
     def write(
-        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: Samples | None = None
+        self, folder: Path, held: Mapping[int, StageBytes] | None = None, memory: MemorySamples | None = None
     ) -> Path:
         """Write `events.<rank>.json` into a run's folder."""
         path = folder / f"events.{self.rank}.json"
@@ -166,16 +170,26 @@ class Events:
             "memory_of": "process" if memory is None else memory.of,
             "memory": [] if memory is None else _thinned(memory, origin),
         }
-        # A column a line: compact, and still something that people can look at.
-        lines = [f"{json.dumps(key)}: {json.dumps(value)}" for key, value in head.items()]
-        for key, values in _columns(actions, origin).items():
-            lines.append(f"{json.dumps(key)}: {json.dumps(values, separators=(',', ':'))}")
+        columns = (
+            zip(*(_row(entry, origin) for entry in actions), strict=True) if actions else [()] * len(COLUMNS)
+        )
+        values = head | dict(zip(COLUMNS, map(list, columns), strict=True))
+        # One line for each key: compact, and still readable.
+        lines = [
+            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in values.items()
+        ]
         write_text(path, "{" + ",\n ".join(lines) + "}\n")
         return path
 
 
-def _thinned(memory: Samples, origin: float) -> list[list[int]]:
-    """[nanoseconds from `origin`, bytes], of neighbours the largest, `MEMORY` of them at most."""
+def _row(entry: Recorded, origin: float) -> tuple[Any, ...]:
+    times = (entry.start - origin, entry.duration, entry.wait)
+    nanoseconds = (round(1e9 * seconds) for seconds in times)
+    return (str(entry.action), *nanoseconds, entry.sent, entry.received, entry.version, int(entry.evaluation))
+
+
+def _thinned(memory: MemorySamples, origin: float) -> list[list[int]]:
+    """[nanoseconds from `origin`, bytes]: at most `MEMORY` samples, each the largest of its neighbours."""
     count = len(memory.bytes)
     step = max(1, -(-count // MEMORY))
     return [
@@ -190,54 +204,30 @@ def read_events(folder: Path) -> list[RankEvents]:
     return sorted(found, key=lambda events: events.rank)
 
 
-def _columns(actions: Iterable[Recorded], origin: float) -> dict[str, list[Any]]:
-    rows = (
-        (
-            str(entry.action),
-            round(1e9 * (entry.start - origin)),
-            round(1e9 * entry.duration),
-            round(1e9 * entry.wait),
-            entry.sent,
-            entry.received,
-            entry.version,
-            int(entry.evaluation),
-        )
-        for entry in actions
-    )
-    columns: list[list[Any]] = [list(values) for values in zip(*rows, strict=True)]
-    return dict(zip(COLUMNS, columns or [[] for _ in COLUMNS], strict=True))
-
-
 def _read(path: Path) -> RankEvents:
-    told = read_json(path)
+    values = read_json(path)
     try:
-        if told["format"] != FORMAT:
-            raise ValueError(f"its format is {told['format']!r}")
-        origin = float(told["origin"])
-        actions = tuple(
-            Recorded(
-                Action.parse(name),
-                origin + start / 1e9,
-                origin + (start + duration) / 1e9,
-                wait / 1e9,
-                int(sent),
-                int(received),
-                int(version),
-                bool(evaluation),
-            )
-            for name, start, duration, wait, sent, received, version, evaluation in zip(
-                *(told[key] for key in COLUMNS), strict=True
-            )
-        )
-        clock = ClockOffset(float(told["clock_offset"]), float(told["round_trip"]))
-        edges = tuple((int(producer), int(reader)) for producer, reader in told["edges"])
-        held = {int(stage): StageBytes(*map(int, counts)) for stage, *counts in told.get("held", ())}
-        memory = tuple((origin + time / 1e9, int(count)) for time, count in told.get("memory", ()))
-        memory_of = str(told.get("memory_of", "process"))
+        if values["format"] != FORMAT:
+            raise ValueError(f"its format is {values['format']!r}")
+        origin = float(values["origin"])
+        rows = zip(*(values[key] for key in COLUMNS), strict=True)
         return RankEvents(
-            int(told["rank"]), actions, int(told["lost"]), clock, edges, held, memory, memory_of
+            int(values["rank"]),
+            tuple(_recorded(origin, *row) for row in rows),
+            int(values["lost"]),
+            ClockOffset(float(values["clock_offset"]), float(values["round_trip"])),
+            tuple((int(producer), int(reader)) for producer, reader in values["edges"]),
+            {int(stage): StageBytes(*map(int, counts)) for stage, *counts in values.get("held", ())},
+            tuple((origin + time / 1e9, int(count)) for time, count in values.get("memory", ())),
+            str(values.get("memory_of", "process")),
         )
     except (AttributeError, KeyError, OverflowError, TypeError, ValueError) as error:
         raise ConfigError(
             f"{path}: is not a file of events ({FORMAT}): {type(error).__name__}: {error}; remove it to do without"
         ) from None
+
+
+def _recorded(origin: float, name: str, start: int, duration: int, wait: int, *rest: int) -> Recorded:
+    times = (origin + start / 1e9, origin + (start + duration) / 1e9, wait / 1e9)
+    sent, received, version, evaluation = map(int, rest)
+    return Recorded(Action.parse(name), *times, sent, received, version, bool(evaluation))

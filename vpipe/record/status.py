@@ -1,32 +1,33 @@
-"""What a rank is doing, as a small file that is written anew each second: `status.<rank>.json` in the run's folder.
+"""The status of a rank: `status.<rank>.json` in the run's folder, rewritten each second.
 
-`vpipe top`, `vpipe diagnose`, the Prometheus endpoint and the other ranks' watches read it. It is written beside and
-renamed, so that nobody reads half of one.
+`vpipe top`, `vpipe diagnose`, the Prometheus endpoint and the other ranks' watches read it.
 """
 
 from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
+
 RUNNING, ENDED, FAILED = "running", "ended", "failed"
+TIMES = ("forward", "backward", "update", "send", "wait")
+"""Kinds of time of a rank; the rest of its seconds lies between actions."""
 
 
 @dataclass(frozen=True)
 class Waiting:
-    """What a rank waits for."""
-
     what: str
-    """The action's name where an action waits (1RECV_F7), else the meeting's or the tensor's."""
+    """The name of the action that waits (1RECV_F7), else of the meeting or the tensor."""
     peer: int
-    """The rank that has to bring it; negative: whoever is missing."""
+    """The rank that must send it; negative: all ranks that are missing."""
     seconds: float
     room: bool = False
-    """Whether it waits to send: the peer has not taken what was sent before."""
+    """Whether it waits to send: the peer has not taken the messages before it."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Status:
     process: int
     host: str
     time: float
-    """Of the clock on the wall, when it was written."""
+    """`time.time()` when it was written."""
     state: str = RUNNING
     error: str = ""
     updates: int = 0
@@ -44,17 +45,17 @@ class Status:
     loss: float | None = None
     samples_per_s: float = 0.0
     place: str = ""
-    """The action that the rank is in or, if `inside` is false, behind which it is; else in words what it does."""
+    """The action that the rank runs or, if `inside` is false, has just run; else words for what it does."""
     inside: bool = False
     seconds: float = 0.0
-    """How long it has been there."""
+    """Time since it began or, if `inside` is false, ended."""
     offset: int = 0
     """The minibatch that the rank's program counts from."""
     waiting: Waiting | None = None
     times: dict[str, float] = field(default_factory=dict)
-    """Seconds of forward, backward, update, send and wait, and `all`, in the last few seconds."""
+    """TIMES and `all`, of the last few seconds."""
     totals: dict[str, float] = field(default_factory=dict)
-    """The same since the training began, without filling the pipeline, evaluations and checkpoints."""
+    """TIMES and more figures since the training began, without filling the pipeline, evaluations and checkpoints."""
     memory: int = 0
     peak_memory: int = 0
     in_flight: tuple[int, ...] = ()
@@ -63,54 +64,63 @@ class Status:
 
 
 def stage_lines(statuses: Iterable[Status]) -> list[dict[str, Any]]:
-    """For each rank where its time went since the training began, as each last told it: at most a second ago."""
-    lines = []
-    for status in statuses:
-        totals = status.totals
-        seconds = totals.get("seconds", 0.0)
-        if not seconds:
-            continue
-        computed = totals["forward"] + totals["backward"] + totals["update"]
-        lines.append(
-            {
-                "rank": status.rank,
-                "stages": list(status.stages),
-                **{f"{name}_s": totals[name] for name in ("forward", "backward", "update", "send", "wait")},
-                "bytes_sent": int(totals["bytes_sent"]),
-                "bytes_received": int(totals["bytes_received"]),
-                "samples_per_s": status.samples_per_s,
-                "seconds_per_update": seconds / totals["updates"] if totals["updates"] else 0.0,
-                "compute_share": computed / seconds,
-                "communication_share": totals["send"] / seconds,
-                "bubble_share": totals["wait"] / seconds,
-                "memory": status.memory,
-            }
-        )
-    return lines
+    """For each rank its figures since the training began, at most a second old."""
+    return [
+        {
+            **rank_figures(status.rank, status.stages, status.totals),
+            "samples_per_s": status.samples_per_s,
+            "seconds_per_update": status.totals["seconds"] / (status.totals["updates"] or 1.0),
+            "memory": status.memory,
+        }
+        for status in statuses
+        if status.totals.get("seconds")
+    ]
 
 
-def write_status(status: Status, folder: Path) -> None:
-    path = folder / f"status.{status.rank}.json"
+def rank_figures(rank: int, stages: Iterable[int], totals: Mapping[str, float]) -> dict[str, Any]:
+    """Times, bytes and shares of one rank, for the logs and the summary."""
+    return {
+        "rank": rank,
+        "stages": list(stages),
+        **{f"{name}_s": totals[name] for name in TIMES},
+        **{name: int(totals[name]) for name in ("bytes_sent", "bytes_received")},
+        **time_shares(totals),
+    }
+
+
+def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
+    """Computing, sending (communication) and waiting (bubble) as shares of the seconds of the same clock."""
+    computed = totals["forward"] + totals["backward"] + totals["update"]
+    total = max(totals["clock"], computed + totals["send"] + totals["wait"]) or 1.0
+    return {
+        "compute_share": computed / total,
+        "communication_share": totals["send"] / total,
+        "bubble_share": totals["wait"] / total,
+    }
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Write beside the file and rename: a reader finds the old text or the new one, never a part."""
     beside = path.with_suffix(".new")
-    beside.write_text(json.dumps(asdict(status)), encoding="utf-8")
+    beside.write_text(text, encoding="utf-8")
     os.replace(beside, path)
 
 
+def write_status(status: Status, folder: Path) -> None:
+    replace_text(folder / f"status.{status.rank}.json", json.dumps(asdict(status)))
+
+
 def read_statuses(folder: Path) -> list[Status]:
-    """Of all ranks that wrote one, in order of rank; a file that makes no sense is passed over."""
+    """Of all ranks that wrote one, in order of rank; a file that is not a status is skipped."""
     found = [read_status(path) for path in folder.glob("status.*.json")]
     return sorted((status for status in found if status is not None), key=lambda status: status.rank)
 
 
 def read_status(path: Path) -> Status | None:
     try:
-        values: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-        known = {entry.name for entry in fields(Status)}
-        values = {key: value for key, value in values.items() if key in known}
-        if values.get("waiting") is not None:
-            values["waiting"] = Waiting(**values["waiting"])
-        for key in ("stages", "in_flight", "versions"):
-            values[key] = tuple(values.get(key, ()))
-        return Status(**values)
-    except (OSError, ValueError, TypeError):
+        return _STATUS.validate_json(path.read_bytes())
+    except (OSError, ValueError):
         return None
+
+
+_STATUS = TypeAdapter(Status)

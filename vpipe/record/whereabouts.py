@@ -1,11 +1,11 @@
-"""Where each rank is: a page of memory that the launcher makes and every rank of the host maps.
+"""The shared page: memory that the launcher makes and every rank of the host maps, with the current action of each.
 
-    verdict                   which rank failed first, and how: the launcher's to write, everybody's to read
-    rank 0   beat  place      the last sign of life, and what the rank is in since when
+    verdict                   the first rank that failed, and its error: written by the launcher, read by all
+    rank 0   beat  place      the last heartbeat; the current action, and since when
     rank 1   beat  place
 
-The page outlives a rank that is killed, so what the rank was in can be told. It has no name in the file system. To
-enter an action costs one `pack_into`. A rank without a launcher has a page of its own, which nobody else sees.
+The page outlives a rank that is killed, so its last action can be reported. It has no name in the file system. Entering
+an action is one `pack_into`. A rank without a launcher has a page of its own.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _PLACE_AT = _BEAT.size
 _WORDS_AT = _PLACE_AT + _PLACE.size
 _OPS = tuple(Op)
 _CODES = {op: code for code, op in enumerate(_OPS)}
-_WORDS = len(_OPS)  # in place of an operation: the place is told in words
+_WORDS = len(_OPS)  # in place of an operation: words follow
 
 
 class RankActivity(NamedTuple):
-    """What a rank is in, and since when (`time.monotonic`)."""
+    """What a rank does, and since when (`time.monotonic`)."""
 
     since: float
     action: Action | None
@@ -58,7 +58,7 @@ class Page:
 
     @property
     def verdict(self) -> str:
-        """Which rank failed first, and how; empty as long as none has."""
+        """The first rank that failed, and its error; empty as long as none has."""
         length = int.from_bytes(self.memory[:2], "little")
         return self.memory[2 : 2 + length].decode(errors="replace")
 
@@ -66,10 +66,10 @@ class Page:
     def verdict(self, text: str) -> None:
         written = text.encode()[: _VERDICT - 2]
         self.memory[2 : 2 + len(written)] = written
-        self.memory[:2] = len(written).to_bytes(2, "little")  # last: whoever reads must not see half of it
+        self.memory[:2] = len(written).to_bytes(2, "little")  # last: a reader must not see a part of it
 
     def beat(self, rank: int) -> float:
-        """When the rank last showed that its interpreter runs (`time.monotonic`); 0 before the first time."""
+        """The last heartbeat of the rank's interpreter (`time.monotonic`); 0 before the first one."""
         return float(_BEAT.unpack_from(self.memory, _VERDICT + rank * _SLOT)[0])
 
     def place(self, rank: int) -> RankActivity:

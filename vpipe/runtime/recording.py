@@ -1,7 +1,8 @@
 """The record of what a rank has done: each action's time, added to its figures, and the action as an event.
 
 On a CPU an action is over when its method returns. On a GPU it has only been launched then: an event is recorded behind
-it, and read once the GPU has passed it.
+it, and read once the GPU has passed it. There an action lasts from the end of the action before it, or from when the
+host began to launch it if that was later, to its own end. In between the GPU is idle.
 """
 
 from __future__ import annotations
@@ -46,6 +47,15 @@ class Done(NamedTuple):
     evaluation: bool
 
 
+class Launched(NamedTuple):
+    """The host's times of an action: from `start` to `end` it was launched; so long the host waited for messages."""
+
+    done: Done
+    start: float
+    end: float
+    waited: float
+
+
 class Recording:
     def __init__(self, rank: int, edges: Iterable[tuple[int, int]], device: torch.device) -> None:
         self.forward = RuntimeStats()
@@ -56,7 +66,9 @@ class Recording:
             **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), self.forward),
             **dict.fromkeys((Op.REDUCE, Op.STEP), self.update),
         }
-        self._clock: DeviceClock[Done | None] | None = DeviceClock(device) if device.type == "cuda" else None
+        self._clock: DeviceClock[Launched | None] | None = (
+            DeviceClock(device) if device.type == "cuda" else None
+        )
 
     def begin(self) -> None:
         """A program starts: what came before, a save perhaps, is not its first action's time."""
@@ -65,18 +77,30 @@ class Recording:
 
     def done(self, done: Done, start: float, waited: float) -> None:
         """The action was issued at `start`, and the host has waited so long for messages meanwhile."""
+        launched = Launched(done, start, perf_counter(), waited)
         if self._clock is None:
-            self._add(done, start, perf_counter(), waited)
+            self._add(*launched)
         else:
-            self._clock.mark(done)
+            self._clock.mark(launched)
             self.read_clock()
 
     def read_clock(self, *, wait: bool = False) -> None:
         """Take in what the GPU has done meanwhile; all that it was given, if `wait`."""
         if self._clock is not None:
-            for done, start, end in self._clock.passed(wait=wait):
-                if done is not None:
-                    self._add(done, start, end, end - start if done.action.op in RECEIVES else 0.0)
+            for launched, earliest, end in self._clock.passed(wait=wait):
+                if launched is None:
+                    continue
+                start = min(end, max(earliest, launched.start))
+                waited = end - start
+                if launched.done.action.op not in RECEIVES:
+                    # The GPU is idle while the host waits, unless it is still busy with earlier actions.
+                    waited = min(launched.waited, waited, max(0.0, launched.end - start))
+                self._add(launched.done, start, end, waited)
+
+    @property
+    def clock(self) -> float:
+        """The time up to which actions are recorded: now or, on a GPU, the end of the last one that was read."""
+        return perf_counter() if self._clock is None else self._clock.reached
 
     @property
     def waited_on_device(self) -> float | None:
@@ -108,35 +132,39 @@ class DeviceClock(Generic[T]):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self._pending: deque[tuple[T, torch.cuda.Event]] = deque()
+        self._pending: deque[tuple[T, torch.cuda.Event, float]] = deque()
         self._spare: list[torch.cuda.Event] = []
         self._base = self._event()
         self._base.record()
         self._base.synchronize()
         self._base_time = perf_counter()
-        self._last_time = self._base_time
+        self.reached = self._base_time  # the end of the last mark that was read
         self._since_base = 0
 
     def mark(self, what: T) -> None:
         """Everything launched since the last mark belongs to this one."""
-        event = self._event()
+        event, now = self._event(), perf_counter()
         event.record()
-        self._pending.append((what, event))
+        self._pending.append((what, event, now))
 
     def passed(self, *, wait: bool = False) -> Iterator[tuple[T, float, float]]:
         """Marks that the GPU has passed, with their start and end; all of them if `wait`."""
         while self._pending and (wait or self._pending[0][1].query()):
-            what, event = self._pending.popleft()
+            what, event, launched = self._pending.popleft()
             if wait:
                 event.synchronize()
-            start, self._last_time = self._last_time, self._base_time + self._base.elapsed_time(event) / 1000
+            end = self._base_time + self._base.elapsed_time(event) / 1000
+            # The clocks of host and GPU drift apart. The GPU passes a mark after its launch and before it is read.
+            right = min(max(end, launched), perf_counter())
+            self._base_time += right - end
+            start, self.reached = self.reached, max(self.reached, right)
             self._since_base += 1
             if self._since_base >= REBASE:
                 self._spare.append(self._base)
-                self._base, self._base_time, self._since_base = event, self._last_time, 0
+                self._base, self._base_time, self._since_base = event, right, 0
             else:
                 self._spare.append(event)
-            yield what, start, self._last_time
+            yield what, start, self.reached
 
     def _event(self) -> torch.cuda.Event:
         return self._spare.pop() if self._spare else torch.cuda.Event(enable_timing=True)

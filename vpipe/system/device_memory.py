@@ -1,11 +1,13 @@
-"""A rank's GPU memory, now and at its peak: what the allocator has given out, and what tapes reserve.
+"""The memory that a rank uses, now and at its peak: of its GPU, or of its process where it has none.
 
-CUDA graphs (`stage/cuda_graphs.py`) are replayed in memory that was given out while they were captured. The allocator
-counts it then, and as free afterwards, though nobody else can have it: it is counted here.
+CUDA graphs (`stage/cuda_graphs.py`) are replayed in memory that was allocated while they were captured. The allocator
+counts it as free afterwards, though nothing else can use it: it is counted here.
 """
 
 from __future__ import annotations
 
+import resource
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
@@ -13,11 +15,11 @@ from weakref import WeakSet
 import torch
 
 _reserves: WeakSet[Reserve] = WeakSet()
-_earlier = 0  # the peak before the last tape was recorded
+_earlier = 0  # the peak before the last graph was captured
 
 
 class Reserve:
-    """Bytes that only some tapes can have, as long as these live."""
+    """Bytes that only some CUDA graphs can use, as long as these live."""
 
     def __init__(self) -> None:
         self.bytes = 0
@@ -26,7 +28,7 @@ class Reserve:
 
 @contextmanager
 def reserving(reserve: Reserve, device: torch.device) -> Iterator[None]:
-    """What the device takes meanwhile, and the allocator afterwards thinks is free, belongs to the reserve."""
+    """Memory that is allocated inside, and counted as free by the allocator afterwards, belongs to the reserve."""
     global _earlier
     _earlier = peak_on_device(device)
     before = _free(device)
@@ -35,21 +37,47 @@ def reserving(reserve: Reserve, device: torch.device) -> Iterator[None]:
     torch.cuda.reset_peak_memory_stats(device)
 
 
+def used_memory(device: torch.device) -> int:
+    """Bytes that this rank uses now: of its GPU, else of its process, libraries included."""
+    if device.type == "cuda":
+        return held_on_device(device)
+    try:
+        with open("/proc/self/statm", "rb") as file:
+            return int(file.read().split()[1]) * resource.getpagesize()
+    except OSError:  # a system without /proc
+        return peak_memory(device)
+
+
+def peak_memory(device: torch.device) -> int:
+    """The most bytes that this rank has used: of its GPU, else of its process."""
+    if device.type == "cuda":
+        return peak_on_device(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
 def held_on_device(device: torch.device | None = None) -> int:
-    """What this process uses now."""
+    """Bytes of the GPU that this process uses now."""
     return torch.cuda.memory_allocated(device) + _reserved()
 
 
 def peak_on_device(device: torch.device) -> int:
-    """The most that it has used."""
+    """The most bytes of the GPU that this process has used."""
     return max(_earlier, torch.cuda.max_memory_allocated(device) + _reserved())
 
 
 def forget_peak(device: torch.device) -> None:
-    """Count from now on."""
+    """Count the peak from now on."""
     global _earlier
     _earlier = 0
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def allocator_retries(device: torch.device) -> int:
+    """Times that the GPU's allocator found no free block, waited for the GPU and released its cache."""
+    if device.type == "cuda":
+        return int(torch.cuda.memory_stats(device).get("num_alloc_retries", 0))
+    return 0
 
 
 def _reserved() -> int:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import Plan, write_plan
-from vpipe.record.stages import FILE
+from vpipe.record.run_folder import STAGES
 from vpipe.system.files import write_json, write_text
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import TOKENIZER
@@ -85,4 +85,4 @@ def write_stages(layout: Layout, folder: Path, cap: str | None) -> None:
         "cap": None if cap is None else read_bytes(cap, "gpu_memory"),
         "blocks": blocks,
     }
-    write_json(folder / FILE, values)
+    write_json(folder / STAGES, values)

@@ -19,7 +19,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     """This rank's part of a training run; rank 0 tells how it ended."""
     from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
     from vpipe.observe.report import write_report
-    from vpipe.observe.summary import summary_table
+    from vpipe.observe.screen import summary_table
     from vpipe.observe.trace import write_trace
     from vpipe.system.console import show
     from vpipe.system.files import write_json

@@ -17,7 +17,7 @@ from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, end_with_launcher
 from vpipe.launch.watch import FailureLog
-from vpipe.record.folder import make_run_folder
+from vpipe.record.run_folder import make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
 
 if TYPE_CHECKING:

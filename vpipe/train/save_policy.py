@@ -13,7 +13,7 @@ from vpipe import checkpoint
 from vpipe.config import RunConfig
 from vpipe.errors import PeerError, VPipeError
 from vpipe.pipeline import Pipeline
-from vpipe.record.folder import newest_runs
+from vpipe.record.run_folder import newest_runs
 
 BEST = "best_evaluation_loss"
 

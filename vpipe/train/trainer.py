@@ -20,7 +20,7 @@ from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
-from vpipe.record.folder import make_run_folder
+from vpipe.record.run_folder import make_run_folder
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
 from vpipe.system.device import choose_device, limit_memory, make_deterministic

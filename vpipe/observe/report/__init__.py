@@ -1,5 +1,126 @@
-"""The report of one or several runs: one HTML file that needs nothing else."""
+"""The report of one or several runs: one HTML file with its style, its scripts and the data of the runs inside."""
 
-from vpipe.observe.report.page import write_report
+from __future__ import annotations
 
-__all__ = ["write_report"]
+import json
+import math
+from collections.abc import Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from vpipe.errors import ConfigError
+from vpipe.observe.prediction import predict
+from vpipe.observe.report.lanes import memory_lines, predicted, timeline
+from vpipe.record.events import read_events
+from vpipe.record.run_folder import read_keys, read_metrics, read_object, read_stages
+from vpipe.system.files import write_text
+
+SCRIPTS = ("format.js", "lanes.js", "timeline.js", "details.js", "charts.js", "page.js")
+"""In the order in which they are read; each defines functions for the later ones."""
+POINTS = 2000
+"""Of a curve; a longer one is thinned out."""
+SHOWN = (
+    "loss", "evaluation_loss", "perplexity", "updates", "samples_per_s", "seconds_per_update", "of_limit",
+    "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
+)  # fmt: skip
+"""Keys of summary.json that the page shows."""
+
+
+def write_report(run_folders: Sequence[Path], output: Path) -> None:
+    """Write the report of the runs; a file that a run's folder lacks leaves out that part."""
+    if not run_folders:
+        raise ConfigError("there is nothing to report: name the folder of one or more runs")
+    for folder in run_folders:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    names = _labels(run_folders)
+    runs = [run_data(folder, name) for folder, name in zip(run_folders, names, strict=True)]
+    page = _part("report.html")
+    # JSON inside a script element: no "<" in it can end the element. The data goes in last: marks in it are left alone.
+    data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    for mark, text in (
+        ("{{title}}", escape(" · ".join(names))),
+        ("{{style}}", _part("report.css")),
+        ("{{scripts}}", "\n".join(f"<script>\n{_part(name)}</script>" for name in SCRIPTS)),
+        ("{{data}}", data),
+    ):
+        page = page.replace(mark, text, 1)
+    write_text(output, page)
+
+
+def _part(name: str) -> str:
+    return (files("vpipe.observe.report") / name).read_text(encoding="utf-8")
+
+
+def run_data(folder: Path, name: str) -> dict[str, Any]:
+    """Everything that the page shows of a run; parts that the folder has no file for are None or empty."""
+    summary = read_object(folder / "summary.json")
+    plan = read_object(folder / "plan.json")
+    metrics = read_metrics(folder)
+    train = [line for line in metrics if line.get("kind") == "train"]
+    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
+    ranks = read_events(folder)
+    stages = read_stages(folder)
+    return _finite(
+        {
+            "name": name,
+            "summary": {key: summary[key] for key in SHOWN if key in summary},
+            "plan": plan,
+            "blocks": summary.get("blocks") or plan.get("blocks") or [],
+            "config": read_keys(folder / "config.yml"),
+            "losses": _losses(summary, train),
+            "evaluations": _curve(evaluations, "loss"),
+            "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+            "timeline": timeline(ranks),
+            "predicted": predicted(predict(folder, ranks), ranks),
+            "memory": memory_lines(ranks),
+            "cap": None if stages is None else stages.cap,
+        }
+    )
+
+
+def _labels(folders: Sequence[Path]) -> list[str]:
+    """A name for each run: the last part of its path, and as many before it as make the names differ."""
+    paths = [folder.resolve().parts for folder in folders]
+    for length in range(1, max(map(len, paths)) + 1):
+        names = ["/".join(parts[-length:]) for parts in paths]
+        if len(set(names)) == len(names):
+            return names
+    raise ConfigError(f"{folders[0]}: a run is named more than once: name each run once")
+
+
+def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:
+    """[updates made, loss]: of each update from the summary, which begins at the last restart of the run, and before
+    that, or without a summary, of each line of metrics."""
+    points = _curve(train, "loss")
+    if not summary.get("losses"):
+        return points
+    try:
+        losses = [[update + 1, loss] for update, loss in summary["losses"]]
+    except (TypeError, ValueError):
+        raise ConfigError(
+            "summary.json: losses is no list of [update, loss]: remove the file to do without"
+        ) from None
+    before = [point for point in points if isinstance(point[0], int | float) and point[0] < losses[0][0]]
+    return before + thinned(losses)
+
+
+def _curve(lines: list[dict[str, Any]], key: str) -> list[list[float]]:
+    return thinned([[line["update"], line[key]] for line in lines if key in line])
+
+
+def thinned(points: list[list[float]]) -> list[list[float]]:
+    """At most POINTS of them, evenly spaced, the last one among them."""
+    step = -(-len(points) // POINTS)
+    return points if step < 2 else points[(len(points) - 1) % step :: step]
+
+
+def _finite(value: Any) -> Any:
+    """The same without nan and infinities, which JSON does not have: a loss may be one."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {key: _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, list) else value

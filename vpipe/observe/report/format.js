@@ -1,5 +1,5 @@
 "use strict";
-// Small things that every part of the page uses: elements, numbers for people, colours.
+// Helpers of all parts of the page: elements, readable numbers, colours.
 
 const byId = (id) => document.getElementById(id);
 
@@ -14,14 +14,14 @@ function element(tag, attributes = {}, ...children) {
   return made;
 }
 
-/** Microseconds as a time that people read. */
+/** Microseconds as a readable time. */
 function duration(micro) {
   if (micro >= 1e6) return `${(micro / 1e6).toFixed(micro >= 1e7 ? 1 : 2)} s`;
   if (micro >= 1e3) return `${(micro / 1e3).toFixed(micro >= 1e4 ? 1 : 2)} ms`;
   return `${micro.toFixed(micro >= 10 ? 0 : 1)} µs`;
 }
 
-/** A time on an axis whose marks are `step` microseconds apart: just as many digits as tell them apart. */
+/** A time on an axis whose marks are `step` microseconds apart: with as many digits as the marks need to differ. */
 function mark(micro, step) {
   const [unit, scale] = micro + step >= 1e6 ? ["s", 1e6] : micro + step >= 1e3 ? ["ms", 1e3] : ["µs", 1];
   let digits = 0;

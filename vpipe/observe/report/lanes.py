@@ -1,22 +1,25 @@
-"""The timeline of a report: a lane a rank, with its actions as columns of small numbers."""
+"""The record of a run as lanes and lines for the page of a report: measured and predicted actions, memory over time."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from vpipe.observe.counts import Count, counts
+from vpipe.observe.action_figures import Count, counted_memory, counts
+from vpipe.observe.prediction import Prediction
 from vpipe.observe.trace import messages, newest, origin, stages_of
 from vpipe.record.events import RankEvents, Recorded
-from vpipe.schedule import Op
+from vpipe.schedule import Action, Op
 
 OPS = tuple(op.value for op in Op)
 ACTIONS = 100_000
 """Of all ranks together; of a longer run the end is shown, and the report says so."""
+MEMORY = 1500
+"""Points of a line of memory; of a longer one the highest of each stretch are kept."""
 
 
 def timeline(ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
-    """Times are microseconds from the first action shown; None if no rank has recorded any."""
+    """A lane for each rank, with times in microseconds from the first action shown; None without any action."""
     shown = newest(ranks, ACTIONS)
     if not shown:
         return None
@@ -26,7 +29,7 @@ def timeline(ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
     lanes = {events.rank: lane for lane, events in enumerate(shown)}
     return {
         "ops": OPS,
-        "end": micro(last - began),
+        "end": _micro(last - began),
         "before": sum(events.lost for events in ranks) + _count(ranks) - _count(shown),
         "edges": sorted({edge for events in ranks for edge in events.edges}),
         "lanes": [_lane(events, began) for events in shown],
@@ -44,25 +47,32 @@ def _lane(events: RankEvents, began: float) -> dict[str, Any]:
         "rank": events.rank,
         "stages": stages,
         "round_trip": events.clock.round_trip,
-        "offset": events.clock.seconds,
-        "op": [OPS.index(entry.action.op) for entry in actions],
-        "stage": [entry.action.stage for entry in actions],
-        "minibatch": [entry.action.minibatch for entry in actions],
-        "start": [micro(entry.start - began) for entry in actions],
-        "duration": [micro(entry.duration) for entry in actions],
-        "wait": [micro(entry.wait) for entry in actions],
+        **_columns((entry.action, entry.start - began, entry.end - began) for entry in actions),
+        "wait": [_micro(entry.wait) for entry in actions],
         "bytes": [entry.sent + entry.received for entry in actions],
         "version": [entry.version for entry in actions],
         "evaluation": [int(entry.evaluation) for entry in actions],
         "counts": [
-            [micro(time - began), in_flight, versions]
+            [_micro(time - began), in_flight, versions]
             for time, in_flight, versions in _of_all_stages(actions, stages)
         ],
     }
 
 
+def _columns(actions: Iterable[tuple[Action, float, float]]) -> dict[str, list[float]]:
+    """A list for each property of the actions, which are given with their start and end."""
+    rows = [(*action, start, end) for action, start, end in actions]
+    return {
+        "op": [OPS.index(op) for _, op, *_ in rows],
+        "stage": [stage for stage, *_ in rows],
+        "minibatch": [minibatch for _, _, minibatch, *_ in rows],
+        "start": [_micro(start) for *_, start, _ in rows],
+        "duration": [_micro(end - start) for *_, start, end in rows],
+    }
+
+
 def _of_all_stages(actions: Sequence[Recorded], stages: Sequence[int]) -> list[Count]:
-    """What the stages of a rank held together."""
+    """Minibatches and versions that the stages of a rank held together."""
     changes = sorted((count, stage) for stage in stages for count in counts(actions, stage))
     held: dict[int, Count] = {}
     together = []
@@ -73,9 +83,65 @@ def _of_all_stages(actions: Sequence[Recorded], stages: Sequence[int]) -> list[C
     return together
 
 
+def predicted(prediction: Prediction | None, ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
+    """One period of the simulated schedule, which the page repeats: minibatches and times count from its beginning."""
+    if prediction is None or not ranks:
+        return None
+    simulation, first = prediction.simulation, prediction.first
+    assert simulation.timeline is not None
+    period = range(first, first + prediction.minibatches)
+    events = [event for event in simulation.timeline.events if event.action.minibatch in period]
+    began = min(event.start for event in events)
+    return {
+        "source": prediction.source,
+        "minibatches": prediction.minibatches,
+        "period": _micro(prediction.seconds),
+        "lanes": [
+            {
+                "rank": figures.rank,
+                **_columns(
+                    (action._replace(minibatch=action.minibatch - first), start - began, end - began)
+                    for rank, action, start, end in events
+                    if rank == figures.rank
+                ),
+                "bubble": figures.bubble,
+                "peak_memory": figures.memory.total,
+            }
+            for figures in simulation.ranks
+        ],
+        "seconds_per_update": simulation.step_time,
+        "samples_per_s": simulation.samples_per_second,
+        "bubble_share": simulation.bubble,
+    }
+
+
+def memory_lines(ranks: Sequence[RankEvents]) -> list[dict[str, Any]]:
+    """For each rank its memory by count and as sampled, in seconds from the first action and bytes."""
+    began = origin(ranks)
+    return [
+        {
+            "rank": events.rank,
+            "stages": sorted(events.held),
+            "counted": _line(counted_memory(events), began),
+            "process": _line((sample for sample in events.memory if sample[0] >= began), began),
+            "of": events.memory_of,
+        }
+        for events in ranks
+        if events.held or events.memory
+    ]
+
+
+def _line(samples: Iterable[tuple[float, int]], began: float) -> list[list[float]]:
+    points = [[round(time - began, 6), count] for time, count in samples]
+    step = -(-len(points) // MEMORY)
+    if step < 2:
+        return points
+    return [max(points[at : at + step], key=lambda point: point[1]) for at in range(0, len(points), step)]
+
+
 def _count(ranks: Sequence[RankEvents]) -> int:
     return sum(len(events.actions) for events in ranks)
 
 
-def micro(seconds: float) -> float:
+def _micro(seconds: float) -> float:
     return round(1e6 * seconds, 1)

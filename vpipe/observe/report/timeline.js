@@ -1,5 +1,5 @@
 "use strict";
-// The timeline: lanes that can be zoomed, moved and pointed at, below a strip that shows the whole record.
+// The timeline: lanes with zoom, scrolling and a tooltip, below a strip of the whole record.
 
 const ARROWS = 240; // the most that are drawn at once
 const LETTER = 7.4; // pixels of a digit, or a little more
@@ -78,7 +78,7 @@ class Timeline {
   close() {
     this.chose(this, null);
     this.stopper.abort();
-    cancelAnimationFrame(this.asked);
+    cancelAnimationFrame(this.requested);
     byId("tip").hidden = true;
   }
 
@@ -218,13 +218,13 @@ class Timeline {
     this.paint();
   }
 
-  /** Draw with the next frame, once, however often it is asked for. */
+  /** Draw with the next frame, once, however often this is called. */
   redraw() {
-    this.asked ||= requestAnimationFrame(() => this.paint());
+    this.requested ||= requestAnimationFrame(() => this.paint());
   }
 
   paint() {
-    this.asked = 0;
+    this.requested = 0;
     this.draw();
     drawOverview(this);
     this.changed(this);

@@ -1,18 +1,28 @@
-"""What a run has left behind, read once for all who look at it."""
+"""The files of a run, read once for all checks of `vpipe diagnose`, and the findings that the checks return."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.observe.hang import RankState, findings
-from vpipe.observe.medians import Medians, medians
+from vpipe.observe.action_figures import Medians, medians
+from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
-from vpipe.record.run_files import read_metrics, read_object
-from vpipe.record.stages import StageFacts, read_stages
+from vpipe.record.run_folder import StageFacts, read_metrics, read_object, read_stages
+
+FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
+
+
+@dataclass(frozen=True)
+class Finding:
+    topic: str
+    grade: str
+    """FAULT: this is wrong. NOTICE: it could be better. FINE. UNKNOWN: the run's files lack something."""
+    text: str
+    figures: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -20,7 +30,7 @@ class Evidence:
     folder: Path
     ranks: list[RankEvents]
     states: list[RankState]
-    """What each rank does, or did when it was last heard of."""
+    """What each rank does, or did last."""
     stages: StageFacts | None
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
@@ -39,7 +49,7 @@ def read_evidence(folder: Path) -> Evidence:
     return Evidence(
         folder,
         ranks,
-        findings(folder),
+        rank_states(folder),
         read_stages(folder),
         read_object(folder / "summary.json"),
         read_metrics(folder),

@@ -1,0 +1,189 @@
+"""A run on the terminal: its progress, its summary, and `vpipe top`, a table of its ranks that is refreshed."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.table import Table
+from rich.text import Text
+
+from vpipe.errors import ConfigError
+from vpipe.observe.hang import RankState, rank_states
+from vpipe.record.status import RUNNING, TIMES, Status, time_shares
+from vpipe.system.units import show_bytes
+
+# Progress
+
+
+class _Figures(ProgressColumn):
+    def render(self, task: Task) -> Text:
+        return Text(task.fields.get("figures", ""), style="cyan")
+
+
+class ProgressReport:
+    """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
+
+    def __init__(self, total: int, done: int, *, speaks: bool) -> None:
+        self._console = Console(highlight=False, soft_wrap=True)
+        self._speaks = speaks
+        self._bar: Progress | None = None
+        if speaks and sys.stdout.isatty():
+            count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
+            columns = (count, BarColumn(None), _Figures(), TimeRemainingColumn())
+            self._bar = Progress(*columns, console=self._console)
+            self._task = self._bar.add_task("train", total=total, completed=done)
+            self._bar.start()
+
+    def say(self, line: str) -> None:
+        """A line that stays."""
+        if self._speaks:
+            self._console.print(line, markup=False)
+
+    def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
+        """Move the bar; without one print `line`, unless it is None."""
+        speed = (
+            f"lr {figures['learning_rate']:.2e}, "
+            f"{figures['samples_per_s']:.1f} samples/s, {figures['tokens_per_s']:.0f} tokens/s, "
+            f"{show_bytes(figures['peak_memory'])}"
+        )
+        if self._bar is not None:
+            self._bar.update(self._task, completed=done, figures=f"loss {loss:.4f}, {speed}")
+        elif line is not None:
+            self.say(f"{line}, {speed}")
+
+    def close(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+
+# Summary
+
+
+def summary_table(summary: dict[str, Any]) -> Table:
+    """The end of a run in one table."""
+    table = Table(title=f"{summary['schedule']}, {len(summary['ranks'])} ranks", show_header=False)
+    table.add_column("figure", style="bold", no_wrap=True)
+    table.add_column("value", overflow="fold")
+    first = f", {summary['losses'][0][1]:.4f} at first" if summary["losses"] else ""
+    computing, sending, waiting = (
+        summary[name] for name in ("of_limit", "communication_share", "bubble_share")
+    )
+    between = max(0.0, 1.0 - computing - sending - waiting)
+    rows = {
+        "loss": f"{summary['loss']:.4f} after {summary['updates']} updates{first}",
+        "evaluation": f"loss {summary['evaluation_loss']:.4f}, perplexity {summary['perplexity']:.2f}",
+        "speed": f"{summary['samples_per_s']:.1f} samples/s",
+        "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
+        "share of the limit": f"{computing:.1%} of the ranks' time is computing",
+        "communication": f"{sending:.1%} sending",
+        "bubble": f"{waiting:.1%} waiting for messages, {between:.1%} between actions",
+    }
+    rows |= {
+        f"peak memory, stage {stage}": show_bytes(peak) for stage, peak in enumerate(summary["peak_memory"])
+    }
+    rows |= {
+        name: os.path.relpath(summary[name])
+        for name in ("report", "checkpoint", "model")
+        if summary.get(name)
+    }
+    for name, value in rows.items():
+        table.add_row(name, value)
+    return table
+
+
+# vpipe top
+
+EVERY = 1.0
+WIDTH = 30
+STYLES = dict(zip(TIMES, ("blue", "green", "yellow", "magenta", "bright_black"), strict=True))
+LETTERS = dict(zip(TIMES, "FBUs·", strict=True))
+"""The letters of a bar, so that it can be read without colours."""
+COLUMNS = (
+    "rank",
+    "stage",
+    "last seconds",
+    "compute",
+    "send",
+    "wait",
+    "memory",
+    "in flight",
+    "versions",
+    "doing",
+)
+
+
+def top(folder: Path, *, once: bool) -> None:
+    """Show the run until it ends; just once, without refreshing, if `once` or if the output is no terminal."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    terminal = sys.stdout.isatty()
+    if once or not terminal:
+        if not rank_states(folder):
+            raise ConfigError(f"{folder}: no rank has written a status yet: its training has not begun")
+        Console(width=None if terminal else 160, highlight=False).print(picture(folder))
+        return
+    with Live(picture(folder), refresh_per_second=4, screen=False) as live:
+        while not (states := rank_states(folder)) or any(
+            not each.fate and each.status.state == RUNNING for each in states
+        ):
+            time.sleep(EVERY)
+            live.update(picture(folder))
+
+
+def picture(folder: Path) -> RenderableType:
+    found = rank_states(folder)
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    for name in COLUMNS:
+        left = name in ("rank", "stage", "last seconds", "doing")
+        table.add_column(name, justify="left" if left else "right", no_wrap=name != "doing")
+    for each in found:
+        table.add_row(*_row(each))
+    legend = Text("  ").join(Text(f"{LETTERS[name]} {name}", style=STYLES[name]) for name in TIMES)
+    return Group(_headline(folder, [each.status for each in found]), table, legend)
+
+
+def _headline(folder: Path, statuses: list[Status]) -> Text:
+    if not statuses:
+        return Text(f"{folder.name}: no rank has written a status yet")
+    first = statuses[0]
+    loss = "" if first.loss is None else f", loss {first.loss:.4f}"
+    return Text(
+        f"{folder.name}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s",
+        style="bold",
+    )
+
+
+def _row(each: RankState) -> list[RenderableType]:
+    status = each.status
+    times = dict.fromkeys((*TIMES, "all"), 0.0) | status.times
+    shares = time_shares(times | {"clock": times["all"]})
+    return [
+        str(status.rank),
+        ", ".join(map(str, status.stages)),
+        _bar(times),
+        *(f"{shares[name]:.0%}" for name in ("compute_share", "communication_share", "bubble_share")),
+        show_bytes(status.memory),
+        ", ".join(map(str, status.in_flight)),
+        ", ".join(map(str, status.versions)),
+        str(each).removeprefix(f"rank {each.rank} "),
+    ]
+
+
+def _bar(times: dict[str, float]) -> Text:
+    """The last seconds, a letter for each thirtieth of them; the rest is time between actions."""
+    whole = max(times["all"], sum(times[name] for name in TIMES)) or 1.0
+    text, reached, drawn = Text(), 0.0, 0
+    for name in TIMES:
+        reached += times[name] / whole
+        length = max(0, round(reached * WIDTH) - drawn)
+        text.append(LETTERS[name] * length, style=STYLES[name])
+        drawn += length
+    return text.append(" " * (WIDTH - drawn))
