@@ -1,4 +1,4 @@
-"""What tapes reserve on a GPU is counted, though the allocator thinks that it is free. The allocator is a stand-in."""
+"""Memory that CUDA graphs reserve is counted, though the allocator reports it as free. The allocator is a fake."""
 
 from weakref import WeakSet
 
@@ -38,12 +38,12 @@ def allocator(monkeypatch: pytest.MonkeyPatch) -> Allocator:
     return made
 
 
-def test_what_was_given_out_while_recording_counts_as_long_as_the_tapes_live(allocator: Allocator) -> None:
+def test_memory_of_a_capture_counts_as_long_as_the_graphs_live(allocator: Allocator) -> None:
     allocator.give(100)
     reserve = Reserve()
     with reserving(reserve, GPU):
         allocator.give(40)
-        allocator.give(-30)  # free, for the tape alone; 10 are its outputs
+        allocator.give(-30)  # free, for the graphs alone; 10 are their outputs
     assert held_on_device(GPU) == 140
     assert peak_on_device(GPU) == 140
     allocator.give(25)
@@ -54,7 +54,7 @@ def test_what_was_given_out_while_recording_counts_as_long_as_the_tapes_live(all
     assert held_on_device(GPU) == 110
 
 
-def test_a_peak_before_the_tapes_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
+def test_a_peak_before_the_capture_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
     allocator.give(500)
     allocator.give(-450)
     reserve = Reserve()

@@ -18,7 +18,7 @@ from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
 from vpipe.profile.contention import company as kept_company
-from vpipe.profile.cuda_graph_bench import TapedBench
+from vpipe.profile.cuda_graph_bench import CudaGraphBench
 from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
@@ -94,7 +94,7 @@ class ModelBench:
     ) -> None:
         """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
         self.graphs = cuda_graphs
-        self._bench = TapedBench if cuda_graphs else Bench
+        self._bench = CudaGraphBench if cuda_graphs else Bench
         if cuda_graphs:
             check_cuda_graphs(place)
         self.place = place

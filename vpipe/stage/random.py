@@ -37,10 +37,12 @@ class RandomContext:
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(seed)
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Around the forward of a block that is recomputed: none of its memory is needed when it ends..."""
+    def temporary_memory(self) -> AbstractContextManager[None]:
+        """Around the forward of a recomputed block: only its outputs are needed afterwards.
+
+        A hook for CUDA graphs, as is `keep_outputs`: their memory is fixed at capture.
+        """
         return nullcontext()
 
-    def brought_back(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """... but that of its outputs. A tape, whose memory is fixed, makes use of it (`stage/cuda_graphs.py`)."""
-        return made
+    def keep_outputs(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return outputs

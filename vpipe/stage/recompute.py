@@ -102,6 +102,6 @@ def run_recomputed(
 ) -> tuple[Tensor, ...]:
     """Run the segment without keeping what its backward reads."""
     replay = _Replay(segment, context, arguments, saver)
-    with context.apart(), saved_tensors_hooks(replay.pack, replay.unpack):
+    with context.temporary_memory(), saved_tensors_hooks(replay.pack, replay.unpack):
         made = segment.function.forward(context, *arguments)
-    return context.brought_back(made)
+    return context.keep_outputs(made)

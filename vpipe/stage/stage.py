@@ -34,7 +34,7 @@ class InFlight:
     deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to come
     counted: list[Hold] = field(default_factory=list)  # what they hold, if somebody counts
     swap: Swap | None = None
-    seat: GraphSlot | None = None  # where it is played from tape
+    slot: GraphSlot | None = None  # of the CUDA graphs that are replayed for it
 
 
 class StageState(NamedTuple):
@@ -54,7 +54,7 @@ class Stage:
         evaluation: StageModule,
         optimizer: OptimizerWithWeightStashing,
         seed: int,
-        tapes: GraphPool | None = None,
+        graph_pool: GraphPool | None = None,
     ) -> None:
         self.graph = graph
         self.index = graph.index
@@ -62,7 +62,7 @@ class Stage:
         self.evaluation = evaluation
         self.optimizer = optimizer
         self.seed = seed
-        self.tapes = tapes
+        self.graph_pool = graph_pool
         self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
         self.in_flight: dict[int, InFlight] = {}
         self.held: Held | None = None  # counts what autograd holds, if given
@@ -77,9 +77,10 @@ class Stage:
         if self._store:
             self._store.settle()
         arrived = self.arrived.pop(minibatch, {})
-        if self.tapes and self.held is None and (seat := self.tapes.seat(arrived, fields)):
-            self.in_flight[minibatch] = InFlight({}, seat=seat)
-            return seat.forward(minibatch)
+        pool = self.graph_pool
+        if pool and self.held is None and (slot := pool.take_slot(arrived, fields)):
+            self.in_flight[minibatch] = InFlight({}, slot=slot)
+            return slot.forward(minibatch)
         inputs = {
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
             for name, tensor in arrived.items()
@@ -121,13 +122,13 @@ class Stage:
         flight = self.in_flight[minibatch]
         # Summed in the order of the readers, so that the result does not depend on arrival.
         gradients = {name: _sum(by[reader] for reader in sorted(by)) for name, by in flight.gradients.items()}
-        if self.tapes:
-            self.tapes.gather_gradients()
-        if flight.seat:
-            inputs = flight.seat.backward(minibatch, gradients, seed_gradient)
+        if self.graph_pool:
+            self.graph_pool.bind_gradients()
+        if flight.slot:
+            inputs = flight.slot.backward(minibatch, gradients, seed_gradient)
         else:
             self.fetch(minibatch)
-            inputs = self._issue_backward(flight, gradients, seed_gradient)
+            inputs = self._run_backward(flight, gradients, seed_gradient)
         flight.gradients.clear()
         self.optimizer.release(minibatch)
         return inputs
@@ -135,8 +136,8 @@ class Stage:
     def weight_gradients(self, minibatch: int) -> None:
         """The part of backward that was put off."""
         flight = self.in_flight[minibatch]
-        if flight.seat:
-            flight.seat.weight_gradients()
+        if flight.slot:
+            flight.slot.weight_gradients()
         for accumulate in flight.deferred:
             accumulate()
         flight.deferred.clear()  # the graph's own contexts hold the list
@@ -144,15 +145,15 @@ class Stage:
 
     def finish(self, minibatch: int) -> None:
         flight = self.in_flight.pop(minibatch)
-        if self.tapes:
-            self.tapes.finished(flight.seat)
+        if self.graph_pool:
+            self.graph_pool.finish(flight.slot)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor:
         """What was gathered for a parameter, for somebody who will keep it; zeros if nothing was."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(parameter)
-        return gradient.clone() if self.tapes else gradient  # tapes gather the next there
+        return gradient.clone() if self.graph_pool else gradient  # graphs add the next one there
 
     def state(self) -> dict[str, Tensor]:
         """Parameters (float32 masters under mixed precision) and buffers by the model's own names."""
@@ -179,7 +180,7 @@ class Stage:
         self.load_state(_below(MODEL, state.tensors))
         self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
 
-    def _issue_backward(
+    def _run_backward(
         self, flight: InFlight, given: Mapping[str, Tensor], seed_gradient: float
     ) -> dict[str, Tensor]:
         roots, gradients = [], []

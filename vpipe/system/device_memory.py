@@ -1,4 +1,4 @@
-"""A rank's GPU memory, now and at its peak: what the allocator has given out, and what tapes reserve.
+"""A rank's GPU memory, now and at its peak: what the allocator has given out, and what CUDA graphs reserve.
 
 CUDA graphs (`stage/cuda_graphs.py`) are replayed in memory that was given out while they were captured. The allocator
 counts it then, and as free afterwards, though nobody else can have it: it is counted here.
@@ -13,11 +13,11 @@ from weakref import WeakSet
 import torch
 
 _reserves: WeakSet[Reserve] = WeakSet()
-_earlier = 0  # the peak before the last tape was recorded
+_earlier = 0  # the peak before the last capture
 
 
 class Reserve:
-    """Bytes that only some tapes can have, as long as these live."""
+    """Bytes that only some CUDA graphs can use, as long as these live."""
 
     def __init__(self) -> None:
         self.bytes = 0
