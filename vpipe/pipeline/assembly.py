@@ -119,12 +119,7 @@ def _make_stage(
         device=device,
         seed=options.seed,
     )
-    dtype = layout.compute_dtype
-    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
-    if dtype is not None:
-        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+    originals = module.cast(layout.compute_dtype)
     weights = OptimizerWithWeightStashing(
         module.parameters_by_name,
         options.optimizer,
