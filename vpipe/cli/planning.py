@@ -157,20 +157,14 @@ def profile_table(profile: Profile) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("block", justify="right")
     table.add_column("name", overflow="fold")
-    for column in ("forward", "input gradient", "weight gradient", "update", "spread"):
-        table.add_column(column, justify="right")
-    for column in ("kept", "boundary", "parameters"):
+    times = ("forward", "input gradient", "weight gradient", "update", "spread")
+    for column in (*times, "kept", "boundary", "parameters"):
         table.add_column(column, justify="right")
     for index, block in enumerate(blocks):
-        times = (block.forward, block.input_gradient, block.weight_gradient, block.update)
+        seconds = (block.forward, block.input_gradient, block.weight_gradient, block.update)
         sizes = (block.kept_bytes, block.boundary_bytes, block.parameter_bytes)
-        table.add_row(
-            str(index),
-            block.name,
-            *map(duration, times),
-            f"{block.spread:.0%}",
-            *(show_bytes(count) for count in sizes),
-        )
+        figures = (*map(duration, seconds), f"{block.spread:.0%}", *map(show_bytes, sizes))
+        table.add_row(str(index), block.name, *figures)
     device, link = profile.device, profile.link
     table.caption = (
         f"device {show_bytes(device.memory)}, to the host {show_bytes(device.to_host)}/s, "

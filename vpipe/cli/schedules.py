@@ -117,7 +117,7 @@ def verify(
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
     if as_json:
-        print(json.dumps(describe_verification(result)))
+        print(json.dumps({**asdict(result), "ok": result.ok}))
     else:
         show(verification_table(result))
         print(verdict(result))
@@ -167,9 +167,8 @@ def block_table(described: dict[str, Any]) -> Table:
     table = Table(title=f"{described['model']}: {len(found)} blocks, minibatches of {minibatch}")
     table.add_column("block", justify="right")
     table.add_column("name", overflow="fold")
-    table.add_column("parameters", justify="right")
-    table.add_column("flops", justify="right")
-    table.add_column("bytes behind it", justify="right")
+    for column in ("parameters", "flops", "bytes behind it"):
+        table.add_column(column, justify="right")
     for block in found:
         numbers = (block["parameters"], block["flops"], block["cut_bytes"])
         table.add_row(str(block["index"]), block["name"], *(f"{number:,}" for number in numbers))
@@ -177,10 +176,6 @@ def block_table(described: dict[str, Any]) -> Table:
         f"{described['parameters']:,} parameters; one that several blocks use counts in each of them"
     )
     return table
-
-
-def describe_verification(result: Verification) -> dict[str, Any]:
-    return {**asdict(result), "ok": result.ok}
 
 
 def verification_table(result: Verification) -> Table:
