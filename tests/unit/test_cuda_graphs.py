@@ -22,7 +22,7 @@ from vpipe.pipeline import assembly
 from vpipe.pipeline.threads import run_ranks
 from vpipe.plan import plan as make_plan
 from vpipe.profile import model as profiled
-from vpipe.profile.cuda_graph_bench import CudaGraphBench
+from vpipe.profile.cuda_graph_bench import TapedBench
 from vpipe.profile.model import ModelBench
 from vpipe.simulate import RankMemory, simulate
 from vpipe.stage import RandomContext
@@ -305,7 +305,7 @@ def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.Mo
     expected = pytest.approx((FORWARD, BACKWARD, BACKWARD * share))
     assert all((cost.forward, cost.backward, cost.input_gradient) == expected for cost in made.blocks)
     for own in bench.everything:
-        assert isinstance(own, CudaGraphBench)
+        assert isinstance(own, TapedBench)
         pools = list(own._pools.values())
         assert len(pools) == 4  # whole and split, kept and recomputed
         # A module's weights have two addresses in turn: an update makes a new version while one is read.

@@ -119,7 +119,12 @@ def _make_stage(
         device=device,
         seed=options.seed,
     )
-    originals = module.cast(layout.compute_dtype)
+    dtype = layout.compute_dtype
+    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
+    if dtype is not None:
+        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
+            if tensor.is_floating_point():
+                tensor.data = tensor.data.to(dtype)
     weights = OptimizerWithWeightStashing(
         module.parameters_by_name,
         options.optimizer,

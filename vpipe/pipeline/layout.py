@@ -16,7 +16,7 @@ from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields
 from vpipe.schedule import Action, Op, Schedule, build, check, lower
 from vpipe.schedule.builders import ASYNCHRONOUS
-from vpipe.stage.precision import cast_floating, compute_dtype, skeleton
+from vpipe.stage.precision import compute_dtype, skeleton
 
 StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
 
@@ -65,7 +65,11 @@ class Layout:
 
     def normalise(self, batch: Any) -> Fields:
         """The batch's fields by name, checked, in the compute dtype."""
-        return cast_floating(self.graph.batch_fields(batch), self.compute_dtype)
+        fields = self.graph.batch_fields(batch)
+        dtype = self.compute_dtype
+        if dtype is None:
+            return fields
+        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
 
     def state_entries(self) -> list[StateEntry]:
         """Everything that a full state holds, in a fixed order, each from the first stage that has it."""

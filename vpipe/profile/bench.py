@@ -49,7 +49,11 @@ class Bench:
         self.device = device
         self.compile = compile
         self.whole = StageModule(stage, model, device=device, compile=compile)
-        originals = self.whole.cast(dtype)
+        originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
+        if dtype is not None:
+            for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
+                if tensor.is_floating_point():
+                    tensor.data = tensor.data.to(dtype)
         self.split = StageModule(stage, self.whole, split=True, compile=compile)
         self.recomputing = StageModule(stage, self.whole, recompute=stage.blocks, compile=compile)
         self.split_recomputing = StageModule(

@@ -14,7 +14,7 @@ from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.stage.swap import Swap
 
 
-class CudaGraphBench(Bench):
+class TapedBench(Bench):
     """Swapping modules run eagerly, and so does everything before the rounds, when sizes are measured."""
 
     def __init__(self, *arguments: Any) -> None:

@@ -18,14 +18,14 @@ from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
 from vpipe.profile.contention import company as kept_company
-from vpipe.profile.cuda_graph_bench import CudaGraphBench
+from vpipe.profile.cuda_graph_bench import TapedBench
 from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.swapping import measure_swapping
 from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
-from vpipe.stage.precision import cast_floating, compute_dtype, skeleton
+from vpipe.stage.precision import compute_dtype, skeleton
 from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
@@ -94,7 +94,7 @@ class ModelBench:
     ) -> None:
         """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
         self.graphs = cuda_graphs
-        self._bench = CudaGraphBench if cuda_graphs else Bench
+        self._bench = TapedBench if cuda_graphs else Bench
         if cuda_graphs:
             check_cuda_graphs(place)
         self.place = place
@@ -103,7 +103,9 @@ class ModelBench:
             in_one_go = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
-        fields = cast_floating(self.graph.batch_fields(example_batch), dtype)
+        fields = self.graph.batch_fields(example_batch)
+        if dtype is not None:
+            fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
         fields = {name: tensor.to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)

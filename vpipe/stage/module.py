@@ -86,15 +86,6 @@ class StageModule(nn.Module):
         """Parameters and buffers."""
         return {**self.parameters_by_name, **self.buffers_by_name}
 
-    def cast(self, dtype: torch.dtype | None) -> dict[str, Tensor]:
-        """Cast floating-point parameters and buffers; returns the parameters' values before. None: cast nothing."""
-        before = {name: parameter.detach() for name, parameter in self.parameters_by_name.items()}
-        if dtype is not None:
-            for tensor in self.tensors_by_name.values():
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
-        return before
-
     @property
     def blocks_that_draw(self) -> list[int]:
         """Those with random operations: they seed the generators."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from vpipe.errors import VPipeError
 
@@ -31,13 +31,6 @@ def skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
-
-
-def cast_floating(tensors: dict[str, Tensor], dtype: torch.dtype | None) -> dict[str, Tensor]:
-    """The tensors with floating-point ones in `dtype`; None leaves all as they are."""
-    if dtype is None:
-        return tensors
-    return {name: t.to(dtype) if t.is_floating_point() else t for name, t in tensors.items()}
 
 
 @dataclass
