@@ -9,5 +9,5 @@ from tests.multiprocess.test_channel_group import STAGES, train_as_torch_does, t
 
 @pytest.mark.parametrize("schedule", STAGES)
 def test_torchs_pipelines_train_as_the_plain_model(pool: Pool, schedule: str) -> None:
-    told = [losses for losses in pool.run(2, train_as_torch_does, schedule, GPU, timeout=120) if losses]
-    assert told[0] == pytest.approx(train_plainly(), rel=1e-10)
+    reported = [losses for losses in pool.run(2, train_as_torch_does, schedule, GPU, timeout=120) if losses]
+    assert reported[0] == pytest.approx(train_plainly(), rel=1e-10)

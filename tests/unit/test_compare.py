@@ -9,8 +9,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from vpipe.cli.compare import Result, Variant, comparison_table, split_values, variants
-from vpipe.cli.compare_plot import plot
+from vpipe.cli.compare import Result, Variant, comparison_table, plot, split_values, variants
 from vpipe.errors import ConfigError, VPipeError
 
 A, B = Path("configs/a.yml"), Path("configs/b.yml")

@@ -23,8 +23,8 @@ def said(
     monkeypatch.setattr(sys, "argv", ["vpipe", *command.split()])
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
-    return int(ended.value.code or 0), told.out, told.err
+    printed = capsys.readouterr()
+    return int(ended.value.code or 0), printed.out, printed.err
 
 
 @pytest.mark.parametrize("command", MISTAKES)

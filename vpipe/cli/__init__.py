@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import RankFailedError, VPipeError
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 def make_app() -> typer.Typer:
     import typer
 
-    from vpipe.cli import checkpoints, looking, planning, running, schedules
+    from vpipe.cli import checkpoints, planning, running, schedules
 
     app = typer.Typer(
         help="Pipeline-parallel training for any PyTorch module, with every schedule as data.",
@@ -25,25 +25,26 @@ def make_app() -> typer.Typer:
         pretty_exceptions_enable=False,
         callback=lambda: None,
     )
-    for group in (schedules, running, planning, looking):
+    for group in (schedules, running, planning):
         app.add_typer(group.app)
     app.add_typer(checkpoints.app, name="checkpoint")
     return app
 
 
 def main() -> None:
-    """Runs the command line; a user's mistake is one message and exit code 2, a rank's fault exit code 1."""
+    """Run a command. Exit code 2 and one line for a user's mistake, 1 for a failed rank."""
     try:
         sys.exit(make_app()(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         from vpipe.cli.doctor import is_dependency, without_dependency
-        from vpipe.cli.usage import tell_usage
         from vpipe.launch.rank import fail
 
-        if (code := tell_usage(error)) is not None:
-            sys.exit(code)
+        # An error of typer about the command itself. Where its classes live depends on its version.
+        if hasattr(error, "format_message"):
+            _print_usage_error(error)
+            sys.exit(2)
         if "RANK" in os.environ:
             fail(error)
         if isinstance(error, ModuleNotFoundError) and is_dependency(error.name):
@@ -52,3 +53,15 @@ def main() -> None:
             raise
         print(f"error: {error}", file=sys.stderr)
         sys.exit(1 if isinstance(error, RankFailedError) else 2)
+
+
+def _print_usage_error(error: Any) -> None:
+    """In one line, like all other errors: typer would draw a box."""
+    message = str(error.format_message()).strip()
+    if type(error).__name__ == "NoArgsIsHelpError":
+        # The message is the help, or empty if that is printed already.
+        print(message, end="\n" if message else "", file=sys.stderr)
+        return
+    command = getattr(getattr(error, "ctx", None), "command_path", "vpipe")
+    text = f"{message[:1].lower()}{message[1:].rstrip('.')}"
+    print(f"error: {text}: see `{command} --help`", file=sys.stderr)

@@ -14,14 +14,16 @@ from vpipe.errors import VPipeError
 from vpipe.system.console import show as print_table
 from vpipe.system.units import show_bytes
 
-app = typer.Typer(help="Look at checkpoints, verify, export and delete them.", no_args_is_help=True)
+app = typer.Typer(help="Show, verify, export and delete checkpoints.", no_args_is_help=True)
 
-Where = Annotated[Path, typer.Argument(help="The folder of a run, or one of its checkpoints/step-...")]
+CheckpointPath = Annotated[
+    Path, typer.Argument(help="The folder of a run, or one of its checkpoints/step-...")
+]
 
 
 @app.command()
-def show(path: Where, as_json: AsJson = False) -> None:
-    """Tell what a checkpoint holds, or list those of a run."""
+def show(path: CheckpointPath, as_json: AsJson = False) -> None:
+    """Show what a checkpoint holds, or list those of a run."""
     from vpipe.checkpoint.inspection import describe, find
 
     described = [describe(one) for one in find(path)]
@@ -32,11 +34,8 @@ def show(path: Where, as_json: AsJson = False) -> None:
 
 
 @app.command()
-def verify(path: Where, as_json: AsJson = False) -> None:
-    """Compare sizes and SHA-256 with the manifest, and look for numbers that are not finite.
-
-    Exits with 1 if anything is wrong.
-    """
+def verify(path: CheckpointPath, as_json: AsJson = False) -> None:
+    """Check sizes, SHA-256 and that all numbers are finite. Exits with 1 if anything is wrong."""
     from vpipe.checkpoint.inspection import examine, find
 
     found = {str(one): examine(one) for one in find(path)}
@@ -51,7 +50,7 @@ def verify(path: Where, as_json: AsJson = False) -> None:
 
 @app.command()
 def export(
-    path: Where,
+    path: CheckpointPath,
     directory: Annotated[Path, typer.Argument(help="Where the model goes.")],
     config: Annotated[
         Path | None, typer.Option(help="The run's YAML file; the run's folder has one.")
@@ -71,7 +70,7 @@ def export(
     described = config or run / "config.yml"
     if not described.is_file():
         raise VPipeError(
-            f"there is no {described}, which would say what was trained: give the run's file with --config"
+            f"{described} does not exist, so the trained model is unknown: give the run's file with --config"
         )
     model: Any = build_model(read_config(described), "meta").model
     missing = export_pretrained(chosen, model, directory)
@@ -79,15 +78,15 @@ def export(
         write_tokenizer(read_tokenizer(run / TOKENIZER, model.config.vocab_size), directory)
     print(f"model of {chosen} in {directory}")
     if missing:
-        print(f"it has no values for {', '.join(missing)}: training never used them")
+        print(f"without values for {', '.join(missing)}: training never used them")
 
 
 @app.command()
 def prune(
-    path: Where,
+    path: CheckpointPath,
     keep: Annotated[int, typer.Option(help="How many of the newest stay; the best stays too.")],
 ) -> None:
-    """Delete the oldest checkpoints of a run, and what crashes have left over for an hour."""
+    """Delete the oldest checkpoints of a run, and files of interrupted saves older than an hour."""
     from vpipe.checkpoint.inspection import prune_run
 
     for deleted in prune_run(path, keep):
@@ -107,7 +106,7 @@ def show_one(described: dict[str, Any]) -> Table:
                 table.add_row(key.replace("_", " "), str(value))
     for name, entry in described["files"].items():
         table.add_row(name, f"{entry['tensors']} tensors, {show_bytes(entry['bytes'])}")
-    table.add_row("in all", show_bytes(described["bytes"]))
+    table.add_row("total", show_bytes(described["bytes"]))
     return table
 
 

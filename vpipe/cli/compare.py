@@ -1,4 +1,4 @@
-"""The comparison of runs: which variants there are, one run of each, and their figures in a table."""
+"""The comparison of runs: its variants, one run of each, a table of their figures and a plot."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
+from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TypedDict
+from typing import TYPE_CHECKING, Any, TypedDict
 
 from rich.markup import escape
 from rich.table import Table
@@ -20,12 +21,18 @@ from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.system.console import show
 
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 GIB = 2**30
+# Okabe and Ito's colours, which colour-blind readers can distinguish; further curves repeat them, dashed.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+STYLES = ("-", "--", ":")
 
 
 @dataclass(frozen=True)
 class Variant:
-    """One run of a comparison: a file, and what is set in it."""
+    """One run of a comparison: a file and its `--set`."""
 
     label: str
     path: Path
@@ -33,13 +40,13 @@ class Variant:
 
 
 class Result(TypedDict):
-    """What a run leaves in its `summary.json`; a figure that could not be had is None."""
+    """The figures of a run's `summary.json`; None where one is unknown."""
 
     label: str
     loss: float | None
     samples_per_s: float
     seconds_per_update: float
-    """The samples of an update, by `samples_per_s`."""
+    """Samples of an update / `samples_per_s`."""
     communication_share: float | None
     bubble_share: float | None
     of_limit: float | None
@@ -55,14 +62,15 @@ def compare_runs(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Train each variant in ranks of its own, one after the other, and tell how they differ."""
-    from vpipe.cli.compare_plot import can_plot, plot
+    """Train the variants one after the other, each in its own ranks, and print their figures."""
     from vpipe.train.run import launch
 
     if picture is not None and not can_plot():
         raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
     chosen = variants(configs, sweeps, settings)
-    runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]  # all mistakes come first
+    runs = [
+        read_config(one.path, read_settings(one.settings)) for one in chosen
+    ]  # before anything is trained
     results = []
     for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
         print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
@@ -73,7 +81,7 @@ def compare_runs(
     else:
         show(comparison_table(results))
     if not can_plot():
-        return  # nobody asked for a picture
+        return  # no picture was requested
     picture = picture or folder.parent / f"comparison-{folder.name}.png"
     plot(results, picture)
     print(f"picture {picture}", file=sys.stderr)
@@ -82,9 +90,9 @@ def compare_runs(
 def variants(
     paths: Sequence[Path], sweeps: Sequence[str] = (), settings: Sequence[str] = ()
 ) -> list[Variant]:
-    """Every file with every combination of the swept values; `settings` hold for all of them."""
+    """Every file with every combination of the swept values, and `settings` for all of them."""
     if not paths:
-        raise ConfigError("there is nothing to compare: name one or more configuration files")
+        raise ConfigError("nothing to compare: name one or more configuration files")
     axes = [_axis(sweep) for sweep in sweeps]
     fixed = [setting.split("=", 1)[0] for setting in settings]
     for number, (key, _) in enumerate(axes):
@@ -136,13 +144,13 @@ def split_values(text: str) -> list[str]:
 
 
 def _names(paths: Sequence[Path]) -> list[str]:
-    """The files' names; whole paths where two files in different folders bear the same."""
+    """The files' names; whole paths where two files have the same name."""
     stems = [path.stem for path in paths]
     return [str(path) if stems.count(path.stem) > 1 else path.stem for path in paths]
 
 
 def comparison_table(results: Sequence[Result]) -> Table:
-    """One row a run, in the order they were named; ratios are to the slowest."""
+    """One row for each run, in the order given; ratios are to the slowest."""
     speeds = [result["samples_per_s"] for result in results]
     slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
     table = Table(title="The fastest is marked *; ratios are to the slowest" if len(results) > 1 else None)
@@ -155,7 +163,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
         speed = result["samples_per_s"]
         best = speed == fastest and fastest > slowest
         table.add_row(
-            escape(result["label"].replace(" ", "\n")),  # one line for the file, one for each setting
+            escape(result["label"].replace(" ", "\n")),  # a line for the file and for each setting
             f"{speed:,.1f}" + (" *" if best else ""),
             f"{speed / slowest:.2f}x" if slowest > 0 else "–",
             f"{1000 * result['seconds_per_update']:,.1f}",
@@ -175,3 +183,72 @@ def _percent(share: float | None) -> str:
 
 def _loss(loss: float | None) -> str:
     return "–" if loss is None else f"{loss:.4f}"
+
+
+def can_plot() -> bool:
+    return find_spec("matplotlib") is not None
+
+
+def plot(results: Sequence[Result], path: Path) -> None:
+    """Draw the results into a PNG file."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise VPipeError("a plot needs the package matplotlib: pip install 'vpipe[plot]'") from None
+    lines = sum(len(result["label"].split()) for result in results)
+    # Not pyplot, which has global state and may open a window.
+    figure = Figure(figsize=(11, max(4.0, 1.2 + 0.2 * (lines + len(results)))), dpi=150, layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
+    _throughput(left, results)
+    _losses(right, results)
+    for axes in (left, right):
+        axes.spines[["top", "right"]].set_visible(False)
+    try:
+        figure.savefig(path, format="png")
+    except OSError as error:
+        raise VPipeError(f"{path}: the plot cannot be written: {error.strerror or error}") from None
+
+
+def _throughput(axes: Axes, results: Sequence[Result]) -> None:
+    speeds = [result["samples_per_s"] for result in results]
+    slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
+    for row, speed in enumerate(speeds):
+        look = _look(row)
+        hatch = None if look["linestyle"] == STYLES[0] else "//"
+        axes.barh(row, speed, height=0.62, color=look["color"], hatch=hatch, edgecolor="white", linewidth=0)
+        ratio = f"  ({speed / slowest:.2f}x)" if slowest > 0 and len(results) > 1 else ""
+        weight = "bold" if speed == fastest > slowest else "normal"
+        beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
+        axes.annotate(f"{speed:,.1f}{ratio}", (speed, row), fontsize=9, fontweight=weight, **beside)
+    axes.set_yticks(
+        range(len(results)), [result["label"].replace(" ", "\n") for result in results], fontsize=9
+    )
+    axes.invert_yaxis()  # the first run on top, as in the table
+    axes.set_xlim(0, 1.35 * fastest or 1.0)
+    axes.set_title("Throughput")
+    axes.set_xlabel("samples a second")
+    axes.tick_params(axis="y", length=0)
+
+
+def _losses(axes: Axes, results: Sequence[Result]) -> None:
+    """Against samples, not updates: synchronous updates have many minibatches, asynchronous ones one."""
+    for row, result in enumerate(results):
+        samples = round(result["samples_per_s"] * result["seconds_per_update"])
+        curve = [((update + 1) * samples, loss) for update, loss in result["losses"] if math.isfinite(loss)]
+        if curve:
+            marker = "o" if len(curve) == 1 else None
+            axes.plot(
+                *zip(*curve, strict=True), label=result["label"], linewidth=1.8, marker=marker, **_look(row)
+            )
+    axes.set_title("Loss")
+    axes.set_xlabel("samples seen")
+    axes.grid(axis="y", alpha=0.25)
+    if axes.lines:
+        axes.legend(frameon=False, fontsize=9)
+
+
+def _look(row: int) -> dict[str, Any]:
+    style = STYLES[row // len(COLOURS) % len(STYLES)]
+    return {"color": COLOURS[row % len(COLOURS)], "linestyle": style}

@@ -1,4 +1,4 @@
-"""The commands that know before it runs: `vpipe profile`, `plan`, `simulate`."""
+"""The commands about costs before a run: `vpipe profile`, `plan`, `simulate`."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ def profile(
 @app.command()
 def plan(
     config: Annotated[
-        Path | None, typer.Argument(help="A run's YAML file: its model is profiled, unless it was before.")
+        Path | None,
+        typer.Argument(help="A run's YAML file; its model is profiled unless a profile is cached."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Instead: what `vpipe profile` wrote, or PipeDream's graph.txt.")
+        Path | None, typer.Option(help="Instead: a file of `vpipe profile`, or PipeDream's graph.txt.")
     ] = None,
     stages: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
@@ -110,8 +111,8 @@ def plan(
 
 @app.command()
 def simulate(
-    profile: Annotated[Path, typer.Option(help="What `vpipe profile` wrote, or PipeDream's graph.txt.")],
-    plan: Annotated[Path, typer.Option(help="What `vpipe plan` wrote, or a vpipe.json.")],
+    profile: Annotated[Path, typer.Option(help="A file of `vpipe profile`, or PipeDream's graph.txt.")],
+    plan: Annotated[Path, typer.Option(help="A file of `vpipe plan`, or a vpipe.json.")],
     schedule: Annotated[str | None, typer.Option(help="Another schedule than the plan's.")] = None,
     minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
     trace: Annotated[
@@ -119,7 +120,7 @@ def simulate(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Tell how long a step would take, who would wait, and what memory it would need, without running it."""
+    """Predict time, waiting and memory of a step without running it."""
     from vpipe.cost import read_any_profile, read_plan
     from vpipe.schedule.builders import at_least_one
     from vpipe.simulate import simulate as run_simulation
@@ -156,20 +157,14 @@ def profile_table(profile: Profile) -> Table:
     table = Table(title=title, title_justify="left", caption_justify="left")
     table.add_column("block", justify="right")
     table.add_column("name", overflow="fold")
-    for column in ("forward", "input gradient", "weight gradient", "update", "spread"):
-        table.add_column(column, justify="right")
-    for column in ("kept", "boundary", "parameters"):
+    times = ("forward", "input gradient", "weight gradient", "update", "spread")
+    for column in (*times, "kept", "boundary", "parameters"):
         table.add_column(column, justify="right")
     for index, block in enumerate(blocks):
-        times = (block.forward, block.input_gradient, block.weight_gradient, block.update)
+        seconds = (block.forward, block.input_gradient, block.weight_gradient, block.update)
         sizes = (block.kept_bytes, block.boundary_bytes, block.parameter_bytes)
-        table.add_row(
-            str(index),
-            block.name,
-            *map(duration, times),
-            f"{block.spread:.0%}",
-            *(show_bytes(count) for count in sizes),
-        )
+        figures = (*map(duration, seconds), f"{block.spread:.0%}", *map(show_bytes, sizes))
+        table.add_row(str(index), block.name, *figures)
     device, link = profile.device, profile.link
     table.caption = (
         f"device {show_bytes(device.memory)}, to the host {show_bytes(device.to_host)}/s, "

@@ -1,4 +1,4 @@
-"""The commands that train: `vpipe train`, `eval`, `compare`, `doctor`."""
+"""The commands that train, and those that look at runs and at this machine."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ def train(
     debug: Annotated[
         list[str] | None,
         typer.Option(
-            help="tensors, versions or schedule: tell of each in the ranks' logs. May be given again."
+            help="tensors, versions or schedule: log each of them in the ranks' logs. May be given again."
         ),
     ] = None,
     max_restarts: Annotated[
-        int, typer.Option(min=0, help="Times that the run goes on from its newest checkpoint after a fault.")
+        int, typer.Option(min=0, help="Restarts from the newest checkpoint after a fault.")
     ] = 0,
-    print_config: Annotated[bool, typer.Option(help="Print every key with its value, and stop.")] = False,
+    print_config: Annotated[bool, typer.Option(help="Print every key with its value and exit.")] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
@@ -65,7 +65,7 @@ def evaluate(
     ] = "auto",
     as_json: AsJson = False,
 ) -> None:
-    """Tell the loss of a trained model over the validation samples."""
+    """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
     from vpipe.train.run import run
 
@@ -92,7 +92,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run several configurations one after the other on the same data, and tell how they differ."""
+    """Run several configurations one after the other on the same data, and compare them."""
     from vpipe.cli.compare import compare_runs
 
     compare_runs(configs, settings or [], sweep or [], plot, as_json)
@@ -100,7 +100,7 @@ def compare(
 
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
-    """Tell what this machine has, what would not work on it, and why."""
+    """Show what this machine has, what would not work on it, and why."""
     from vpipe.cli.doctor import describe, doctor_table, examine
     from vpipe.system.console import show
 
@@ -109,6 +109,42 @@ def doctor(as_json: AsJson = False) -> None:
         print(json.dumps(describe(findings)))
     else:
         show(doctor_table(findings))
+
+
+@app.command()
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="The folders of one or more runs.")],
+    output: Annotated[Path, typer.Option("-o", "--output", help="Where the report goes.")] = Path(
+        "report.html"
+    ),
+) -> None:
+    """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
+    from vpipe.observe.report import write_report
+
+    write_report(runs, output)
+    print(f"report {output}")
+
+
+@app.command()
+def top(
+    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
+) -> None:
+    """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
+    from vpipe.observe.screen import top as show_run
+
+    show_run(run, once=once)
+
+
+@app.command()
+def diagnose(
+    run: Annotated[Path, typer.Argument(help="The folder of a run, running or over.")],
+    as_json: AsJson = False,
+) -> None:
+    """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""
+    from vpipe.observe.diagnosis import diagnose_command
+
+    diagnose_command(run, as_json)
 
 
 def _absolute(resume: str) -> str:

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import ScheduleError
 from vpipe.system.console import show
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+    from vpipe.verify import Verification
 
 app = typer.Typer()
 
@@ -77,8 +83,6 @@ def blocks(
     as_json: AsJson = False,
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
-    from vpipe.cli.tables import block_table, describe_blocks
-
     described = describe_blocks(read_run(config, settings))
     if as_json:
         print(json.dumps(described))
@@ -94,29 +98,26 @@ def verify(
         str | None, typer.Option(help="Another schedule than the file's: a name, or a CSV file.")
     ] = None,
     updates: Annotated[
-        int | None, typer.Option(help="Updates to train; 5, and some more where weights are stale.")
+        int | None, typer.Option(help="Updates to train; default: 5, more where weights are stale.")
     ] = None,
     dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
-    device: Annotated[
-        str | None, typer.Option(help="cpu or cuda; if not given, the GPU where there is one.")
-    ] = None,
+    device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
     as_json: AsJson = False,
 ) -> None:
     """Train some updates with and without the pipeline and compare losses, gradients and weights.
 
     Exits with 1 if they differ by more than rounding explains.
     """
-    from vpipe.cli.tables import describe_verification, verdict, verification_table
     from vpipe.verify import verify_config
 
     run = read_run(config, settings)
     if schedule is not None:
-        # A path on the command line is relative to where we stand, one in the file to the file.
+        # A path on the command line is relative to the working directory, one in the file to the file.
         table = schedule.endswith(".csv")
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
     if as_json:
-        print(json.dumps(describe_verification(result)))
+        print(json.dumps({**asdict(result), "ok": result.ok}))
     else:
         show(verification_table(result))
         print(verdict(result))
@@ -131,3 +132,71 @@ def read_counts(text: str) -> list[int]:
         raise ScheduleError(
             f"--replicas {text!r} is not a list of numbers: write 2,1 for two ranks, then one"
         ) from None
+
+
+def describe_blocks(config: RunConfig) -> dict[str, Any]:
+    """The blocks of the configured model, built on `meta`: it takes no memory."""
+    from vpipe.graph import capture
+    from vpipe.stage.precision import compute_dtype
+    from vpipe.train.models import build_model
+
+    model, batch, loss_fn = build_model(config, "meta")
+    dtype = compute_dtype(config.precision)
+    graph = capture(model if dtype is None else model.to(dtype), batch, loss_fn)
+    return {
+        "model": type(model).__name__,
+        "batch_size": config.batch_size,
+        "sequence_length": config.sequence_length,
+        "parameters": sum(info.shape.numel() for info in graph.parameters.values()),
+        "blocks": [
+            {
+                "index": block.index,
+                "name": block.name,
+                "parameters": block.num_parameters,
+                "flops": block.flops,
+                "cut_bytes": block.cut_bytes,
+            }
+            for block in graph.blocks
+        ],
+    }
+
+
+def block_table(described: dict[str, Any]) -> Table:
+    found = described["blocks"]
+    minibatch = f"{described['batch_size']} x {described['sequence_length']} tokens"
+    table = Table(title=f"{described['model']}: {len(found)} blocks, minibatches of {minibatch}")
+    table.add_column("block", justify="right")
+    table.add_column("name", overflow="fold")
+    for column in ("parameters", "flops", "bytes behind it"):
+        table.add_column(column, justify="right")
+    for block in found:
+        numbers = (block["parameters"], block["flops"], block["cut_bytes"])
+        table.add_row(str(block["index"]), block["name"], *(f"{number:,}" for number in numbers))
+    table.caption = (
+        f"{described['parameters']:,} parameters; one that several blocks use counts in each of them"
+    )
+    return table
+
+
+def verification_table(result: Verification) -> Table:
+    run = f"{result.updates} updates of {result.minibatches // result.updates} minibatches"
+    title = f"schedule {result.schedule}, partition {list(result.partition)}, {result.ranks} ranks, {run}"
+    table = Table(title=title)
+    table.add_column("compared")
+    table.add_column("largest relative difference", justify="right")
+    table.add_column("where", overflow="fold")
+    for what, difference in result.differences.items():
+        wrong = not difference.largest <= result.bound
+        number = f"{difference.largest:.1e}"
+        table.add_row(what, f"[bold red]{number}[/]" if wrong else number, difference.where)
+    return table
+
+
+def verdict(result: Verification) -> str:
+    """One line: equal or not, and where the difference is largest."""
+    bound = f"{result.bound:g} ({result.dtype})"
+    wrong = {what: d for what, d in result.differences.items() if not d.largest <= result.bound}
+    if not wrong:
+        return f"equal: the pipeline trains as the plain model does, within {bound}"
+    what, worst = max(wrong.items(), key=lambda item: item[1].largest)
+    return f"DIFFERENT: {what} by {worst.largest:.1e} at {worst.where}, more than {bound}"

@@ -19,9 +19,9 @@ Batch: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
 
 @dataclass(frozen=True)
 class BatchLayout:
-    """How a batch is laid out: its kind, its fields in order, and which of them the model takes.
+    """The layout of a batch: its kind, its fields in order, and those that the model takes.
 
-    `tensors` are the names of the fields that hold tensors, `constants` what the others held in the example.
+    `tensors` are the names of the fields that hold tensors, `constants` the values of the others in the example.
     """
 
     kind: type
@@ -62,7 +62,7 @@ class BatchLayout:
         return BatchLayout(kind, names, taken, tensors, constants)
 
     def entries(self, batch: Batch) -> dict[str, Any]:
-        """The batch's fields by name, or an error that names what is missing or too much."""
+        """The batch's fields by name, or an error that names missing and unknown fields."""
         if self.kind is Tensor:
             if not isinstance(batch, Tensor):
                 raise BatchError(f"batch is a {type(batch).__name__}; the model was captured with one tensor")
@@ -109,7 +109,7 @@ def _taken_by_name(
 def _taken_by_position(
     model: nn.Module, count: int, loss_fn: Callable[..., Tensor] | None
 ) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Names for the fields of a sequence: those of forward, then those of the loss after its first."""
+    """Names for the fields of a sequence, and those that the model takes: parameters of forward, then of loss_fn."""
     accepted = _positional(model.forward)
     taken = count if accepted is None else min(count, len(accepted))
     if loss_fn is None and taken < count:
@@ -126,7 +126,7 @@ def _taken_by_position(
 
 
 def _positional(function: Callable[..., Any]) -> list[str] | None:
-    """Names of the parameters that can be given by position; None if there is no end of them."""
+    """Names of the positional parameters; None with `*args`."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -139,9 +139,9 @@ def _positional(function: Callable[..., Any]) -> list[str] | None:
 
 @dataclass(frozen=True)
 class FieldCheck:
-    """The types of a batch's tensors, in terms of the sizes that may vary.
+    """The expected shapes and dtypes of a batch's tensors, with symbols for the sizes that may vary.
 
-    `dtypes` are those of the example batch; `specs` hold those in which the model was traced.
+    `dtypes` are those of the example batch, `specs` those in which the model was traced.
     """
 
     layout: BatchLayout
@@ -159,13 +159,13 @@ class FieldCheck:
             if entries[name] is not expected and entries[name] != expected:
                 raise BatchError(
                     f"batch field {name!r} is {entries[name]!r}, but the model was captured with {expected!r};"
-                    " what is not a tensor must stay the same (capture again for another value)"
+                    " fields that are no tensors must not change (capture again for another value)"
                 )
         fields = {name: entries[name] for name in self.layout.tensors}
         kinds = tuple(
             (getattr(value, "shape", None), getattr(value, "dtype", None)) for value in fields.values()
         )
-        if kinds not in self._passed:  # symbolic arithmetic is slow, and batches are alike
+        if kinds not in self._passed:  # symbolic arithmetic is slow, and most batches have the same shapes
             for name, value in fields.items():
                 self._check_type(name, value)
             self._check_shapes(fields)

@@ -1,7 +1,8 @@
-"""Blocks: the stretches of a model between its cheapest cuts."""
+"""Blocks: the parts of a model between its cheapest cuts, with their names and flops."""
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -9,17 +10,18 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from vpipe.graph.cuts import CutOrder, candidate_cuts
-from vpipe.graph.flops import count_flops
+from vpipe.graph.inplace import operator_name
+from vpipe.graph.opaque import ModuleCall
 from vpipe.graph.ownership import Ownership
-from vpipe.graph.trace import Kind, Trace, module_path
+from vpipe.graph.trace import Kind, Trace, submodules
 
 
 @dataclass(frozen=True)
 class Block:
-    """A stretch of the model that is never cut.
+    """Consecutive operations that always belong to one stage.
 
-    `flops` are those of one forward of the example batch, `cut_bytes` what lives across the cut behind the
-    block (0 for the last). A tied parameter counts in each block that uses it.
+    `flops` are those of one forward of the example batch, `cut_bytes` the bytes that cross the cut behind the block (0
+    for the last). A tied parameter counts in each block that uses it.
     """
 
     index: int
@@ -31,8 +33,11 @@ class Block:
     nodes: tuple[fx.Node, ...] = field(repr=False)
 
 
-# Share of an ordinary piece's flops (their lower quartile) up to which a piece is no block of its own.
+# A piece with at most this share of the flops of an ordinary piece (their lower quartile) joins a neighbour.
 _LIGHT = 0.6
+_ROWS_BY_COLUMNS = {"mm", "matmul", "bmm", "dot", "mv", "_grouped_mm", "grouped_mm_fallback"}
+_BIASED_PRODUCTS = {"addmm", "baddbmm", "addmv"}
+_RECURRENT = {"lstm", "gru", "rnn_tanh", "rnn_relu"}
 
 
 @dataclass
@@ -46,13 +51,13 @@ class _Piece:
 
 
 def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
-    """The model's blocks: what has no matrix product worth mentioning belongs to a neighbour."""
+    """The model's blocks. Pieces with few flops are merged into a neighbour."""
     flops = [count_flops(node, trace) for node in ownership.owned]
     order = CutOrder.of(trace, ownership, flops)
     cuts = candidate_cuts(trace, order)
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
-    paths = [module_path(node) for node in order.nodes]
+    paths = [node.meta.get("module_path", ()) for node in order.nodes]
     pieces = [
         _Piece(a, b, sum(flops[a : b + 1]), [paths[i] for i in range(a, b + 1) if flops[i]])
         for a, b in zip(starts, ends, strict=True)
@@ -75,7 +80,7 @@ def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[
     while len(pieces) > 1:
         light = [i for i, piece in enumerate(pieces) if piece.flops <= limit]
         if pieces[-1].flops and len(pieces) - 1 in light and not _cuts_head(pieces):
-            light.remove(len(pieces) - 1)  # the head: small or not, it stands alone
+            light.remove(len(pieces) - 1)  # the head is a block of its own, however small
         if not light:
             return
         index = min(light, key=lambda i: pieces[i].flops)
@@ -87,7 +92,7 @@ def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[
 def _goes_left(
     pieces: Sequence[_Piece], index: int, order: CutOrder, paths: Sequence[tuple[str, ...]]
 ) -> bool:
-    """Whether a light piece joins the block before it: across the costlier cut, else the one inside a module."""
+    """Whether a light piece joins the block before it: it removes the cut that costs more, or is deeper in a module."""
     if index in (0, len(pieces) - 1):
         return index > 0
     before, behind = pieces[index].start - 1, pieces[index].end
@@ -97,12 +102,12 @@ def _goes_left(
 
 
 def _shared(cut: int, paths: Sequence[tuple[str, ...]]) -> int:
-    """How many modules deep the two sides of a cut still share their place."""
+    """The number of nested modules that both sides of a cut have in common."""
     return len(_common([paths[cut], paths[cut + 1]]))
 
 
 def _cuts_head(pieces: Sequence[_Piece]) -> bool:
-    """Whether the last cut runs through a module of its own, not through the one that holds most of the model."""
+    """Whether the last cut lies inside a small module, not in the one that holds most of the model."""
     working = [piece for piece in pieces if piece.paths]
     around = _common([working[-2].paths[-1], working[-1].paths[0]]) if len(working) > 1 else ()
     inside = sum(piece.paths[0][: len(around)] == around for piece in working)
@@ -118,7 +123,7 @@ def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
 
 
 def _names(paths: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
-    """Readable names: the module around a block, and its parts where another block shares the module."""
+    """Readable names: the module around a block, with its parts where another block is in the same module."""
     around = [_common(own) for own in paths]
     names: list[str] = []
     for index, prefix in enumerate(around):
@@ -152,3 +157,64 @@ def _block(index: int, name: str, piece: _Piece, order: CutOrder, trace: Trace) 
         cut_bytes=order.crossing[piece.end],
         nodes=nodes,
     )
+
+
+def count_flops(node: fx.Node, trace: Trace) -> int:
+    """Twice the multiplications of a matrix product, convolution, attention or recurrence; else zero."""
+    if isinstance(node.target, ModuleCall):
+        return _opaque(node, trace)
+    bodies = submodules(node, trace.root)
+    if bodies:
+        return sum(_inside(inner) for body in bodies for inner in body.graph.nodes)
+    name = operator_name(node)
+    shapes = [trace.hinted_shape(arg) for arg in node.args if isinstance(arg, fx.Node) and arg in trace.specs]
+    if name in _RECURRENT:
+        weights = node.args[2] if isinstance(node.args[2], list | tuple) else ()
+        matrices = [w for w in weights if isinstance(w, fx.Node) and len(trace.hinted_shape(w)) > 1]
+        return 2 * math.prod(shapes[0][:-1]) * sum(map(trace.num_elements, matrices))
+    if node not in trace.specs:
+        return 0
+    result = trace.num_elements(node)
+    if name in _ROWS_BY_COLUMNS:
+        return 2 * result * shapes[0][-1]
+    if name == "linear" or name in _BIASED_PRODUCTS:
+        return 2 * result * shapes[1][-1]
+    if name.startswith("conv_transpose"):
+        return 2 * math.prod(shapes[0]) * math.prod(shapes[1][1:])
+    if name.startswith("conv") and name.rstrip("123d") in ("conv", "convolution"):
+        return 2 * result * math.prod(shapes[1][1:])
+    if name == "scaled_dot_product_attention":
+        query, key, value = shapes[:3]
+        return 2 * math.prod(query[:-1]) * key[-2] * (query[-1] + value[-1])
+    if name == "einsum":
+        return _einsum(node, trace)
+    return 0
+
+
+def _einsum(node: fx.Node, trace: Trace) -> int:
+    equation, operands = node.args[0], node.args[1]
+    assert isinstance(equation, str)
+    assert isinstance(operands, list | tuple)
+    terms = equation.replace(" ", "").split("->")[0].split(",")
+    sizes: dict[str, int] = {}
+    for term, operand in zip(terms, operands, strict=True):
+        if "." in term or not isinstance(operand, fx.Node):
+            return 2 * trace.num_elements(node)
+        sizes.update(zip(term, trace.hinted_shape(operand), strict=True))
+    return 2 * math.prod(sizes.values()) if len(terms) > 1 else 0
+
+
+def _inside(node: fx.Node) -> int:
+    """A product inside no_grad or autocast, estimated from its result's size: these are small."""
+    value = node.meta.get("val")
+    if operator_name(node) not in _ROWS_BY_COLUMNS | {"linear"} or value is None:
+        return 0
+    return 2 * math.prod(size if isinstance(size, int) else 1 for size in value.shape)
+
+
+def _opaque(node: fx.Node, trace: Trace) -> int:
+    """An estimate: every parameter of the module is multiplied with every row of its input once."""
+    weights = [arg for arg in node.args[1:] if isinstance(arg, fx.Node)]
+    first = next((arg for arg in node.all_input_nodes if arg in trace.specs and arg not in weights), None)
+    rows = math.prod(trace.hinted_shape(first)[:-1]) if first is not None else 1
+    return 2 * rows * sum(trace.num_elements(weight) for weight in weights)

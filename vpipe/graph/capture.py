@@ -1,8 +1,8 @@
 """Capture of a model as a graph, from an example batch.
 
-`torch.export` runs the model once on fake tensors, in training mode, with every size of the batch symbolic where
-the model allows it; where it does not, only the number of samples, then none. What cannot be exported at all
-falls back to the children of an `nn.Sequential`.
+`torch.export` runs the model once on fake tensors, in training mode, with all sizes of the batch symbolic; if that
+fails, with only the number of samples symbolic, then with none. Of an `nn.Sequential` that cannot be exported at all,
+each child becomes one operation (`opaque.py`).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
 from vpipe.graph.trace import Kind, Trace
 
-# What `_quiet` turns off belongs to the whole process: one export at a time.
+# `_quiet` changes the logging of the whole process: one export at a time.
 _EXPORTING = threading.Lock()
 
 
@@ -92,7 +92,7 @@ def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
 
 @contextlib.contextmanager
 def _training(model: nn.Module) -> Iterator[None]:
-    """Training mode; a model that is already in it keeps the modes of its parts (a frozen norm)."""
+    """Training mode; a model that is in it already keeps the modes of its modules (a frozen norm)."""
     modes = {module: module.training for module in model.modules()}
     if not model.training:
         model.train()
@@ -105,7 +105,7 @@ def _training(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Keep the exporter's chatter (graphs printed on failure, warnings) off the user's screen."""
+    """Without the exporter's output (graphs printed on failure, warnings)."""
     with _EXPORTING:
         level = logging.root.manager.disable
         logging.disable(logging.CRITICAL)
@@ -118,7 +118,7 @@ def _quiet() -> Iterator[None]:
 
 
 def _own_error(error: BaseException) -> VPipeError | None:
-    """A mistake that we found ourselves, wherever the exporter has buried it."""
+    """The VPipeError that caused an error of the exporter, if any."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, VPipeError):

@@ -1,14 +1,13 @@
-"""Places where the graph can be cut cheaply.
+"""Positions at which the graph can be cut cheaply.
 
 A cut is a position in the order of the owned operations; its cost is the bytes of the values that live across it.
-For a transformer the cost rises inside each half layer, where the residual waits beside what is being computed,
+For a transformer the cost rises inside each half layer, where the residual is live beside what is being computed,
 and falls back between them:
 
     bytes   _/\\_/\\/\\_/\\_/\\/\\_      cut where one value crosses, or where the bytes are low between
-            ^    ^    ^    ^    ^     two peaks, unless it is much cheaper a little before and a little behind
+            ^    ^    ^    ^    ^     two peaks, unless cuts a little before and behind are much cheaper
 
-Values that every layer reads again (an encoder's output, a position bias) cross all cuts alike: they do not count
-in this comparison.
+Values that every layer reads (an encoder's output, a position bias) cross all cuts, so they do not count here.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from torch import fx
 from vpipe.graph.ownership import Ownership
 from vpipe.graph.trace import Trace
 
-# How far below the peaks on both sides a cut has to lie.
+# The peaks on both sides of a cut have to be this many times as high as the cut.
 _PROMINENCE = 1.25
-# How much cheaper the cuts on both sides have to be for one between them to be left out.
+# A cut is left out if cuts on both sides are cheaper by this factor.
 _DOMINANCE = 1.5
-# A value that twice goes unread for this many matrix products and is then read again serves all layers, not
-# one: a residual waits once, for the end of its half layer.
+# A value that is twice unread for this many matrix products and then read again belongs to all layers: a residual is
+# unread once, until the end of its half layer.
 _LONG_WAIT = 6
 
 
@@ -36,9 +35,9 @@ _LONG_WAIT = 6
 class CutOrder:
     """The owned operations as positions 0, 1, ...; cut i lies behind position i.
 
-    `uses[i]` are the positions that read what i makes, `sizes[i]` its bytes, `products[i]` the matrix
-    products up to i, `local[i]` whether a single stretch reads what i makes, `allowed[i]` whether cut i may be
-    made at all, `crossing[i]` the bytes that live across it.
+    `uses[i]` are the positions that read the result of i, `sizes[i]` its bytes, `products[i]` the matrix products up to
+    i, `local[i]` whether only one layer reads the result of i, `allowed[i]` whether cut i may be made at all,
+    `crossing[i]` the bytes that are live across it.
     """
 
     nodes: tuple[fx.Node, ...]
@@ -64,8 +63,8 @@ class CutOrder:
     def live(self, start: int, end: int) -> tuple[list[int], list[int]]:
         """Bytes and number of local values across cuts start-1..end-1, seen from positions start..end.
 
-        A value counts while somebody up to `end` still reads it: what merely passes through on its way to a
-        later reader is sent straight there and costs this stretch nothing.
+        A value counts while a position up to `end` still reads it: one with later readers only is sent straight to
+        them and costs nothing here.
         """
         change = [0] * (end - start + 2)
         count = [0] * (end - start + 2)
@@ -104,7 +103,7 @@ def _allowed(
     for made, node in enumerate(nodes):
         if uses[made] and not trace.is_sized(node):
             forbid(made, uses[made][-1])
-    # A storage is written where it was made; a buffer that changes lives in one place.
+    # A storage is written in the stage that made it; a buffer that changes belongs to one stage.
     for members, writes in ownership.clusters.written():
         touched = [position[node] for node in [*members, *writes] if node in position]
         if any(member in ownership.mutated for member in members):
@@ -121,21 +120,21 @@ def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
     if trace.boundaries is not None:
         return [cut for cut, allowed in enumerate(order.allowed) if allowed]
     found: list[int] = []
-    # Stretches with the cost of the cut behind them; the graph's end is no cut.
-    stretches: list[tuple[int, int, float]] = [(0, len(order.nodes) - 1, math.inf)]
-    while stretches:
-        start, end, behind = stretches.pop()
+    # Spans of positions with the cost of the cut behind them; the graph's end is no cut.
+    spans: list[tuple[int, int, float]] = [(0, len(order.nodes) - 1, math.inf)]
+    while spans:
+        start, end, behind = spans.pop()
         cuts = _cuts_within(order, start, end, behind)
         if not cuts:
             continue
         found += cuts
         starts = [start, *(cut + 1 for cut in cuts)]
-        stretches += list(zip(starts, [*cuts, end], [*cuts.values(), behind], strict=True))
+        spans += list(zip(starts, [*cuts, end], [*cuts.values(), behind], strict=True))
     return sorted(found)
 
 
 def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[int, float]:
-    """Cuts of a stretch, with their costs, that are worth making."""
+    """The cuts of a span that are worth making, with their costs."""
     costs, counts = order.live(start, end)
     before = costs[0] if start else math.inf
     costs, counts = costs[1:], counts[1:]  # of the cuts start..end-1
@@ -151,7 +150,7 @@ def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[i
         for i, offset in enumerate(cheap)
         if _DOMINANCE * max(lowest_before[i], lowest_behind[i + 1]) >= costs[offset]
     }
-    # Of cuts with no matrix product between them only the cheapest: the others would part a norm from its layer.
+    # Of cuts with no matrix product between them only the cheapest: the others would cut a norm off its layer.
     best: dict[int, float] = {order.products[start - 1] if start else 0: before, order.products[end]: behind}
     for cut, cost in cuts.items():
         best[order.products[cut]] = min(cost, best.get(order.products[cut], math.inf))

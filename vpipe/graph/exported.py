@@ -1,4 +1,4 @@
-"""A trace from what `torch.export` returns: the model's own names, symbolic sizes, no assertions."""
+"""A trace from a program of `torch.export`: the model's own names, symbolic sizes, no assertions."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SIZES = {
 
 
 def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[str, Tensor]) -> Trace:
-    """The exported graph with its inputs named, cleaned of what only the exporter needs."""
+    """The exported graph with named inputs and without what only the exporter needs."""
     graph = program.graph_module.graph
     output = next(iter(reversed(graph.nodes)))
     trace = Trace(
@@ -75,7 +75,7 @@ def _named_inputs(program: ExportedProgram, model: nn.Module, fields: list[str])
 
 
 def canonical_names(model: nn.Module) -> dict[str, str]:
-    """For each name of a parameter or buffer the first name under which the same tensor is known."""
+    """The first name of the same tensor, for each name of a parameter or buffer."""
     first: dict[int, str] = {}
     result: dict[str, str] = {}
     for name, tensor in [
@@ -104,7 +104,7 @@ def _bind_symbols(trace: Trace, fields: dict[str, Tensor]) -> None:
 
 
 def _merge_ties(trace: Trace) -> None:
-    """One placeholder for each tensor, whatever its number of names."""
+    """One placeholder for all names of a tensor."""
     first: dict[Input, fx.Node] = {}
     for node, entry in trace.inputs.items():
         kept = first.setdefault(entry, node)
@@ -124,7 +124,7 @@ def _drop_assertions(root: nn.Module) -> None:
 
 
 def _read_sizes_from_fields(trace: Trace) -> None:
-    """Compute sizes of intermediate values from the batch's own sizes, so that no value is kept for its size."""
+    """Compute sizes of intermediate values from the batch's sizes, so that no value is kept for its size."""
     graph = trace.graph
     by_name = {entry.name: node for node, entry in trace.inputs.items() if entry.kind is Kind.FIELD}
     first = next(trace.nodes())
@@ -163,7 +163,7 @@ def _replace(node: fx.Node, value: Any) -> None:
 def size_bounds(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
     """Smallest and largest value of each symbolic size.
 
-    The exporter assumes at least two of everything; like its own runtime check we do not hold a batch to that.
+    The exporter assumes sizes of at least 2; like its own runtime check, we accept 1.
     """
     bounds: dict[Any, tuple[int, int | None]] = {}
     for symbol, limits in program.range_constraints.items():

@@ -1,4 +1,4 @@
-"""In-place operations: who writes whose storage, and what therefore has to stay together.
+"""In-place operations: the operations that share a storage, and those that write it.
 
 A captured graph holds operations such as `copy_` that nobody uses by name:
 
@@ -7,9 +7,9 @@ A captured graph holds operations such as `copy_` that nobody uses by name:
     aten.copy_(left, ids)              # 3: no user, yet it changes 1
     embed = aten.embedding(w, zeros)   # 4: reads what 3 wrote
 
-1, 2 and 3 share a storage: they form a *cluster*. Where nobody reads an older name of the storage after the
-write (`x += y`, `relu_`), the write is replaced by its out-of-place form and the cluster falls apart, so that a
-residual stream that is updated in place can still be cut. What remains moves as a whole.
+1, 2 and 3 share a storage: they form a *cluster*, which must not be cut. Where nobody reads an older name of the
+storage after the write (`x += y`, `relu_`), the write is replaced by its out-of-place form and the cluster dissolves,
+so that a residual stream that is updated in place can still be cut.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx, nn
@@ -36,19 +37,14 @@ def operator_name(node: fx.Node) -> str:
     return target._schema.name.split("::")[-1] if isinstance(target, torch._ops.OpOverload) else ""
 
 
-def _arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, list[fx.Node]]]:
-    """Each argument of the operator's schema with the nodes given for it."""
+def given_arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, Any]]:
+    """The arguments of the operator's schema for which the node has a value, with that value."""
     assert isinstance(node.target, torch._ops.OpOverload)
     for position, argument in enumerate(node.target._schema.arguments):
         if position < len(node.args) and not argument.kwarg_only:
-            value = node.args[position]
+            yield argument, node.args[position]
         elif argument.name in node.kwargs:
-            value = node.kwargs[argument.name]
-        else:
-            continue
-        nodes: list[fx.Node] = []
-        fx.map_arg(value, nodes.append)
-        yield argument, nodes
+            yield argument, node.kwargs[argument.name]
 
 
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
@@ -63,14 +59,14 @@ def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
         training = node.args[5]
         return [arg for arg in node.args[3:5] if isinstance(arg, fx.Node)] if training else []
     result: list[fx.Node] = []
-    for argument, nodes in _arguments(node):
+    for argument, value in given_arguments(node):
         if argument.alias_info is not None and argument.alias_info.is_write:
-            result += nodes
+            fx.map_arg(value, result.append)
     return result
 
 
 def _operands(node: fx.Node) -> list[fx.Node]:
-    """What a higher-order operation hands to the graph that it wraps."""
+    """The arguments that a higher-order operation passes to the graph that it wraps."""
     after = [i for i, arg in enumerate(node.args) if isinstance(arg, fx.Node) and arg.op == "get_attr"]
     return [arg for arg in node.args[after[-1] + 1 :] if isinstance(arg, fx.Node)] if after else []
 
@@ -101,11 +97,10 @@ def aliased(node: fx.Node) -> list[fx.Node]:
         return node.all_input_nodes
     shared = [r.alias_info.before_set for r in node.target._schema.returns if r.alias_info is not None]
     result: list[fx.Node] = []
-    for argument, nodes in _arguments(node):
-        if argument.alias_info is not None and any(
-            argument.alias_info.before_set & names for names in shared
-        ):
-            result += nodes
+    for argument, value in given_arguments(node):
+        alias = argument.alias_info
+        if alias is not None and any(alias.before_set & names for names in shared):
+            fx.map_arg(value, result.append)
     return result
 
 
@@ -154,7 +149,7 @@ class Clusters:
 
 
 def functionalise(trace: Trace) -> None:
-    """Replace in-place operations by out-of-place ones where nobody can tell the difference."""
+    """Replace in-place operations by out-of-place ones where the result is the same."""
     order = {node: position for position, node in enumerate(trace.graph.nodes)}
     clusters = Clusters.of(trace.graph.nodes, trace.root)
     for node in trace.nodes():
@@ -174,7 +169,7 @@ def functionalise(trace: Trace) -> None:
 
 
 def _out_of_place(node: fx.Node, trace: Trace) -> torch._ops.OpOverload | None:
-    """The operator without its trailing underscore, if it means the same."""
+    """The operator without its trailing underscore, if it computes the same."""
     target = node.target
     name = operator_name(node)
     if not isinstance(target, torch._ops.OpOverload) or not name.endswith("_") or name.startswith("_"):
@@ -196,7 +191,7 @@ def _out_of_place(node: fx.Node, trace: Trace) -> torch._ops.OpOverload | None:
 
 
 def protect_fields(trace: Trace) -> None:
-    """Let what is written in place into the raw batch be written into a copy of it."""
+    """Let in-place writes into the raw batch go to a copy of it."""
     clusters = Clusters.of(trace.graph.nodes, trace.root)
     first = next(trace.nodes())
     for node in trace.inputs:
@@ -210,7 +205,7 @@ def protect_fields(trace: Trace) -> None:
 
 
 def prune(trace: Trace) -> None:
-    """Erase what neither the loss nor a buffer's new value needs; writes live as long as their storage is read."""
+    """Erase what neither the loss nor a buffer's new value needs; keep writes into storage that is read."""
     clusters = Clusters.of(trace.graph.nodes, trace.root)
     buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
     pending = [trace.loss, *(write for buffer in buffers for write in clusters.writes(buffer))]

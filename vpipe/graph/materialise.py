@@ -1,7 +1,6 @@
 """Tensors for a stage: copies of the model's own, or fresh ones where the model is on `meta`.
 
-A fresh tensor is drawn alone, seeded by its name: its value depends neither on the partition nor on the order
-in which ranks ask for it.
+Each fresh tensor has its own seed, made from its name: its value does not depend on the partition.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ def _lookup(model: nn.Module, name: str) -> Tensor:
 def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
     """One real tensor in a model of meta tensors, set by the initialisers of the modules around it.
 
-    They run from the owner outwards, as the model's own constructor would: an outer module (a GPT-2 block that
-    scales its projection) has the last word.
+    They run from the owner outwards, as the model's constructor runs them: an outer module (a GPT-2 block that scales
+    its projection) sets the final value.
     """
     owner_name, _, own = name.rpartition(".")
     owner = skeleton.get_submodule(owner_name)
     store: dict[str, Tensor | None] = owner._parameters if own in owner._parameters else owner._buffers  # type: ignore[assignment]
     blank = store[own]
     assert blank is not None
-    tensor = _marked(blank)
+    tensor = torch.full(blank.shape, _mark(blank.dtype), dtype=blank.dtype)
     is_parameter = isinstance(blank, nn.Parameter)
     store[own] = nn.Parameter(tensor, requires_grad=blank.requires_grad) if is_parameter else tensor
     try:
@@ -75,7 +74,7 @@ def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
 
 
 def _initialisers(model: nn.Module, owner: str) -> list[tuple[str, Callable[[], object]]]:
-    """What sets a module's tensors: its own `reset_parameters` or the enclosing Hugging Face model's rule."""
+    """The functions that set a module's tensors: `reset_parameters`, or the rule of a Hugging Face model around it."""
     parts = owner.split(".") if owner else []
     result: list[tuple[str, Callable[[], object]]] = []
     for depth in range(len(parts), -1, -1):
@@ -93,7 +92,7 @@ def _initialisers(model: nn.Module, owner: str) -> list[tuple[str, Callable[[], 
 
 
 def _enclosing_rule(model: nn.Module, parts: list[str]) -> Callable[[nn.Module], object] | None:
-    """`_init_weights` of the innermost module around this place that has one."""
+    """`_init_weights` of the innermost enclosing module that has one."""
     for depth in range(len(parts), -1, -1):
         rule = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
         if callable(rule):
@@ -101,20 +100,15 @@ def _enclosing_rule(model: nn.Module, parts: list[str]) -> Callable[[nn.Module],
     return None
 
 
-def _marked(like: Tensor) -> Tensor:
-    """A real tensor full of a value that no initialiser sets, so that forgotten ones are found."""
-    tensor = torch.empty(like.shape, dtype=like.dtype)
-    return tensor.fill_(_mark(like.dtype)) if like.dtype is not torch.bool else tensor.zero_()
-
-
 def _mark(dtype: torch.dtype) -> float | int:
-    floating = dtype.is_floating_point or dtype.is_complex
-    return float("nan") if floating else torch.iinfo(dtype).max
+    """A value that no initialiser sets, so that forgotten tensors are found; there is none for bool."""
+    if dtype is torch.bool:
+        return 0
+    return float("nan") if dtype.is_floating_point or dtype.is_complex else torch.iinfo(dtype).max
 
 
 def _has_marks(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return False
-    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
-        return bool(tensor.isnan().any())
-    return bool((tensor == _mark(tensor.dtype)).any())
+    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
+    return bool((tensor.isnan() if floating else tensor == _mark(tensor.dtype)).any())

@@ -67,13 +67,13 @@ class ModelGraph:
 
     @cached_property
     def plan_fingerprint(self) -> str:
-        """Hash of what a plan speaks of, the blocks and their parameters: any batch and precision has the same."""
+        """Hash of the blocks and their parameters, to which a plan refers; the same for any batch and precision."""
         lines = [f"{name} {tuple(info.shape)}" for name, info in self.parameters.items()]
         lines += [f"{block.name} {' '.join(block.parameters)}" for block in self.blocks]
         return hashlib.sha256("\n".join(lines).encode()).hexdigest()
 
     def batch_fields(self, batch: Batch) -> dict[str, Tensor]:
-        """The batch's tensors by field; BatchError names the field, what it is and what was expected."""
+        """The batch's tensors by field. BatchError names the wrong field, its value and the expected one."""
         return self.check(batch)
 
     def balanced_partition(self, stages: int) -> tuple[int, ...]:
@@ -81,7 +81,7 @@ class ModelGraph:
         return balanced_partition([block.flops for block in self.blocks], stages)
 
     def partition_for_ranks(self, placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
-        """Numbers of blocks that make the busiest rank as idle as possible; `placement` gives a stage's ranks."""
+        """Numbers of blocks that make the busiest rank's work as small as possible; `placement`: each stage's ranks."""
         return partition_for_ranks([block.flops for block in self.blocks], placement)
 
     def stages(self, partition: Sequence[int]) -> tuple[StageGraph, ...]:
@@ -90,7 +90,7 @@ class ModelGraph:
         return cut_into_stages(self.trace, self.ownership, self.blocks, partition, list(self.parameters))
 
     def shape(self, value: str, fields: Mapping[str, torch.Size]) -> torch.Size:
-        """Shape of a value between stages for a batch with fields of these shapes: no header travels with it."""
+        """Shape of a value between stages, from the shapes of the batch's fields: it is sent without a header."""
         key = (value, *(fields[name] for name in self.check.layout.tensors))
         if key not in self._shapes:
             sizes = self.check.sizes(fields)
@@ -120,7 +120,7 @@ def _fingerprint(trace: Trace, blocks: Sequence[Block], parameters: Mapping[str,
     number: dict[fx.Node, int] = {}
     kept: list[fx.Node] = []
     for node in trace.graph.nodes:
-        # Whether a layout has to be changed depends on the device's kernels.
+        # Left out: whether there is one depends on the device's kernels.
         if operator_name(node) == "contiguous":
             number[node] = number[node.args[0]]
         else:

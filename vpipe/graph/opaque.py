@@ -1,7 +1,7 @@
 """Opaque blocks: the children of an `nn.Sequential` that no exporter can follow.
 
-Each child becomes one operation of the graph that takes the hidden value, its own buffers and its own
-parameters; what happens inside is run as it stands.
+Each child becomes one operation of the graph, which takes the hidden value, its buffers and its parameters, and calls
+the module.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from vpipe.graph.trace import Input, Kind, Size, Spec, Trace
 class ModuleCall:
     """A child module as a function of its input, its buffers and its parameters.
 
-    Keeps a copy of the module on `meta`, so that nobody holds the user's weights by accident.
+    Keeps a copy of the module on `meta`, so that it does not hold the user's weights.
     """
 
     def __init__(self, name: str, module: nn.Module) -> None:
@@ -70,7 +70,7 @@ def _not_a_leaf(value: Tensor) -> Tensor:
 
 
 def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trace:
-    """A trace whose operations are the children of the `nn.Sequential` inside, shaped by one run."""
+    """A trace whose operations are the children of the `nn.Sequential` inside. One run gives the shapes."""
     model, layout = loss_module.model, loss_module.layout
     assert isinstance(model, nn.Sequential)
     graph = fx.Graph()
@@ -125,7 +125,7 @@ def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trac
 
 
 def _state_nodes(model: nn.Module, trace: Trace) -> dict[str, fx.Node]:
-    """A placeholder for each parameter and buffer; names of one tensor share it."""
+    """A placeholder for each parameter and buffer, by name; the names of a tied tensor share it."""
     result: dict[str, fx.Node] = {}
     seen: dict[Tensor, fx.Node] = {}
     tensors = [

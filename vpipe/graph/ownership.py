@@ -1,8 +1,8 @@
-"""Which operations belong to one place, and which may be repeated wherever they are read.
+"""Owned and free operations of a captured model.
 
-*Free* operations depend on the batch, on constants and on buffers that never change (masks, position ids, rotary
-tables): each stage computes those that it reads. All others are *owned*: they run once, and what they make is
-sent to its readers.
+*Free* operations depend only on the batch, on constants and on buffers that never change (masks, position ids, rotary
+tables): each stage computes those that it reads. All others are *owned*: they run once, in one stage, and their results
+are sent to their readers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from vpipe.graph.inplace import Clusters, operator_name
+from vpipe.graph.inplace import Clusters, given_arguments, operator_name
 from vpipe.graph.opaque import LossCall, ModuleCall
 from vpipe.graph.trace import Kind, Trace, submodules
 
@@ -40,11 +40,11 @@ class Ownership:
 
 
 def _owned(trace: Trace, clusters: Clusters, mutated: frozenset[fx.Node]) -> set[fx.Node]:
-    """Least set closed under use and under sharing a written storage."""
+    """The smallest set that contains the users of its members and all that share a written storage with them."""
     parameters = {node for node in trace.inputs if trace.kind(node) is Kind.PARAMETER}
     pending = [user for node in parameters | mutated for user in node.users]
     pending += [node for node in trace.nodes() if is_random(node, trace.root)]
-    # The loss is computed in one place even if no parameter reaches it.
+    # The loss is owned even if no parameter reaches it.
     pending.append(trace.loss)
     order = {node: position for position, node in enumerate(trace.graph.nodes)}
     owned: set[fx.Node] = set()
@@ -87,15 +87,9 @@ def is_random(node: fx.Node, root: nn.Module) -> bool:
 def bound_arguments(node: fx.Node) -> dict[str, Any]:
     """The operator's arguments by name, defaults included."""
     assert isinstance(node.target, torch._ops.OpOverload)
-    values: dict[str, Any] = {}
-    for position, argument in enumerate(node.target._schema.arguments):
-        if position < len(node.args) and not argument.kwarg_only:
-            values[argument.name] = node.args[position]
-        elif argument.name in node.kwargs:
-            values[argument.name] = node.kwargs[argument.name]
-        elif argument.has_default_value():
-            values[argument.name] = argument.default_value
-    return values
+    arguments = node.target._schema.arguments
+    defaults = {a.name: a.default_value for a in arguments if a.has_default_value()}
+    return defaults | {argument.name: value for argument, value in given_arguments(node)}
 
 
 def _differentiable(trace: Trace, clusters: Clusters) -> frozenset[fx.Node]:
@@ -105,7 +99,7 @@ def _differentiable(trace: Trace, clusters: Clusters) -> frozenset[fx.Node]:
         for node, entry in trace.inputs.items()
         if entry.kind is Kind.PARAMETER and entry.name not in trace.frozen
     }
-    # Once more for as long as a write hands a gradient to an older name of its storage.
+    # Repeated while a write passes a gradient to an older name of its storage.
     size = -1
     while size != len(result):
         size = len(result)
@@ -119,11 +113,8 @@ def _differentiable(trace: Trace, clusters: Clusters) -> frozenset[fx.Node]:
 
 
 def _may_carry_gradient(node: fx.Node, trace: Trace) -> bool:
-    if operator_name(node) in _NOT_DIFFERENTIABLE or _without_grad(node):
+    no_grad = node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False
+    if no_grad or operator_name(node) in _NOT_DIFFERENTIABLE:
         return False
     spec = trace.specs.get(node)
     return spec is None or spec.dtype.is_floating_point or spec.dtype.is_complex
-
-
-def _without_grad(node: fx.Node) -> bool:
-    return node.target is torch.ops.higher_order.wrap_with_set_grad_enabled and node.args[0] is False

@@ -1,4 +1,4 @@
-"""Stages: what each reads, writes and owns. Plain data; `stage/` makes modules of it."""
+"""Stages of a partition as data: the values that each reads and writes, its blocks and parameters."""
 
 from __future__ import annotations
 
@@ -18,9 +18,8 @@ from vpipe.graph.trace import Kind, Trace
 class StageGraph:
     """One stage of a partition.
 
-    `fields` are the batch's fields that it reads, `reads` the values that it takes from other stages (name to
-    producer), `writes` those that it makes for others (name to readers, straight to each of them), `parameters`
-    and `buffers` the model's own names of what it holds.
+    `fields` are the batch's fields that it reads, `reads` the values from other stages (name to producer), `writes`
+    the values for other stages (name to readers), `parameters` and `buffers` what it holds, by the model's own names.
     """
 
     index: int
@@ -42,7 +41,7 @@ class StageGraph:
         return self.trace.specs[self._nodes[value]].dtype
 
     def needs_gradient(self, value: str) -> bool:
-        """Whether a gradient comes back for the value: it is floating and depends on a trained parameter."""
+        """Whether the value has a gradient: it is floating and depends on a trained parameter."""
         return self._nodes[value] in self.ownership.differentiable
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeAlias
@@ -15,7 +16,7 @@ Size: TypeAlias = "int | sympy.Expr"
 
 
 class Kind(enum.Enum):
-    """What a placeholder of the graph stands for."""
+    """The kinds of placeholders of the graph."""
 
     FIELD = "field"
     PARAMETER = "parameter"
@@ -29,7 +30,7 @@ class Input(NamedTuple):
 
 
 class Spec(NamedTuple):
-    """Type of a tensor whose sizes may depend on the batch."""
+    """Shape and dtype of a tensor; sizes may depend on the batch."""
 
     shape: tuple[Size, ...]
     dtype: torch.dtype
@@ -39,9 +40,9 @@ class Spec(NamedTuple):
 class Trace:
     """A graph of aten operations (or of opaque modules) that ends in the loss.
 
-    `symbols` says where a symbolic size is read from: a field of the batch and one of its dimensions;
-    `hints` are the sizes that the example batch had. `boundaries`, where given, are the only nodes before which
-    the graph may be cut.
+    `symbols` gives the field of the batch and the dimension from which a symbolic size is read, `hints` the sizes of
+    the example batch. `boundaries`, if given, are the only nodes before which the graph may be cut. The `meta` of a
+    node has its `module_path`: the names of the modules around it, outermost first.
     """
 
     graph: fx.Graph
@@ -64,20 +65,17 @@ class Trace:
         return entry.kind if entry else None
 
     def hinted_shape(self, node: fx.Node) -> tuple[int, ...]:
-        """Shape for the example batch; sizes that depend on the data count as one."""
+        """Shape for the example batch, with 1 for sizes that depend on the data."""
         return tuple(evaluate(size, self.hints, default=1) for size in self.specs[node].shape)
 
     def num_elements(self, node: fx.Node) -> int:
-        elements = 1
-        for size in self.hinted_shape(node):
-            elements *= size
-        return elements
+        return math.prod(self.hinted_shape(node))
 
     def num_bytes(self, node: fx.Node) -> int:
         return self.num_elements(node) * self.specs[node].dtype.itemsize
 
     def is_sized(self, node: fx.Node) -> bool:
-        """Whether the node is one tensor whose shape follows from the batch's own sizes."""
+        """Whether the node is one tensor whose shape follows from the sizes of the batch."""
         spec = self.specs.get(node)
         return spec is not None and all(free_symbols(size) <= self.symbols.keys() for size in spec.shape)
 
@@ -87,7 +85,7 @@ def free_symbols(size: Size) -> set[sympy.Symbol]:
 
 
 def evaluate(size: Size, sizes: Mapping[sympy.Symbol, int], default: int | None = None) -> int:
-    """Value of a symbolic size; `default` stands in for symbols that `sizes` does not bind."""
+    """Value of a symbolic size; symbols that are not in `sizes` get the value `default`."""
     if isinstance(size, int):
         return size
     bound = {symbol: sizes.get(symbol, default) for symbol in size.free_symbols}
@@ -95,7 +93,7 @@ def evaluate(size: Size, sizes: Mapping[sympy.Symbol, int], default: int | None 
 
 
 def as_size(size: Any) -> Size:
-    """A plain int or sympy expression from what a fake tensor's shape holds."""
+    """An int or sympy expression from a size of a fake tensor."""
     if isinstance(size, torch.SymInt):
         expression = size.node.expr
         return int(expression) if expression.is_number else expression
@@ -108,8 +106,3 @@ def submodules(node: fx.Node, root: nn.Module) -> list[fx.GraphModule]:
         return []
     bodies = [root.get_submodule(str(arg.target)) for arg in node.all_input_nodes if arg.op == "get_attr"]
     return [body for body in bodies if isinstance(body, fx.GraphModule)]
-
-
-def module_path(node: fx.Node) -> tuple[str, ...]:
-    """Names of the modules around a node, outermost first, without the capturing wrapper."""
-    return node.meta.get("module_path", ())

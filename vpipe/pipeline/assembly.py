@@ -141,10 +141,10 @@ def _make_stage(
         versions=_versions(layout.schedule, rank, index),
     )
     evaluation = StageModule(graph, module, training=False)
-    # What is swapped leaves and comes on streams of its own, when its time has come: no tape does that.
-    taped = options.cuda_graphs and not module.swaps
-    tapes = GraphPool(module, weights, options.seed) if taped else None
-    return Stage(graph, module, evaluation, weights, options.seed, tapes)
+    # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.
+    replayed = options.cuda_graphs and not module.swaps
+    graph_pool = GraphPool(module, weights, options.seed) if replayed else None
+    return Stage(graph, module, evaluation, weights, options.seed, graph_pool)
 
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:

@@ -1,4 +1,4 @@
-"""A stage on the bench whose rounds are played from CUDA graphs, as stages are in a run that asks for them."""
+"""A stage on the bench whose rounds replay CUDA graphs, as the stages of a run with `cuda_graphs` do."""
 
 from __future__ import annotations
 
@@ -15,63 +15,63 @@ from vpipe.stage.swap import Swap
 
 
 class TapedBench(Bench):
-    """What is swapped is issued as ever, and so is everything before the rounds, when sizes are measured."""
+    """Swapping modules run eagerly, and so does everything before the rounds, when sizes are measured."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._begun = False
-        self._tapes: dict[StageModule, GraphPool] = {}
-        self._played: tuple[GraphPool, GraphSlot] | None = None
+        self._pools: dict[StageModule, GraphPool] = {}
+        self._replayed: tuple[GraphPool, GraphSlot] | None = None
 
     def begin(self) -> None:
         self._begun = True
 
     def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
-        if self._played:
-            tapes, seat = self._played
-            tapes.finished(seat)
-            self._played = None
+        if self._replayed:
+            pool, slot = self._replayed
+            pool.finish(slot)
+            self._replayed = None
         if not self._begun or swap is not None:
             return super().forward(module, swap)
-        if module not in self._tapes:
-            self._tapes[module] = self._warm_tapes(module)
-        tapes = self._tapes[module]
+        if module not in self._pools:
+            self._pools[module] = self._warm_pool(module)
+        pool = self._pools[module]
         start = self.clock()
-        found = tapes.seat(self.inputs, self.fields)
-        assert found is not None
-        found.forward(0)
-        self._played = tapes, found
+        taken = pool.take_slot(self.inputs, self.fields)
+        assert taken is not None
+        taken.forward(0)
+        self._replayed = pool, taken
         return start, self.clock()
 
     def backward(self) -> Lap:
-        if self._played is None:
+        if self._replayed is None:
             return super().backward()
-        tapes, seat = self._played
-        for name, tensor in seat.place.gradients.items():
+        pool, slot = self._replayed
+        for name, tensor in slot.memory.gradients.items():
             if name not in self._gradients:
                 self._gradients[name] = torch.ones_like(tensor)
         start = self.clock()
-        tapes.gather_gradients()
-        seat.backward(0, self._gradients, 1.0)
+        pool.bind_gradients()
+        slot.backward(0, self._gradients, 1.0)
         return start, self.clock()
 
     def weight_gradients(self) -> Lap:
-        if self._played is None:
+        if self._replayed is None:
             return super().weight_gradients()
         start = self.clock()
-        self._played[1].weight_gradients()
+        self._replayed[1].weight_gradients()
         return start, self.clock()
 
     def gradients_that_stay(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.weights.model_parameters if parameter.grad is not None]
 
-    def _warm_tapes(self, module: StageModule) -> GraphPool:
-        """With one recorded already, so that the first lap is like the others."""
-        tapes = GraphPool(module, self.weights, 0)
+    def _warm_pool(self, module: StageModule) -> GraphPool:
+        """With graphs captured already, so that the first lap is like the others."""
+        pool = GraphPool(module, self.weights, 0)
         super().forward(module)
         super().backward()
         super().weight_gradients()
-        tapes.finished(None)
+        pool.finish(None)
         self.weights.skip()
-        tapes.finished(tapes.seat(self.inputs, self.fields))
-        return tapes
+        pool.finish(pool.take_slot(self.inputs, self.fields))
+        return pool

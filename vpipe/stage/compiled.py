@@ -1,16 +1,16 @@
-"""Compiled segments: torch.compile for each stretch of a block that calls no Python of ours.
+"""torch.compile for the parts of a segment that call no Python of ours.
 
-A segment's function does call some: a block that draws random numbers seeds the generators first, and a split
-product puts its weight gradient off. No compiler looks through these, and masks must go on depending on
-the block alone. So the function is cut there and where a block begins; each stretch between is compiled:
+A segment calls some: a block that draws random numbers seeds the generators first, and a split product defers its
+weight gradient. The compiler cannot look through these calls, and masks must depend on the block alone. So the
+segment is cut at these calls and where a block begins; each region between two cuts is compiled:
 
     plain      seed 0  embedding dropout norm   seed 1  linear gelu linear dropout add
-    compiled   seed 0  [       stretch      ]   seed 1  [          stretch           ]
+    compiled   seed 0  [       region       ]   seed 1  [           region           ]
 
     with split products                         seed 1  linear [gelu] linear [dropout add]
 
-Parameters are arguments, so equal layers are one stretch, compiled once in a process. Each stretch is one node of
-autograd, whose saved tensors pass the same hooks as everybody's: recompute, swap and the count of bytes need not know.
+Parameters are arguments, so equal layers share one region, which a process compiles once. A region is one autograd
+node whose saved tensors pass the usual hooks: recompute, swap and the count of held bytes work unchanged.
 """
 
 from __future__ import annotations
@@ -29,58 +29,52 @@ from torch.fx.node import map_arg
 from vpipe.errors import VPipeError
 
 BLOCK, SPEC = "block", "spec"
-"""What is noted at each node of a function that is to be compiled: its block, and its shape and dtype."""
+"""Keys in the `meta` of each node of a function to compile: its block, and its shape and dtype."""
 _WITHOUT_WORK = {"reshape", "contiguous", "clone", "sym_size", "flatten", "unflatten"}
 
-
 _compiled: dict[tuple[str, str], Callable[..., Any]] = {}
-"""Of this process, by backend and key: stages, pipelines and profiles of one model have most of them in common."""
+"""By backend and key, for the whole process: the stages and profiles of one model have most regions in common."""
 
 
-class Compiler:
-    """Compiles the stretches of a stage, equal ones once. `backend` is a name that torch.compile knows."""
-
-    def __init__(self, backend: str) -> None:
-        self._backend = backend
-
-    def compiled(self, function: fx.GraphModule) -> fx.GraphModule:
-        """The same function, its stretches compiled when they are first run; nodes bear BLOCK and SPEC."""
-        outer = fx.Graph()
-        copies: dict[fx.Node, fx.Node] = {}
-        for node in function.graph.nodes:
-            if node.op in ("placeholder", "get_attr"):
-                copies[node] = outer.node_copy(node)
-        for nodes in _runs(function.graph):
-            if any(_works(node) for node in nodes) and not _calls_python(nodes[0]):
-                stretch = _stretch(function, nodes)
-                call = outer.call_function(self._compile(stretch), tuple(copies[n] for n in stretch.inputs))
-                for number, node in enumerate(stretch.outputs):
-                    copies[node] = outer.call_function(operator.getitem, (call, number))
-            else:
-                for node in nodes:
-                    copies[node] = outer.node_copy(node, copies.__getitem__)
-        (output,) = function.graph.find_nodes(op="output")
-        outer.output(map_arg(output.args[0], copies.__getitem__))
-        outer.eliminate_dead_code(lambda node: node.op != "get_attr")  # bodies that went into stretches
-        return fx.GraphModule(function, outer)
-
-    def _compile(self, stretch: _Stretch) -> Callable[..., Any]:
-        key = (self._backend, stretch.key)
-        if key not in _compiled:
-            # Its sizes are fixed at first; those that then vary are made dynamic, once and for all.
-            made = torch.compile(stretch.function.forward, backend=self._backend, fullgraph=True)
-            made.__name__ = made.__qualname__ = "compiled_stretch"
-            made.__module__ = __name__
-            _compiled[key] = made
-        return _compiled[key]
+def compile_regions(function: fx.GraphModule, backend: str) -> fx.GraphModule:
+    """The same function with compiled regions; `backend` is a name that torch.compile knows."""
+    outer = fx.Graph()
+    copies: dict[fx.Node, fx.Node] = {}
+    for node in function.graph.nodes:
+        if node.op in ("placeholder", "get_attr"):
+            copies[node] = outer.node_copy(node)
+    for nodes in _runs(function.graph):
+        if any(_works(node) for node in nodes) and not _calls_python(nodes[0]):
+            region = _extract(function, nodes)
+            call = outer.call_function(_compile(region, backend), tuple(copies[n] for n in region.inputs))
+            for number, node in enumerate(region.outputs):
+                copies[node] = outer.call_function(operator.getitem, (call, number))
+        else:
+            for node in nodes:
+                copies[node] = outer.node_copy(node, copies.__getitem__)
+    (output,) = function.graph.find_nodes(op="output")
+    outer.output(map_arg(output.args[0], copies.__getitem__))
+    outer.eliminate_dead_code(lambda node: node.op != "get_attr")  # bodies that moved into regions
+    return fx.GraphModule(function, outer)
 
 
-class _Stretch(NamedTuple):
+class _Region(NamedTuple):
     function: fx.GraphModule
     inputs: list[fx.Node]
     outputs: list[fx.Node]
     key: str
-    """Equal for stretches that compute the same from arguments of the same shapes."""
+    """Equal for regions that compute the same from arguments of the same shapes."""
+
+
+def _compile(region: _Region, backend: str) -> Callable[..., Any]:
+    key = (backend, region.key)
+    if key not in _compiled:
+        # Sizes are static at first; torch makes those that then vary dynamic.
+        made = torch.compile(region.function.forward, backend=backend, fullgraph=True)
+        made.__name__ = made.__qualname__ = "compiled_region"
+        made.__module__ = __name__
+        _compiled[key] = made
+    return _compiled[key]
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
@@ -102,14 +96,14 @@ def _calls_python(node: fx.Node) -> bool:
 
 
 def _works(node: fx.Node) -> bool:
-    """Whether it computes anything, or only looks at its input in another way."""
+    """Whether it computes anything; views and sizes do not."""
     if isinstance(node.target, torch._ops.OpOverload):
         return not node.target.is_view and node.target._opname not in _WITHOUT_WORK
     return getattr(node.target, "__module__", "") != "_operator"  # sizes and items of tuples
 
 
-def _stretch(function: fx.GraphModule, nodes: Sequence[fx.Node]) -> _Stretch:
-    """Operations as a function of their own, in which names say nothing of the layer that they are from."""
+def _extract(function: fx.GraphModule, nodes: Sequence[fx.Node]) -> _Region:
+    """Operations as a function of their own, with names that do not depend on the layer."""
     inside = set(nodes)
     read = dict.fromkeys(arg for node in nodes for arg in node.all_input_nodes if arg not in inside)
     inputs = [arg for arg in read if arg.op != "get_attr"]
@@ -122,30 +116,23 @@ def _stretch(function: fx.GraphModule, nodes: Sequence[fx.Node]) -> _Stretch:
         bodies[name] = function.get_submodule(str(node.target))
         copies[node] = graph.get_attr(name)
     for number, node in enumerate(nodes):
-        copies[node] = graph.create_node(
-            node.op,
-            node.target,
-            map_arg(node.args, copies.__getitem__),
-            map_arg(node.kwargs, copies.__getitem__),
-            name=f"value_{number}",
-        )
+        args, kwargs = map_arg((node.args, node.kwargs), copies.__getitem__)
+        copies[node] = graph.create_node(node.op, node.target, args, kwargs, name=f"value_{number}")
     graph.output(tuple(copies[node] for node in outputs))
     made = fx.GraphModule(bodies, graph)
     codes = [module.code for module in made.modules() if isinstance(module, fx.GraphModule)]
-    return _Stretch(made, inputs, outputs, "\n".join([*codes, *(str(node.meta[SPEC]) for node in inputs)]))
+    return _Region(made, inputs, outputs, "\n".join([*codes, *(str(node.meta[SPEC]) for node in inputs)]))
 
 
 def check_compiler(backend: str, device: torch.device) -> None:
-    """Whether what the backend calls is installed; inductor writes C++ for CPUs and Triton for GPUs."""
+    """Raise if inductor lacks what it calls: a C++ compiler for CPUs, Triton for GPUs."""
     if backend != "inductor":
         return
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
-        raise VPipeError(
-            "compile is asked for on a GPU, which takes Triton: pip install triton, or leave it out"
-        )
+        raise VPipeError("compile needs Triton on a GPU: pip install triton, or leave compile out")
     wanted = os.environ.get("CXX", "g++")
     if device.type == "cpu" and shutil.which(wanted) is None:
         raise VPipeError(
-            f"compile is asked for, and the C++ compiler {wanted!r} that it takes is not found: install it, name "
-            "another one in the environment variable CXX, or leave compile out"
+            f"compile needs the C++ compiler {wanted!r}, which is not found: install it, name another one in the "
+            "environment variable CXX, or leave compile out"
         )

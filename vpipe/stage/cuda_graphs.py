@@ -1,23 +1,23 @@
-"""A stage's work for one minibatch on tape: CUDA graphs, recorded once and played for each minibatch.
+"""CUDA graphs of a stage: forward and backward of one minibatch, captured once and then replayed.
 
-A GPU is done with a small kernel before its host has issued the next. A tape issues all of a forward, or of a
-backward, at once. What is on it is fixed, so a minibatch is laid into its place and the results are copied out:
+A GPU finishes a small kernel before its host has launched the next one. Replaying a graph launches all kernels of a
+forward, or of a backward, at once. A graph reads and writes fixed addresses, so data is copied in and out:
 
-    record    forward, backward (and weight gradients, where they are split off): issued to nobody, written down
-    play      inputs ▶ place, seeds ▶ generators, all kernels at once, outputs ▶ tensors of their own
+    forward    inputs ▶ slot, seed the generators, replay, clone the outputs
+    backward   output gradients ▶ slot, seed the generators, replay, clone the input gradients
 
-Fixed are the places of inputs, weights and gradients too. So there is a tape for each minibatch in flight and each
-version of the weights that it meets (`stage/graph_pool.py`). Gradients of weights are added to the places given.
+Weights and their gradients have fixed addresses too. So there is one set of graphs for each slot (a minibatch in
+flight) and each address that the weights have had (`stage/graph_pool.py`). Weight gradients are added in place.
 
-Memory: what a forward saves lies in a pool of the place's own until its backward. Whatever is gone when a graph ends
-lies in a pool that all of a stage's tapes share, for no two are played at once:
+Memory: what a forward saves for its backward is allocated in the slot's own pool. What is free again when a graph ends
+comes from a pool that all graphs of the stage share, because no two of them run at once:
 
-    blocks           0  1   2 recomputed     3  4           backward
-    pool             own    shared           own            shared; own, where weight gradients wait for what it makes
-    graphs           [0  1] [2             ] [copy  3  4]   [4  3  2 again  2  1  0]
+    blocks     0  1   2 recomputed     3  4            backward
+    pool       slot   shared           slot            shared; slot if it is split: weight gradients read its results
+    graphs     [0  1] [2             ] [clone  3  4]   [4  3  2 again  2  1  0]
 
-Randomness: each block draws from a generator of its own, seeded before the tape is played as a block that is not on
-tape seeds the device's: the masks are the same.
+Random numbers: each block draws from its own generator, which is seeded before a replay as an eager block seeds the
+device's. So the dropout masks are the same.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ if TYPE_CHECKING:
 
 
 @cache
-def _stream(device: torch.device) -> torch.cuda.Stream:
-    """On which everything is recorded: libraries hold memory for each stream that they were used on."""
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures: libraries hold memory for each stream that they were used on."""
     return torch.cuda.Stream(device)
 
 
 class CaptureContext:
-    """What the tapes of one stage share: a stream to record on, a pool, generators."""
+    """Shared by all graphs of a stage: capture stream, memory pool, a generator for each block that draws."""
 
     def __init__(self, module: StageModule, seed: int) -> None:
         self.module = module
         self.device = module.device
-        self.stream = _stream(self.device)
+        self.stream = _capture_stream(self.device)
         self.pool = torch.cuda.graph_pool_handle()
         self.reserve = Reserve()
         self._seed = seed
@@ -67,13 +67,12 @@ class CaptureContext:
         for block, generator in self.generators.items():
             generator.manual_seed(stable_seed(self._seed, block, minibatch))
 
-    def draw_from(self, block: int) -> None:
-        """While a tape is recorded: what follows draws from this block's generator."""
+    def use_generator(self, block: int) -> None:
+        """During capture: the next operations draw from this block's generator."""
         self._default.graphsafe_set_state(self.generators[block])
 
     @contextmanager
-    def as_before(self) -> Iterator[None]:
-        """Afterwards the device's generator is what it was."""
+    def restoring_generator(self) -> Iterator[None]:
         before = self._default.graphsafe_get_state()
         try:
             yield
@@ -82,79 +81,77 @@ class CaptureContext:
 
 
 class GraphSequence:
-    """A stretch of a tape: graphs that are played one after the other, each recorded for one of two pools."""
+    """Graphs that are replayed one after the other, each captured with one of two memory pools."""
 
-    def __init__(self, deck: CaptureContext) -> None:
-        self._deck = deck
+    def __init__(self, context: CaptureContext) -> None:
+        self.context = context
         self._graphs: list[torch.cuda.CUDAGraph] = []
-        self._pool = deck.pool
+        self._pool = context.pool
 
-    def play(self) -> None:
+    def replay(self) -> None:
         for graph in self._graphs:
             graph.replay()
 
     @contextmanager
-    def recording(self, pool: Pool) -> Iterator[None]:
+    def capturing(self, pool: Pool) -> Iterator[None]:
         self._pool = pool
-        deck = self._deck
-        deck.stream.wait_stream(torch.cuda.current_stream(deck.device))
-        with torch.cuda.stream(deck.stream), deck.as_before():
+        context = self.context
+        context.stream.wait_stream(torch.cuda.current_stream(context.device))
+        with torch.cuda.stream(context.stream), context.restoring_generator():
             self._begin(pool)
             try:
                 yield
             except BaseException:
-                with suppress(RuntimeError):  # what went wrong is told by the first error
+                with suppress(RuntimeError):  # the first error says what went wrong
                     self._end()
                 raise
             self._end()
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        """What is recorded meanwhile leaves nothing behind but what the next graph copies first."""
+    def in_shared_pool(self) -> Iterator[None]:
+        """A graph of its own in the stage's shared pool. The next graph has to clone first what it reads of it."""
         self._end()
-        self._begin(self._deck.pool)
+        self._begin(self.context.pool)
         yield
         self._end()
         self._begin(self._pool)
 
     def _begin(self, pool: Pool) -> None:
         graph = torch.cuda.CUDAGraph()
-        for generator in self._deck.generators.values():
+        for generator in self.context.generators.values():
             graph.register_generator_state(generator)
         self._graphs.append(graph)
         graph.capture_begin(pool=pool, capture_error_mode="thread_local")
 
     def _end(self) -> None:
         with warnings.catch_warnings():
-            # It is empty where a stage begins with a block that is recomputed.
+            # torch warns of an empty graph: there is one where a stage begins with a recomputed block.
             warnings.simplefilter("ignore")
             self._graphs[-1].capture_end()
 
 
-@dataclass
 class _CapturedMinibatch(RandomContext):
-    """The context of a minibatch that is recorded."""
+    """The context of a minibatch during capture."""
 
-    deck: CaptureContext | None = None
-    reel: GraphSequence | None = None
+    def __init__(self, forward: GraphSequence) -> None:
+        super().__init__()
+        self._forward = forward
 
     def seed_block(self, block: int, device: torch.device) -> None:
-        assert self.deck is not None
-        self.deck.draw_from(block)
+        self._forward.context.use_generator(block)
 
     @contextmanager
-    def apart(self) -> Iterator[None]:
-        assert self.reel is not None
-        with self.reel.apart():
+    def temporary_memory(self) -> Iterator[None]:
+        with self._forward.in_shared_pool():
             yield
 
-    def brought_back(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return tuple(tensor.clone() for tensor in made)
+    def keep_outputs(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return tuple(tensor.clone() for tensor in outputs)
 
 
 @dataclass
 class SlotMemory:
-    """Where a minibatch lies while it is in flight: fixed memory, which all tapes of this place use."""
+    """Fixed memory of one minibatch in flight, for all graphs of its slot."""
 
     inputs: dict[str, Tensor]
     fields: dict[str, Tensor]
@@ -162,7 +159,7 @@ class SlotMemory:
     """Of the outputs, by name."""
     pool: Pool = field(default_factory=torch.cuda.graph_pool_handle)
 
-    def lay(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> None:
+    def load(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> None:
         targets = [*self.inputs.values(), *self.fields.values()]
         sources = [*(inputs[name] for name in self.inputs), *(fields[name] for name in self.fields)]
         if targets:
@@ -170,73 +167,70 @@ class SlotMemory:
 
 
 class StageCudaGraphs:
-    """Forward and backward of a module's minibatch at one place, with weights and gradients at one place each."""
+    """Forward and backward of a stage for one slot, one address of the weights and one of their gradients."""
 
     def __init__(
         self,
-        deck: CaptureContext,
-        place: SlotMemory,
+        context: CaptureContext,
+        memory: SlotMemory,
         weights: Mapping[str, Tensor],
         gradients: Mapping[str, Tensor],
     ) -> None:
-        self._deck, self._place = deck, place
-        self._forward, self._backward, self._weight_gradients = (
-            GraphSequence(deck),
-            GraphSequence(deck),
-            GraphSequence(deck),
-        )
+        self._context, self._memory = context, memory
+        self._forward, self._backward = GraphSequence(context), GraphSequence(context)
+        self._weight_gradients = GraphSequence(context)
         self._outputs: dict[str, Tensor] = {}
         self._input_gradients: dict[str, Tensor] = {}
-        with reserving(deck.reserve, deck.device):
-            self._record(weights, gradients)
+        with reserving(context.reserve, context.device):
+            self._capture(weights, gradients)
 
     def forward(self, minibatch: int) -> dict[str, Tensor]:
-        """Of what lies at the place; the outputs by name."""
-        self._deck.seed(minibatch)
-        self._forward.play()
-        return _copies(self._outputs)
+        """Outputs by name, for the inputs and fields in the slot's memory."""
+        self._context.seed(minibatch)
+        self._forward.replay()
+        return clones(self._outputs)
 
     def backward(self, minibatch: int) -> dict[str, Tensor]:
-        """Of the gradients that lie at the place; those of the inputs by name."""
-        self._deck.seed(minibatch)  # for what is recomputed
-        self._backward.play()
-        return _copies(self._input_gradients)
+        """Gradients of the inputs by name, for the output gradients in the slot's memory."""
+        self._context.seed(minibatch)  # for recomputed blocks
+        self._backward.replay()
+        return clones(self._input_gradients)
 
     def weight_gradients(self) -> None:
-        """The part of backward that was put off, if any was."""
-        self._weight_gradients.play()
+        """The deferred part of a split backward, if there is one."""
+        self._weight_gradients.replay()
 
-    def _record(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
-        deck, place, module = self._deck, self._place, self._deck.module
-        # Leaves of their own: nothing that is recorded must wait for what was issued before.
-        stand_ins = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
-        for name, parameter in stand_ins.items():
+    def _capture(self, weights: Mapping[str, Tensor], gradients: Mapping[str, Tensor]) -> None:
+        context, memory, module = self._context, self._memory, self._context.module
+        # New leaves, because a capture must not depend on work that was launched before it.
+        parameters = {name: nn.Parameter(tensor) for name, tensor in weights.items()}
+        for name, parameter in parameters.items():
             parameter.grad = gradients[name]
         needs = module.stage.needs_gradient
-        leaves = {name: t.detach().requires_grad_(needs(name)) for name, t in place.inputs.items()}
-        context = _CapturedMinibatch(deck=deck, reel=self._forward)
-        with module.reading(stand_ins):
-            with self._forward.recording(place.pool):
-                outputs = module.forward(leaves, place.fields, context)
+        leaves = {name: t.detach().requires_grad_(needs(name)) for name, t in memory.inputs.items()}
+        minibatch = _CapturedMinibatch(self._forward)
+        with module.reading(parameters):
+            with self._forward.capturing(memory.pool):
+                outputs = module.forward(leaves, memory.fields, minibatch)
             roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
             for name, tensor in roots.items():
-                if name not in place.gradients:
-                    place.gradients[name] = torch.zeros_like(tensor)
-            with self._backward.recording(place.pool if module.splits else deck.pool):
+                if name not in memory.gradients:
+                    memory.gradients[name] = torch.zeros_like(tensor)
+            with self._backward.capturing(memory.pool if module.splits else context.pool):
                 if roots:
-                    torch.autograd.backward(list(roots.values()), [place.gradients[name] for name in roots])
+                    torch.autograd.backward(list(roots.values()), [memory.gradients[name] for name in roots])
                 self._input_gradients = {
                     name: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
                     for name, leaf in leaves.items()
                     if leaf.requires_grad
                 }
-            if context.deferred:
-                with self._weight_gradients.recording(deck.pool):
-                    for work in context.deferred:
+            if minibatch.deferred:
+                with self._weight_gradients.capturing(context.pool):
+                    for work in minibatch.deferred:
                         work()
-                context.deferred.clear()
+                minibatch.deferred.clear()
         self._outputs = {name: tensor.detach() for name, tensor in outputs.items()}
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}

@@ -1,13 +1,12 @@
-"""Which minibatches of a stage are played from tape, and from which.
+"""The CUDA graphs of a stage by slot and by address of the weights, captured when they are first needed.
 
     minibatch   0    1    2     3      4      5
-    place       -    -    a     b      a      b        -: issued as it stands, until one has run to its end
-    weights     v0   v0   v1    v2     v0     v1       where a version lies: storage is used again
-    tape                  a1*   b2*    a0*    b1*      *: recorded, then played; from then on only played
+    slot        -    -    a     b      a      b        -: runs eagerly, until the first minibatch has finished
+    weights     v0   v0   v1    v2     v0     v1       address of the version that it reads; storage is reused
+    graphs                a1*   b2*    a0*    b1*      *: captured, then replayed; later minibatches only replay
 
-A minibatch has a place from its forward to the end of its backward. Of the places that are free one is taken that has
-a tape for these weights, so that there are few of them. A minibatch of another shape than the first one's is issued
-as it stands.
+A minibatch holds a slot from its forward to the end of its backward. A free slot that has graphs for the current
+weights is preferred, so that few graphs are captured. A minibatch of another shape than the first runs eagerly.
 """
 
 from __future__ import annotations
@@ -21,128 +20,119 @@ from torch import Tensor, nn
 
 from vpipe.errors import VPipeError
 from vpipe.stage import StageModule
-from vpipe.stage.cuda_graphs import CaptureContext, SlotMemory, StageCudaGraphs
+from vpipe.stage.cuda_graphs import CaptureContext, SlotMemory, StageCudaGraphs, clones
 from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.versions import flat_tensors
 
-Storage = tuple[int, ...]
-"""Where a version of the weights lies."""
-Shapes = dict[str, tuple[torch.Size, torch.dtype]]
+Addresses = tuple[int, ...]
+"""Of the storage of one weight version."""
 
 
 @dataclass(eq=False)
 class GraphSlot:
-    """A place, the tapes that were recorded for it, and the one that is in: that of the minibatch which has it."""
+    """Memory of one minibatch in flight, and the graphs captured for it; `current` are those for its weights."""
 
-    place: SlotMemory
-    tapes: dict[Storage, StageCudaGraphs] = field(default_factory=dict)
-    tape: StageCudaGraphs | None = None
+    memory: SlotMemory
+    graphs: dict[Addresses, StageCudaGraphs] = field(default_factory=dict)
+    current: StageCudaGraphs = field(init=False)
 
     def forward(self, minibatch: int) -> dict[str, Tensor]:
-        assert self.tape is not None
-        return self.tape.forward(minibatch)
+        return self.current.forward(minibatch)
 
     def backward(
         self, minibatch: int, gradients: Mapping[str, Tensor], seed_gradient: float
     ) -> dict[str, Tensor]:
         """Gradients of the inputs by name, given those of the outputs; that of a loss is `seed_gradient`."""
-        assert self.tape is not None
-        for name, place in self.place.gradients.items():
+        for name, target in self.memory.gradients.items():
             if name in gradients:
-                place.copy_(gradients[name])
+                target.copy_(gradients[name])
             else:
-                place.fill_(seed_gradient if name == "loss" else 0.0)
-        return self.tape.backward(minibatch)
+                target.fill_(seed_gradient if name == "loss" else 0.0)
+        return self.current.backward(minibatch)
 
     def weight_gradients(self) -> None:
-        assert self.tape is not None
-        self.tape.weight_gradients()
+        self.current.weight_gradients()
 
 
 class GraphPool:
-    """Those of one stage on a GPU."""
+    """All slots and graphs of one stage on a GPU. `captured` counts the sets of graphs."""
 
     def __init__(self, module: StageModule, weights: OptimizerWithWeightStashing, seed: int) -> None:
-        self._deck = CaptureContext(module, seed)
+        self._context = CaptureContext(module, seed)
         self._weights = weights
         self._free: list[GraphSlot] = []
-        self._shapes: Shapes | None = None
+        self._shapes: dict[str, tuple[torch.Size, torch.dtype]] | None = None
         self._warm = False
-        self._flats, self._places = flat_tensors(weights.model_parameters)
-        self._graded: list[
-            tuple[nn.Parameter, Tensor]
-        ] = []  # whose gradient is not always None, and its place
-        self.recorded = 0
+        self._flats, self._gradients = flat_tensors(weights.model_parameters)
+        self._bound: list[tuple[nn.Parameter, Tensor]] = []
+        """The parameters that get a gradient at all, each with the tensor to which the graphs add it."""
+        self.captured = 0
 
-    def gather_gradients(self) -> None:
-        """Before a backward, on tape or not: gradients are added up where the tapes add theirs."""
-        if all(parameter.grad is None for parameter, _ in self._graded):
-            if self._graded:
+    def bind_gradients(self) -> None:
+        """Before each backward, replayed or eager: let `.grad` be the tensors to which the graphs add."""
+        if all(parameter.grad is None for parameter, _ in self._bound):
+            if self._bound:
                 for flat in self._flats:
                     flat.zero_()
         else:
-            for parameter, place in self._graded:
+            for parameter, target in self._bound:
                 if parameter.grad is None:
-                    place.zero_()
-                elif parameter.grad.data_ptr() != place.data_ptr():  # of one that came before all tapes
-                    place.copy_(parameter.grad)
-        for parameter, place in self._graded:
-            parameter.grad = place
+                    target.zero_()
+                elif parameter.grad.data_ptr() != target.data_ptr():  # of a minibatch before
+                    target.copy_(parameter.grad)
+        for parameter, target in self._bound:
+            parameter.grad = target
 
-    def seat(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> GraphSlot | None:
-        """Where a minibatch is played, laid there already; None: it is issued as it stands."""
-        fields = {name: fields[name] for name in self._deck.module.stage.fields}
+    def take_slot(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> GraphSlot | None:
+        """A slot with the minibatch's tensors copied into it; None: run it eagerly."""
+        fields = {name: fields[name] for name in self._context.module.stage.fields}
         shapes = {name: (t.shape, t.dtype) for name, t in [*inputs.items(), *fields.items()]}
         if self._shapes is None:
             self._shapes = shapes
         if not self._warm or shapes != self._shapes:
             return None
         version = self._weights.newest
-        storage = tuple(flat.data_ptr() for flat in version.flats)
-        seat = next((seat for seat in self._free if storage in seat.tapes), None)
-        if seat is not None:
-            self._free.remove(seat)
+        addresses = tuple(flat.data_ptr() for flat in version.flats)
+        slot = next((slot for slot in self._free if addresses in slot.graphs), None)
+        if slot is not None:
+            self._free.remove(slot)
         else:
-            seat = self._free.pop() if self._free else self._new_seat(inputs, fields)
+            slot = self._free.pop() if self._free else self._new_slot(inputs, fields)
             weights = dict(zip(self._weights.names, version.tensors, strict=True))
-            seat.tapes[storage] = self._record(seat.place, weights)
-        seat.tape = seat.tapes[storage]
-        seat.place.lay(inputs, fields)
-        return seat
+            slot.graphs[addresses] = self._capture(slot.memory, weights)
+        slot.current = slot.graphs[addresses]
+        slot.memory.load(inputs, fields)
+        return slot
 
-    def finished(self, seat: GraphSlot | None) -> None:
-        """A minibatch has run to its end, there or as it stands; its gradients are there.
+    def finish(self, slot: GraphSlot | None) -> None:
+        """The backward of a minibatch is done, in this slot or (None) eagerly.
 
-        After the first one libraries have what they make at first, and it is known which parameters have gradients: an
-        optimizer passes over those that have none.
+        After the first one, libraries have allocated their workspaces, and it is known which parameters get gradients:
+        those without one keep `.grad` None, so that the optimizer skips them.
         """
         if not self._warm:
-            pairs = zip(self._weights.model_parameters, self._places, strict=True)
-            self._graded = [(parameter, place) for parameter, place in pairs if parameter.grad is not None]
+            pairs = zip(self._weights.model_parameters, self._gradients, strict=True)
+            self._bound = [(parameter, target) for parameter, target in pairs if parameter.grad is not None]
             self._warm = True
-        if seat is not None:
-            self._free.append(seat)
+        if slot is not None:
+            self._free.append(slot)
 
-    def _new_seat(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> GraphSlot:
-        # While something is recorded no memory can be given back to the device: what nobody uses goes before.
+    def _new_slot(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> GraphSlot:
+        # During a capture no memory can be returned to the device, so unused memory is returned before it.
         gc.collect()
         torch.cuda.empty_cache()
-        return GraphSlot(SlotMemory(_clones(inputs), _clones(fields)))
+        return GraphSlot(SlotMemory(clones(inputs), clones(fields)))
 
-    def _record(self, place: SlotMemory, weights: Mapping[str, Tensor]) -> StageCudaGraphs:
+    def _capture(self, memory: SlotMemory, weights: Mapping[str, Tensor]) -> StageCudaGraphs:
         try:
-            gradients = dict(zip(self._weights.names, self._places, strict=True))
-            tape = StageCudaGraphs(self._deck, place, weights, gradients)
+            gradients = dict(zip(self._weights.names, self._gradients, strict=True))
+            graphs = StageCudaGraphs(self._context, memory, weights, gradients)
         except RuntimeError as error:
             if "captur" not in str(error):
                 raise
             raise VPipeError(
-                f"stage {self._deck.module.stage.index} cannot be recorded as CUDA graphs: "
+                f"stage {self._context.module.stage.index} cannot be captured as CUDA graphs: "
                 f"{str(error).splitlines()[0]}; leave cuda_graphs out"
             ) from error
-        self.recorded += 1
-        return tape
-
-
-def _clones(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.clone() for name, tensor in tensors.items()}
+        self.captured += 1
+        return graphs

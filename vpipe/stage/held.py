@@ -1,9 +1,9 @@
-"""The bytes that autograd holds for backward: each storage once, for as long as anything holds it."""
+"""The bytes that autograd holds for backward, each storage counted once while anything holds it."""
 
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,15 +11,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 
 class Held:
-    """The count of one rank, now and at its peak."""
+    """Held bytes of one rank, now and at their peak."""
 
     def __init__(self) -> None:
         self.now = 0
         self.peak = 0
-        self._storages: dict[int, list[int]] = {}  # address ▶ how many hold it, its bytes
+        self._storages: dict[int, list[int]] = {}  # address ▶ holders, bytes
 
     def add(self, tensor: Tensor) -> int:
-        """Count the tensor's storage; returns what `drop` takes."""
+        """Count the tensor's storage; returns its address, for `drop`."""
         where = address(tensor)
         if where in self._storages:
             self._storages[where][0] += 1
@@ -39,13 +39,6 @@ class Held:
                 del self._storages[where]
 
 
-class Packed(Protocol):
-    """What autograd holds in place of a saved tensor."""
-
-    @property
-    def tensor(self) -> Tensor: ...
-
-
 class Hold:
     """A tensor, counted while this object lives."""
 
@@ -62,31 +55,32 @@ class Hold:
 
 
 class HeldSaver:
-    """How one forward's tensors are saved as they are: counted, unless they are `outside`.
+    """Saves tensors on the device and counts them, unless their address is in `permanent`.
 
-    Outside are the addresses of parameters, buffers and fields of the batch, which are there anyway.
+    `permanent` are the storages of parameters, buffers and batch fields, which exist anyway.
     """
 
-    def __init__(self, held: Held | None, outside: Container[int]) -> None:
+    def __init__(self, held: Held | None, permanent: Container[int]) -> None:
         self.held = held
-        self.outside = outside
+        self.permanent = permanent
 
     def keep(self, tensor: Tensor) -> Hold:
-        # Detached: a saved output would hold the node that saves it. Parameters too: a minibatch's backward
-        # reads the version that its forward read, whatever the parameter points at meanwhile.
-        counted = self.held is not None and address(tensor) not in self.outside
+        # Detached: a saved output would hold the node that saves it, and backward must read the weight version
+        # of its forward, whatever the parameter points at meanwhile.
+        counted = self.held is not None and address(tensor) not in self.permanent
         return Hold(tensor.detach(), self.held if counted else None)
 
     def saving(self) -> saved_tensors_hooks:
         return saved_tensors_hooks(self.keep, unpack)
 
 
-def unpack(packed: Packed) -> Tensor:
+def unpack(packed: Any) -> Tensor:
+    """The tensor of a `Hold`, or of another object that autograd holds in place of a saved tensor."""
     return packed.tensor
 
 
 def address(tensor: Any) -> int:
-    """Where the storage lies; 0 for what has none of its own."""
+    """Of the storage; 0 where there is none."""
     if not isinstance(tensor, Tensor) or tensor.layout is not torch.strided:
         return 0
     return tensor.untyped_storage().data_ptr()

@@ -1,9 +1,9 @@
-"""Host memory for what a stage swaps: tensors of bytes are put there, fetched, and taken.
+"""Host memory for the activations that a stage swaps, as tensors of bytes.
 
-put ▶ ticket            on a GPU a stream of its own copies, when what was computed before is done
-settle                  what was put has left the device
-fetch                   a place on the device, and a copy on its way to it
-take                    it is there; the host's buffer is free again
+put ▶ ticket     start the copy to the host (on a GPU: on a stream of its own, after the computation so far)
+settle           wait until all copies to the host are done
+fetch            allocate on the device and start the copy back
+take             wait for the copy back; the host buffer is free again
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 TOGETHER = 8
-"""Storages that come back to a GPU in one go: a backward begins when the first of them are there."""
+"""Storages that are copied back to a GPU with one event: a backward starts when the first group has arrived."""
 LEAST = 2**16
-"""Bytes of a storage that leaves a GPU: to move smaller ones (a norm's means, a seed) takes longer than it is worth."""
+"""Bytes of the smallest storage that leaves a GPU: smaller ones (a norm's means, a seed) are not worth a copy."""
 
 
 class Arrival:
-    """Some storages are back, all at once. They are read by one stream, which waits for them once."""
+    """The arrival of a group of storages on the device. The stream that reads them waits for it once."""
 
     def __init__(self, event: torch.cuda.Event) -> None:
         self._event: torch.cuda.Event | None = event
@@ -35,25 +35,26 @@ class Arrival:
 
 @dataclass(eq=False)
 class Ticket:
-    """One tensor of bytes in the host store; `coming` is its new place on the device, once it is on its way."""
+    """One tensor of bytes in the host store; `coming` is its new memory on the device, once it is fetched.
+
+    On a GPU `left` is the end of the copy to the host, `arrival` that of the copy back.
+    """
 
     buffer: Tensor
     device: torch.device
     coming: Tensor | None = None
     left: torch.cuda.Event | None = None
-    """On a GPU: it lies on the host."""
     arrival: Arrival | None = None
-    """On a GPU: it is back."""
 
 
 class HostStore:
-    """Host memory of a stage. Buffers are used again: a fresh one costs more than the copy into it.
+    """Host memory of a stage. Buffers are reused: a new one costs more than the copy into it.
 
-    Here every copy is done when the call returns; on a GPU (`PinnedStore`) it is only begun.
+    Every copy is done when the call returns; on a GPU (`PinnedStore`) it is only started.
     """
 
     least = 0
-    """Bytes of a storage that is worth its copies."""
+    """Bytes of the smallest storage that is worth its copies."""
 
     def __init__(self) -> None:
         self._free: dict[int, list[Tensor]] = defaultdict(list)  # size ▶ buffers
@@ -66,26 +67,26 @@ class HostStore:
         return tickets
 
     def settle(self) -> None:
-        """What has left the device is needed there: wait until it has."""
+        """Wait until everything that was put is on the host: its memory on the device is needed."""
 
     def fetch(self, tickets: Sequence[Ticket]) -> None:
-        """Start to bring back what is not yet on its way, the first ones first; it may be read after `take`."""
+        """Start to copy back, in this order, what is not fetched yet; read it after `take`."""
         for ticket in tickets:
             if ticket.coming is None:
                 ticket.coming = torch.empty_like(ticket.buffer, device=ticket.device)
                 ticket.coming.copy_(ticket.buffer)
 
     def take(self, ticket: Ticket) -> Tensor:
-        """Wait until it is back; the ticket is used up."""
+        """The tensor on the device, once its copy is done; the ticket is used up."""
         self.fetch([ticket])
         assert ticket.coming is not None
         self._free[ticket.buffer.numel()].append(ticket.buffer)
         return ticket.coming
 
     def drop(self, ticket: Ticket) -> None:
-        """Nobody will read it."""
+        """Release a ticket that nobody will read."""
         if ticket.coming is not None:
-            self.take(ticket)  # its new place must not be given to others while it is on its way
+            self.take(ticket)  # its memory must not be freed while the copy back runs
         else:
             self._free[ticket.buffer.numel()].append(ticket.buffer)
 
@@ -96,11 +97,11 @@ class HostStore:
 
 
 class PinnedStore(HostStore):
-    """Host memory that a GPU reads and writes by itself, on a stream for each way, beside the computation.
+    """Pinned host memory that a GPU copies to and from beside the computation, on one stream for each direction.
 
-    What leaves stays in place until the stage's next forward, which waits for the copies: so the memory is given
-    back in the order of the computing stream, and no plan is upset by a host that runs ahead. Streams are entered and
-    waited for once for many copies: to ask for a copy costs the host about as long as small ones take.
+    Storages stay on the device until the stage's next forward, which waits for the copies: so memory is freed in the
+    order of the computing stream, and a host that runs ahead does not exceed the plan. Many copies share one stream
+    entry and one event, because launching a small copy costs the host about as long as the copy takes.
     """
 
     least = LEAST
@@ -126,21 +127,21 @@ class PinnedStore(HostStore):
             self._leaving.clear()
 
     def fetch(self, tickets: Sequence[Ticket]) -> None:
-        asked = [ticket for ticket in tickets if ticket.coming is None]
-        if not asked:
+        wanted = [ticket for ticket in tickets if ticket.coming is None]
+        if not wanted:
             return
-        places = [torch.empty_like(ticket.buffer, device=self._device) for ticket in asked]
-        self._in.wait_stream(torch.cuda.current_stream(self._device))  # their memory may still be read
-        for left in dict.fromkeys(ticket.left for ticket in asked):
+        targets = [torch.empty_like(ticket.buffer, device=self._device) for ticket in wanted]
+        self._in.wait_stream(torch.cuda.current_stream(self._device))  # reused memory may still be read there
+        for left in dict.fromkeys(ticket.left for ticket in wanted):
             assert left is not None
             self._in.wait_event(left)
-        for start in range(0, len(asked), TOGETHER):
-            some, coming = asked[start : start + TOGETHER], places[start : start + TOGETHER]
+        for start in range(0, len(wanted), TOGETHER):
+            group, coming = wanted[start : start + TOGETHER], targets[start : start + TOGETHER]
             with torch.cuda.stream(self._in):
-                torch._foreach_copy_(coming, [ticket.buffer for ticket in some], non_blocking=True)
+                torch._foreach_copy_(coming, [ticket.buffer for ticket in group], non_blocking=True)
             arrival = Arrival(self._in.record_event())
-            for ticket, place in zip(some, coming, strict=True):
-                ticket.coming, ticket.arrival = place, arrival
+            for ticket, target in zip(group, coming, strict=True):
+                ticket.coming, ticket.arrival = target, arrival
 
     def take(self, ticket: Ticket) -> Tensor:
         tensor = super().take(ticket)

@@ -1,36 +1,32 @@
-"""The module that runs a stage: its own parameters under the model's names, its blocks as functions."""
+"""The module of a stage: its parameters under the model's names, its blocks as functions."""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
 
+from vpipe.graph import Block, StageGraph
 from vpipe.graph.materialise import materialise
 from vpipe.graph.trace import Input, Kind
-from vpipe.stage.compiled import Compiler
 from vpipe.stage.held import HeldSaver, address
 from vpipe.stage.random import RandomContext
 from vpipe.stage.recompute import run_recomputed
 from vpipe.stage.segment import Options, Segment, build_segment
 
-if TYPE_CHECKING:
-    from vpipe.graph.blocks import Block
-    from vpipe.graph.stages import StageGraph
-
 
 class StageModule(nn.Module):
     """A stage with parameters. `parameters_by_name` and `buffers_by_name` use the model's own names.
 
-    `source` is the model (its values are copied; what is on `meta` is initialised here, from `seed`) or another
-    StageModule of this stage, whose parameters are then shared. `recompute` are the indices (of the model) of blocks
-    whose activations are not kept, `swap` those whose activations wait for backward in `context.swap`; `split=True`
-    postpones weight gradients to `context.deferred`; `compile` names the backend of torch.compile that compiles the
-    blocks; `training=False` turns dropout off and uses running statistics. The module lives on `device`; by default on
-    the cpu, or where the other StageModule lives.
+    `source` is the model (its values are copied; those on `meta` are initialised here, from `seed`) or another
+    StageModule of this stage, whose tensors are then shared. `recompute` are the indices (of the model) of blocks
+    whose activations are not kept, `swap` those whose activations are moved to host memory by `context.swap`;
+    `split=True` defers weight gradients to `context.deferred`; `compile` names a backend of torch.compile;
+    `training=False` turns dropout off and uses running statistics. `device` is the cpu by default, or the other
+    StageModule's.
     """
 
     def __init__(
@@ -49,7 +45,9 @@ class StageModule(nn.Module):
         super().__init__()
         self.stage = stage
         self.training = training
-        self.device = _device_of(source) if device is None else torch.device(device)
+        if device is None:
+            device = source.device if isinstance(source, StageModule) else "cpu"
+        self.device: torch.device = torch.device(device)
         self._constants: dict[str, Tensor]
         if isinstance(source, StageModule):
             self._parameters.update(source._parameters)
@@ -58,7 +56,7 @@ class StageModule(nn.Module):
         else:
             self._take_tensors(source, seed)
         self._free = _free_segment(stage, Options(self.device, training, split))
-        options = Options(self.device, training, split, Compiler(compile) if compile else None)
+        options = Options(self.device, training, split, compile)
         self._segments = _segments(stage, recompute if training else (), swap if training else (), options)
         self.swaps = any(segment.swap for segment in self._segments)
         self.splits = split
@@ -67,7 +65,7 @@ class StageModule(nn.Module):
     def _take_tensors(self, model: nn.Module, seed: int) -> None:
         stage, device = self.stage, self.device
         tensors = materialise(model, [*stage.parameters, *stage.buffers], seed)
-        # nn.Module refuses names with dots in its own setters, but keeps them well.
+        # nn.Module refuses names with dots in its own setters only.
         for name in stage.parameters:
             trained = name not in stage.trace.frozen
             self._parameters[name] = nn.Parameter(tensors[name].to(device), requires_grad=trained)
@@ -84,14 +82,19 @@ class StageModule(nn.Module):
         return {name: buffer for name, buffer in self._buffers.items() if buffer is not None}
 
     @property
+    def tensors_by_name(self) -> dict[str, Tensor]:
+        """Parameters and buffers."""
+        return {**self.parameters_by_name, **self.buffers_by_name}
+
+    @property
     def blocks_that_draw(self) -> list[int]:
-        """Those that seed the generators."""
+        """Those with random operations: they seed the generators."""
         graphs = [segment.function.graph for segment in self._segments]
         return [node.args[1] for g in graphs for node in g.find_nodes(op="call_method", target="seed_block")]
 
     @contextmanager
     def reading(self, parameters: Mapping[str, nn.Parameter]) -> Iterator[None]:
-        """Meanwhile these are read in place of the module's own of the same names."""
+        """Read these parameters in place of the module's own of the same names."""
         own = self._parameters
         self._parameters = {**own, **parameters}
         try:
@@ -106,15 +109,11 @@ class StageModule(nn.Module):
         return self.run_blocks({**values, **self.free_values(fields, context)}, fields, context)
 
     def free_values(self, fields: Mapping[str, Tensor], context: RandomContext) -> dict[str, Tensor]:
-        """What the stage computes for itself from the batch alone."""
-        if not self._free:
+        """The values that the stage computes for itself from the batch alone."""
+        if self._free is None:
             return {}
-        sources = self._sources(fields)
-        known: dict[str, Tensor] = {}
-        for segment in self._free:
-            made = segment.function.forward(context, *_arguments(segment, sources, known))
-            known.update(zip(segment.outputs, made, strict=True))
-        return known
+        arguments = _arguments(self._free, self._sources(fields), {})
+        return dict(zip(self._free.outputs, self._free.function.forward(context, *arguments), strict=True))
 
     def run_blocks(
         self, known: dict[str, Tensor], fields: Mapping[str, Tensor], context: RandomContext
@@ -122,7 +121,8 @@ class StageModule(nn.Module):
         """`forward`, given the values of other stages and the free ones."""
         sources = self._sources(fields)
         graded = torch.is_grad_enabled()
-        saver = HeldSaver(context.held, self._outside(fields) if graded and self._watched(context) else ())
+        watched = graded and (context.held is not None or (context.swap is not None and self.swaps))
+        saver = HeldSaver(context.held, self._permanent(fields) if watched else ())
         inputs = {address(known[name]) for name in self.stage.reads} if context.swap else ()
         for segment in self._segments:
             arguments = _arguments(segment, sources, known)
@@ -142,7 +142,7 @@ class StageModule(nn.Module):
         if graded:
             for name in self._graded:
                 if not results[name].requires_grad:
-                    # Readers send a gradient for it: let it end here.
+                    # Readers send a gradient for it, which ends here.
                     results[name] = results[name].detach().requires_grad_()
         if self.stage.is_criterion:
             results["loss"] = known["loss"]
@@ -156,12 +156,8 @@ class StageModule(nn.Module):
             Kind.CONSTANT: self._constants,
         }
 
-    def _watched(self, context: RandomContext) -> bool:
-        """Whether it matters which storages are there anyway."""
-        return context.held is not None or (context.swap is not None and self.swaps)
-
-    def _outside(self, fields: Mapping[str, Tensor]) -> set[int]:
-        """Where the storages lie that are there with and without this minibatch, and those of the raw batch."""
+    def _permanent(self, fields: Mapping[str, Tensor]) -> set[int]:
+        """Addresses of storages that no minibatch holds: parameters, buffers, constants; and those of the raw batch."""
         return {address(t) for tensors in self._sources(fields).values() for t in tensors.values()}
 
 
@@ -174,11 +170,7 @@ def _arguments(
     ]
 
 
-def _device_of(source: nn.Module) -> torch.device:
-    return source.device if isinstance(source, StageModule) else torch.device("cpu")
-
-
-def _free_segment(stage: StageGraph, options: Options) -> list[Segment]:
+def _free_segment(stage: StageGraph, options: Options) -> Segment | None:
     """One segment for all free operations of the stage, run before its blocks."""
     own = [node for block in stage.owned for node in block.nodes]
     free = set(stage.free)
@@ -188,8 +180,8 @@ def _free_segment(stage: StageGraph, options: Options) -> list[Segment]:
         if node in free and node.op != "get_attr"
     ]
     if not outputs:
-        return []
-    return [build_segment(stage.trace, [(None, stage.free)], outputs, stage.ownership.clusters, options)]
+        return None
+    return build_segment(stage, [(None, stage.free)], outputs, options)
 
 
 def _segments(
@@ -209,10 +201,9 @@ def _segments(
             groups.append([block])
     return [
         build_segment(
-            stage.trace,
+            stage,
             [(block.index, block.nodes) for block in group],
             _outputs(stage, group),
-            stage.ownership.clusters,
             options,
             recompute=group[0].index in recompute,
             swap=group[0].index in swap,

@@ -1,4 +1,4 @@
-"""Mixed precision: what the model computes in, and the scale that keeps float16 gradients from vanishing."""
+"""Mixed precision: the dtype that a model computes in, and the loss scale that float16 gradients need."""
 
 import copy
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ from torch import nn
 from vpipe.errors import VPipeError
 
 LESS_OR_SKIP = "look at the data, lower the learning rate, or choose on_nonfinite: skip"
-"""What helps against numbers that are not finite."""
+"""The fix that errors about non-finite numbers name."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
@@ -23,7 +23,7 @@ def compute_dtype(precision: str) -> torch.dtype | None:
 
 
 def skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
-    """A copy of the model on the meta device, in the compute dtype: what is captured. No value is copied."""
+    """A copy of the model on the meta device, in the compute dtype, for capture. No value is copied."""
     memo: dict[int, object] = {}
     for tensor in (*model.parameters(), *model.buffers()):
         kind = dtype if tensor.is_floating_point() else tensor.dtype
@@ -58,7 +58,7 @@ class LossScale:
         return {"enabled": self.enabled, "value": self.value, "good_updates": self.good_updates}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        """Go on with a saved scale; a run that needs none, or follows one without, keeps its own."""
+        """Take over a saved scale, if both runs have one."""
         if self.enabled and state["enabled"]:
             self.value, self.good_updates = state["value"], state["good_updates"]
 

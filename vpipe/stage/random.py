@@ -1,4 +1,4 @@
-"""Randomness of a block: a function of the run's seed, the block and the minibatch, and of nothing else."""
+"""Random numbers of a block, which depend on the run's seed, the block and the minibatch alone."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from vpipe.stage.swap import Swap
 
 @dataclass
 class RandomContext:
-    """What one minibatch carries through a stage: its random seed, its postponed weight gradients, its memory.
+    """State of one minibatch on its way through a stage: random seed, deferred weight gradients, memory.
 
-    Any partition, any schedule and any recomputation draws the same dropout masks, because each block sets the
-    generators anew from (seed, block, minibatch). `deferred` collects the weight-gradient work of a stage that
-    was built with `split=True`; each item, called once, adds to `parameter.grad`. `swap` takes what blocks that
-    are swapped save (without one they keep it); `held` counts what autograd holds, if given.
+    Any partition, schedule and recomputation draws the same dropout masks, because each block seeds the generators
+    from (seed, block, minibatch). `deferred` collects the weight-gradient work of a stage with `split=True`; each item,
+    called once, adds to `parameter.grad`. `swap` takes what swapped blocks save (None: they keep it); `held` counts
+    the bytes that autograd holds, if given.
     """
 
     seed: int = 0
@@ -37,10 +37,12 @@ class RandomContext:
             index = torch.cuda.current_device() if device.index is None else device.index
             torch.cuda.default_generators[index].manual_seed(seed)
 
-    def apart(self) -> AbstractContextManager[None]:
-        """Around the forward of a block that is recomputed: none of its memory is needed when it ends..."""
+    def temporary_memory(self) -> AbstractContextManager[None]:
+        """Around the forward of a recomputed block: only its outputs are needed afterwards.
+
+        A hook for CUDA graphs, as is `keep_outputs`: their memory is fixed at capture.
+        """
         return nullcontext()
 
-    def brought_back(self, made: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        """... but that of its outputs. A tape, whose memory is fixed, makes use of it (`stage/cuda_graphs.py`)."""
-        return made
+    def keep_outputs(self, outputs: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        return outputs

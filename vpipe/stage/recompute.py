@@ -1,10 +1,10 @@
-"""Recomputing: a block runs again when backward first asks for what its forward did not keep.
+"""Recomputation: a block runs again when backward first reads a tensor that its forward did not keep.
 
-    forward    every tensor that autograd wants to save becomes an empty slot
+    forward    every tensor that autograd would save becomes an empty slot
     backward   the first slot that is read runs the block again, up to its last save, and fills all slots
 
-The second run draws the same random numbers (each block seeds its own), reads the weights that the parameters
-point at (backward has set them to the forward's version), and sees mutable buffers as they were.
+The second run draws the same random numbers (each block seeds its generators), reads the parameters' current values
+(backward has set them to the forward's version), and gets copies of mutable buffers as the forward found them.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from vpipe.stage.segment import Segment
 
 
 class _SavedSlot:
-    """The place of a saved tensor. Dies with the node that saved it, and so does the tensor."""
+    """Stands for a saved tensor. Dies with the autograd node that saved it, and so does the tensor."""
 
     __slots__ = ("__weakref__", "hold")
-    hold: Hold | None
 
     def __init__(self) -> None:
-        self.hold = None
+        self.hold: Hold | None = None
 
 
-class _Enough(Exception):
-    """All slots are filled: the rest of the block need not run."""
+class _AllFilled(Exception):
+    """The rest of the block need not run."""
 
 
-class _Replay:
+class _Recomputation:
+    """The second run of one segment for one minibatch."""
+
     def __init__(
         self, segment: Segment, context: RandomContext, arguments: Sequence[Any], saver: HeldSaver
     ) -> None:
@@ -83,15 +84,15 @@ class _Replay:
                 slot.hold = self._saver.keep(tensor)
             filled += 1
             if filled == len(self._slots):
-                raise _Enough
+                raise _AllFilled
 
         def never(packed: None) -> Tensor:
-            raise AssertionError("nothing goes back through a block that ran again")
+            raise AssertionError("the second run has no backward")
 
         try:
             with torch.enable_grad(), saved_tensors_hooks(fill, never):
                 self._function(self._context, *self._arguments)
-        except _Enough:
+        except _AllFilled:
             pass
         self._arguments.clear()
         self._values.clear()
@@ -101,7 +102,7 @@ def run_recomputed(
     segment: Segment, context: RandomContext, arguments: Sequence[Any], saver: HeldSaver
 ) -> tuple[Tensor, ...]:
     """Run the segment without keeping what its backward reads."""
-    replay = _Replay(segment, context, arguments, saver)
-    with context.apart(), saved_tensors_hooks(replay.pack, replay.unpack):
+    again = _Recomputation(segment, context, arguments, saver)
+    with context.temporary_memory(), saved_tensors_hooks(again.pack, again.unpack):
         made = segment.function.forward(context, *arguments)
-    return context.brought_back(made)
+    return context.keep_outputs(made)

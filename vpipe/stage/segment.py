@@ -1,7 +1,8 @@
-"""Segments: stretches of a stage compiled to one Python function each."""
+"""Segments: consecutive blocks of a stage as one Python function, adapted to device, mode and split backward."""
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,30 +10,33 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from vpipe.graph.inplace import Clusters, written
-from vpipe.graph.ownership import is_random
-from vpipe.graph.trace import Input, Kind, Trace
-from vpipe.stage.compiled import BLOCK, SPEC, Compiler
-from vpipe.stage.rewrite import rewritten_body, to_device, to_evaluation
+from vpipe.graph import StageGraph
+from vpipe.graph.inplace import operator_name, written
+from vpipe.graph.opaque import ModuleCall
+from vpipe.graph.ownership import bound_arguments, is_random
+from vpipe.graph.trace import Input, Kind
+from vpipe.stage.compiled import BLOCK, SPEC, compile_regions
 from vpipe.stage.split import split_product
+
+_TRAINING_FLAGS = ("train", "training", "use_input_stats")
 
 
 @dataclass(frozen=True)
 class Options:
-    """How a stage is built: see `StageGraph.build`."""
+    """The options of a StageModule that all its segments share; `compile` names a backend of torch.compile."""
 
     device: torch.device
     training: bool
     split: bool
-    compiler: Compiler | None = None
+    compile: str | None = None
 
 
 @dataclass(frozen=True)
 class Segment:
     """A function from (context, inputs...) to a tuple of values.
 
-    `inputs` say where each argument comes from (a name alone: a value made before), `outputs` name the
-    results, `mutated` are the positions of the buffers that the function changes.
+    `inputs` say where each argument comes from (a name alone: a value of an earlier segment or stage), `outputs` name
+    the results, `mutated` are the positions of the buffers that the function changes.
     """
 
     function: fx.GraphModule
@@ -44,18 +48,19 @@ class Segment:
 
 
 def build_segment(
-    trace: Trace,
+    stage: StageGraph,
     parts: Sequence[tuple[int | None, Sequence[fx.Node]]],
     outputs: Sequence[fx.Node],
-    clusters: Clusters,
     options: Options,
     recompute: bool = False,
     swap: bool = False,
 ) -> Segment:
-    """Compile the operations of some blocks; a part without block index draws no random numbers."""
-    builder = _Builder(trace, clusters, options)
+    """A function of the operations of some blocks; a part without block index draws no random numbers."""
+    trace = stage.trace
+    builder = _Builder(stage, options)
     own = {node for _, nodes in parts for node in nodes}
-    inputs = _inputs(trace, own, parts)
+    read = dict.fromkeys(arg for _, nodes in parts for node in nodes for arg in node.all_input_nodes)
+    inputs = [node for node in read if node not in own and node.op != "get_attr"]
     for node in inputs:
         builder.copies[node] = builder.graph.placeholder(node.name)
         builder.copies[node].meta[SPEC] = builder.spec(node)
@@ -63,34 +68,24 @@ def build_segment(
         builder.add_block(index, nodes)
     builder.graph.output(tuple(builder.copies[node] for node in outputs))
     function = fx.GraphModule(builder.bodies, builder.graph)
-    if options.compiler is not None:
-        function = options.compiler.compiled(function)
+    if options.compile:
+        function = compile_regions(function, options.compile)
     return Segment(
         function,
         tuple(trace.inputs.get(node, node.name) for node in inputs),
         tuple("loss" if node is trace.loss else node.name for node in outputs),
-        tuple(
-            i for i, node in enumerate(inputs) if trace.kind(node) is Kind.BUFFER and clusters.writes(node)
-        ),
+        tuple(i for i, node in enumerate(inputs) if node in stage.ownership.mutated),
         recompute,
         swap,
     )
 
 
-def _inputs(
-    trace: Trace, own: set[fx.Node], parts: Sequence[tuple[int | None, Sequence[fx.Node]]]
-) -> list[fx.Node]:
-    """What the operations read from elsewhere; wrapped graphs are not read but copied along."""
-    read = dict.fromkeys(arg for _, nodes in parts for node in nodes for arg in node.all_input_nodes)
-    return [node for node in read if node not in own and node.op != "get_attr"]
-
-
 class _Builder:
     """A new graph to which captured operations are copied, changed as the options say."""
 
-    def __init__(self, trace: Trace, clusters: Clusters, options: Options) -> None:
-        self.trace = trace
-        self.clusters = clusters
+    def __init__(self, stage: StageGraph, options: Options) -> None:
+        self.trace = stage.trace
+        self.clusters = stage.ownership.clusters
         self.options = options
         self.graph = fx.Graph()
         self.context = self.graph.placeholder("context")
@@ -99,9 +94,9 @@ class _Builder:
         self._block: int | None = None
 
     def spec(self, node: fx.Node) -> tuple[Any, bool]:
-        """What a compiled function of the node depends on: its shape, and whether it is trained."""
-        kind, specs = self.trace.inputs.get(node), self.trace.specs
-        return specs.get(node), kind is not None and kind.name in self.trace.frozen
+        """What a compiled function of the node depends on: its shape, and whether it is frozen."""
+        entry, specs = self.trace.inputs.get(node), self.trace.specs
+        return specs.get(node), entry is not None and entry.name in self.trace.frozen
 
     def add_block(self, index: int | None, nodes: Sequence[fx.Node]) -> None:
         draws = self.options.training and any(is_random(node, self.trace.root) for node in nodes)
@@ -109,7 +104,7 @@ class _Builder:
             self.graph.call_method("seed_block", (self.context, index, self.options.device))
         self._block = index
         for node in nodes:
-            if not (self._only_updates_buffers(node) and not self.options.training):
+            if self.options.training or not self._only_updates_buffers(node):
                 self._add(node)
 
     def _only_updates_buffers(self, node: fx.Node) -> bool:
@@ -125,9 +120,7 @@ class _Builder:
             self._copy_body(body)
         copied = self.graph.node_copy(node, self.copies.__getitem__)
         copied.meta = {BLOCK: self._block, SPEC: self.spec(node)}
-        to_device(copied, self.options.device)
-        if not self.options.training:
-            to_evaluation(copied)
+        _adapt(copied, self.options)
         if self.options.split:
             trained = {
                 self.copies[arg]
@@ -139,8 +132,56 @@ class _Builder:
         self.copies[node] = copied
 
     def _copy_body(self, node: fx.Node) -> None:
+        """Copy a graph that no_grad or autocast wraps, changed like the graph around it."""
         name = f"body_{len(self.bodies)}"
-        body = self.trace.root.get_submodule(str(node.target))
-        assert isinstance(body, fx.GraphModule)
-        self.bodies[name] = rewritten_body(body, self.options.device, self.options.training)
+        body = copy.deepcopy(self.trace.root.get_submodule(str(node.target)))
+        for module in body.modules():
+            if isinstance(module, fx.GraphModule):
+                for inner in module.graph.nodes:
+                    _adapt(inner, self.options)
+                module.recompile()
+        self.bodies[name] = body
         self.copies[node] = self.graph.get_attr(name)
+
+
+def _adapt(node: fx.Node, options: Options) -> None:
+    _to_device(node, options.device)
+    if not options.training:
+        _to_evaluation(node)
+
+
+def _to_device(node: fx.Node, device: torch.device) -> None:
+    """Replace the device that an operation names (a factory, a `to`)."""
+
+    def move(argument: Any) -> Any:
+        if isinstance(argument, torch.device):
+            return device
+        if isinstance(argument, list | tuple):
+            return type(argument)(map(move, argument))
+        return argument
+
+    node.args = tuple(map(move, node.args))
+    node.kwargs = {name: move(value) for name, value in node.kwargs.items()}
+    if node.target is torch.ops.higher_order.wrap_with_autocast:
+        node.args = (device.type, *node.args[1:])
+
+
+def _to_evaluation(node: fx.Node) -> None:
+    """Turn dropout off and let norms use their running statistics."""
+    if isinstance(node.target, ModuleCall):
+        node.target = node.target.evaluation()
+        return
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return
+    values = bound_arguments(node)
+    if "running_mean" in values and values["running_mean"] is None:
+        return  # a norm without running statistics uses the batch's in either mode
+    changed: dict[str, bool | float] = {flag: False for flag in _TRAINING_FLAGS if flag in values}
+    if operator_name(node) == "scaled_dot_product_attention":
+        changed["dropout_p"] = 0.0
+    names = [argument.name for argument in node.target._schema.arguments]
+    for name, value in changed.items():
+        if names.index(name) < len(node.args):
+            node.update_arg(names.index(name), value)
+        else:
+            node.update_kwarg(name, value)

@@ -1,8 +1,8 @@
-"""Weight gradients that wait: products whose backward returns the input's gradient at once.
+"""Split backward: products that return the input's gradient at once and defer the weight's.
 
-The backward of a product y = x w does two things of about equal cost. The next stage waits only for the input's
-gradient; the weight's may fill a bubble later. The functions here append the second to `context.deferred`. That
-work reads x and the gradient of y but never the values of w, which may be another version by then.
+The two gradients of a product y = x w cost about the same. The previous stage waits only for the input's; the weight's
+may fill a bubble later. The functions here append the second to `context.deferred`. That work reads x and the gradient
+of y but never the values of w, which may be another version by then.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Deferred = list[partial[None]]
 
 
 def waiting_tensors(deferred: Deferred) -> Iterator[Tensor]:
-    """The inputs and gradients that postponed work holds."""
+    """The inputs and gradients that deferred work holds."""
     for work in deferred:
         yield from work.args[:2]
 
@@ -60,7 +60,7 @@ class _Product(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, deferred: Deferred
     ) -> Tensor:
         ctx.save_for_backward(x)
-        # The parameters themselves: what is saved comes back as a copy when the block is recomputed.
+        # The parameters themselves: saved tensors come back as copies when the block is recomputed.
         ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias, transposed, deferred
         matrix = weight if transposed else weight.t()
         return torch.nn.functional.linear(x, matrix, bias)

@@ -20,7 +20,7 @@ from vpipe.weights import OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
 MODEL, OPTIMIZER = "model.", "optimizer."
-"""Beginnings of the names in a stage's state."""
+"""Prefixes of the names in a stage's state."""
 
 
 @dataclass
@@ -31,14 +31,16 @@ class InFlight:
     loss_dtype: torch.dtype | None = None
     roots: dict[str, GradientEdge] = field(default_factory=dict)  # where backward starts
     gradients: dict[str, dict[int, Tensor]] = field(default_factory=dict)  # value ▶ reader ▶ gradient
-    deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to come
-    counted: list[Hold] = field(default_factory=list)  # what they hold, if somebody counts
+    deferred: list[partial[None]] = field(default_factory=list)  # weight gradients to compute later
+    counted: list[Hold] = field(
+        default_factory=list
+    )  # the tensors that they hold, if `Stage.held` counts them
     swap: Swap | None = None
-    seat: GraphSlot | None = None  # where it is played from tape
+    slot: GraphSlot | None = None  # of the CUDA graphs that are replayed for it
 
 
 class StageState(NamedTuple):
-    """What resuming needs of a stage, or of several: tensors as `model.<name>` and `optimizer.<name>.<key>`."""
+    """The state of one or several stages for resuming: tensors `model.<name>` and `optimizer.<name>.<key>`."""
 
     tensors: dict[str, Tensor]
     optimizers: list[Record]
@@ -54,7 +56,7 @@ class Stage:
         evaluation: StageModule,
         optimizer: OptimizerWithWeightStashing,
         seed: int,
-        tapes: GraphPool | None = None,
+        graph_pool: GraphPool | None = None,
     ) -> None:
         self.graph = graph
         self.index = graph.index
@@ -62,24 +64,25 @@ class Stage:
         self.evaluation = evaluation
         self.optimizer = optimizer
         self.seed = seed
-        self.tapes = tapes
-        self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values handed over or received
+        self.graph_pool = graph_pool
+        self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values from other stages
         self.in_flight: dict[int, InFlight] = {}
-        self.held: Held | None = None  # counts what autograd holds, if given
+        self.held: Held | None = None  # counts the bytes that autograd holds, if set
         self._store = make_store(module.device) if module.swaps else None
 
     def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
         self.arrived.setdefault(minibatch, {})[value] = tensor
 
     def forward(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the blocks with the newest weights; remember what backward needs. Returns the outputs."""
+        """Run the blocks with the newest weights and keep what backward needs. Returns the outputs."""
         self.optimizer.load_new_params(minibatch)
         if self._store:
             self._store.settle()
         arrived = self.arrived.pop(minibatch, {})
-        if self.tapes and self.held is None and (seat := self.tapes.seat(arrived, fields)):
-            self.in_flight[minibatch] = InFlight({}, seat=seat)
-            return seat.forward(minibatch)
+        pool = self.graph_pool
+        if pool and self.held is None and (slot := pool.take_slot(arrived, fields)):
+            self.in_flight[minibatch] = InFlight({}, slot=slot)
+            return slot.forward(minibatch)
         inputs = {
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
             for name, tensor in arrived.items()
@@ -107,7 +110,7 @@ class Stage:
         self.in_flight[minibatch].gradients.setdefault(value, {})[reader] = gradient
 
     def fetch(self, minibatch: int) -> None:
-        """A backward is near: start to bring back what was swapped, if its forward has run."""
+        """Shortly before a backward: start to copy back what was swapped, if its forward has run."""
         flight = self.in_flight.get(minibatch)
         if flight and flight.swap:
             flight.swap.fetch()
@@ -119,24 +122,24 @@ class Stage:
         """
         self.optimizer.load_old_params(minibatch)
         flight = self.in_flight[minibatch]
-        # Summed in the order of the readers, so that the result does not depend on arrival.
+        # Summed in the order of the readers, so that the result does not depend on the order of arrival.
         gradients = {name: _sum(by[reader] for reader in sorted(by)) for name, by in flight.gradients.items()}
-        if self.tapes:
-            self.tapes.gather_gradients()
-        if flight.seat:
-            inputs = flight.seat.backward(minibatch, gradients, seed_gradient)
+        if self.graph_pool:
+            self.graph_pool.bind_gradients()
+        if flight.slot:
+            inputs = flight.slot.backward(minibatch, gradients, seed_gradient)
         else:
             self.fetch(minibatch)
-            inputs = self._issue_backward(flight, gradients, seed_gradient)
+            inputs = self._run_backward(flight, gradients, seed_gradient)
         flight.gradients.clear()
         self.optimizer.release(minibatch)
         return inputs
 
     def weight_gradients(self, minibatch: int) -> None:
-        """The part of backward that was put off."""
+        """The deferred part of backward."""
         flight = self.in_flight[minibatch]
-        if flight.seat:
-            flight.seat.weight_gradients()
+        if flight.slot:
+            flight.slot.weight_gradients()
         for accumulate in flight.deferred:
             accumulate()
         flight.deferred.clear()  # the graph's own contexts hold the list
@@ -144,42 +147,42 @@ class Stage:
 
     def finish(self, minibatch: int) -> None:
         flight = self.in_flight.pop(minibatch)
-        if self.tapes:
-            self.tapes.finished(flight.seat)
+        if self.graph_pool:
+            self.graph_pool.finish(flight.slot)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor:
-        """What was gathered for a parameter, for somebody who will keep it; zeros if nothing was."""
+        """The summed gradient of a parameter, for a caller that keeps it; zeros if there is none."""
         gradient, parameter.grad = parameter.grad, None
         if gradient is None:
             return torch.zeros_like(parameter)
-        return gradient.clone() if self.tapes else gradient  # tapes gather the next there
+        return gradient.clone() if self.graph_pool else gradient  # graphs add the next one there
 
     def state(self) -> dict[str, Tensor]:
         """Parameters (float32 masters under mixed precision) and buffers by the model's own names."""
-        fixed = {**self.module.parameters_by_name, **self.module.buffers_by_name}
-        return {name: tensor.detach() for name, tensor in fixed.items()} | self.optimizer.values()
+        tensors = self.module.tensors_by_name
+        return {name: tensor.detach() for name, tensor in tensors.items()} | self.optimizer.values()
 
     @torch.no_grad()
     def load_state(self, state: Mapping[str, Tensor]) -> None:
-        """Set what is named; the rest stays as it is."""
+        """Set the tensors that are named; the others keep their values."""
         trained = set(self.optimizer.names)
-        for name, tensor in {**self.module.parameters_by_name, **self.module.buffers_by_name}.items():
+        for name, tensor in self.module.tensors_by_name.items():
             if name in state and name not in trained:
                 tensor.copy_(state[name])
         self.optimizer.load_values(state)
 
     def training_state(self, besides: Collection[str] = ()) -> StageState:
-        """What resuming needs, without the parameters and buffers in `besides`: another stage tells them."""
+        """State for resuming, without the parameters and buffers in `besides`, which another stage saves."""
         weights = {f"{MODEL}{name}": t for name, t in self.state().items() if name not in besides}
         momenta, records = self.optimizer.optimizer_state(besides)
         return StageState(weights | {f"{OPTIMIZER}{name}": t for name, t in momenta.items()}, records)
 
     def load_training_state(self, state: StageState) -> None:
-        """Set everything from the state of any partition's stages; what is not held here is passed over."""
+        """Set everything from the state of any partition's stages; entries of other stages are skipped."""
         self.load_state(_below(MODEL, state.tensors))
         self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
 
-    def _issue_backward(
+    def _run_backward(
         self, flight: InFlight, given: Mapping[str, Tensor], seed_gradient: float
     ) -> dict[str, Tensor]:
         roots, gradients = [], []

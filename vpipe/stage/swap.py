@@ -1,11 +1,11 @@
-"""Swapping: what autograd saves for a block waits for its backward in host memory.
+"""Swapping: activations that autograd saves for a block are kept in host memory until their backward.
 
-    forward ends       every saved storage is copied to the host, once, and leaves the device
-    a backward before  `fetch` starts to bring the minibatch's storages back
-    backward           reads them where they then lie, and drops them one by one
+    end of forward       every saved storage is copied to the host, once, and freed on the device
+    one backward before  `fetch` starts to copy the minibatch's storages back
+    backward             reads them on the device and drops them one by one
 
-Parameters, buffers, fields of the batch and the stage's inputs stay: they are on the device anyway. The weight
-gradients of a split backward read what has come back, so it stays on the device until they are done.
+Parameters, buffers, batch fields and the stage's inputs stay: they are on the device anyway. The weight gradients of a
+split backward read the fetched storages, so these stay on the device until that work is done.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from vpipe.stage.held import HeldSaver, Hold, Packed, address, unpack
+from vpipe.stage.held import HeldSaver, Hold, address, unpack
 from vpipe.stage.host_store import HostStore, Ticket
 
 
 class _Storage:
-    """The bytes behind one or more saved tensors: on the device while there is a hold, else in the store."""
+    """The storage of one or more saved tensors: on the device while there is a `hold`, else in the host store."""
 
     __slots__ = ("__weakref__", "_saver", "_store", "hold", "ticket")
 
@@ -36,11 +36,8 @@ class _Storage:
         if self.ticket is not None:
             self._store.drop(self.ticket)
 
-    def leave(self, ticket: Ticket) -> None:
-        self.hold, self.ticket = None, ticket
-
-    def come(self) -> None:
-        """It has been fetched: from now on it has a place on the device."""
+    def fetched(self) -> None:
+        """It is (or will be) on the device again."""
         assert self.ticket is not None
         assert self.ticket.coming is not None
         self.hold = self._saver.keep(self.ticket.coming)
@@ -49,14 +46,14 @@ class _Storage:
         if self.ticket is not None:
             self._store.take(self.ticket)
             if self.hold is None:
-                self.come()
+                self.fetched()
             self.ticket = None
         assert self.hold is not None
         return self.hold.tensor
 
 
 class _View:
-    """A saved tensor as a view of its storage, wherever that lies."""
+    """A saved tensor as a view of its storage, on the device or in the host store."""
 
     __slots__ = ("_dtype", "_offset", "_size", "_storage", "_stride")
 
@@ -74,19 +71,25 @@ class _View:
 
 
 class Swap:
-    """What one minibatch of one stage has in host memory, or will have when its forward ends."""
+    """The storages of one minibatch of one stage that are swapped."""
 
     def __init__(self, store: HostStore) -> None:
         self._store = store
-        self._leaving: dict[int, _Storage] = {}  # by address, which is theirs as long as they are held
+        self._leaving: dict[int, _Storage] = {}  # by address, unique while they are held
         self._away: list[ref[_Storage]] = []
 
     def saving(self, saver: HeldSaver, inputs: Container[int]) -> saved_tensors_hooks:
-        """Around the forward of blocks that are swapped; `inputs` are addresses of storages that stay."""
+        """Hooks for the forward of swapped blocks; `inputs` are addresses of storages that stay on the device."""
 
-        def pack(tensor: Tensor) -> Packed:
+        def pack(tensor: Tensor) -> Hold | _View:
             where = address(tensor)
-            if not where or where in inputs or where in saver.outside or tensor.is_conj() or tensor.is_neg():
+            if (
+                not where
+                or where in inputs
+                or where in saver.permanent
+                or tensor.is_conj()
+                or tensor.is_neg()
+            ):
                 return saver.keep(tensor)
             if where not in self._leaving:
                 if tensor.untyped_storage().nbytes() < self._store.least:
@@ -97,23 +100,23 @@ class Swap:
         return saved_tensors_hooks(pack, unpack)
 
     def leave(self) -> None:
-        """The forward is over: everything goes to the host."""
+        """At the end of the forward: copy everything to the host."""
         storages = list(self._leaving.values())
         self._leaving.clear()
         if storages:
             tickets = self._store.put([storage.hold.tensor for storage in storages if storage.hold])
             for storage, ticket in zip(storages, tickets, strict=True):
-                storage.leave(ticket)
+                storage.hold, storage.ticket = None, ticket
                 self._away.append(ref(storage))
 
     def fetch(self) -> None:
-        """The backward is near: start to bring everything back, what was saved last first, as it is read."""
+        """Before the backward: start to copy everything back, in the order in which backward reads it."""
         found = (away() for away in reversed(self._away))
         storages = [storage for storage in found if storage is not None and storage.hold is None]
         self._away.clear()
         self._store.fetch([storage.ticket for storage in storages if storage.ticket])
         for storage in storages:
-            storage.come()
+            storage.fetched()
 
 
 def _bytes_of(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""What is played from CUDA graphs trains as what is issued kernel by kernel: the same masks, the same weights."""
+"""Replayed CUDA graphs train as eager kernels do: the same masks, the same weights."""
 
 import math
 from typing import Any
@@ -21,58 +21,60 @@ from vpipe.profile.model import ModelBench
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
-def test_tapes_train_as_what_is_issued(schedule: str) -> None:
+def test_graphs_train_as_eager_kernels(schedule: str) -> None:
     data = batches(24)
     assert_close(threads(2, schedule, data, cuda_graphs=True), threads(2, schedule, data))
 
 
 @pytest.mark.parametrize("schedule", ["zb-v", "pipedream"])
-def test_processes_play_tapes(pool: Pool, schedule: str) -> None:
+def test_processes_replay_graphs(pool: Pool, schedule: str) -> None:
     data = batches(24)
     assert_close(processes(pool, 2, schedule, data, cuda_graphs=True), threads(2, schedule, data))
 
 
 @pytest.mark.parametrize("schedule", ["gpipe", "zb-h1", "pipedream"])
-def test_recomputing_is_on_the_tape(schedule: str) -> None:
+def test_recomputing_is_captured(schedule: str) -> None:
     data = batches(24)
-    taped = threads(2, schedule, data, cuda_graphs=True, policies=["recompute", "keep"] * 3 + ["recompute"])
-    assert_close(taped, threads(2, schedule, data))
+    replayed = threads(
+        2, schedule, data, cuda_graphs=True, policies=["recompute", "keep"] * 3 + ["recompute"]
+    )
+    assert_close(replayed, threads(2, schedule, data))
 
 
-def test_a_stage_that_swaps_has_no_tape_and_another_has() -> None:
+def test_a_stage_that_swaps_runs_eagerly_and_another_has_graphs() -> None:
     data = batches(16)
     policies = ["swap"] * 3 + ["keep"] * 4
-    taped = threads(2, "pipedream", data, cuda_graphs=True, policies=policies)
-    assert_close(taped, threads(2, "pipedream", data))
+    replayed = threads(2, "pipedream", data, cuda_graphs=True, policies=policies)
+    assert_close(replayed, threads(2, "pipedream", data))
 
 
-def test_ragged_minibatches_are_issued_between_taped_ones() -> None:
+def test_ragged_minibatches_run_eagerly_between_replayed_ones() -> None:
     data = ragged_batches() + batches(12) + ragged_batches() + batches(4)
     options: dict[str, Any] = {"replicas": [2, 1]}
     assert_close(threads(3, "1f1b", data, cuda_graphs=True, **options), threads(3, "1f1b", data, **options))
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
-def test_mixed_precision_on_tape(precision: str) -> None:
+def test_mixed_precision_with_graphs(precision: str) -> None:
     data = batches(24)
-    taped, issued = (
+    replayed, eager = (
         [loss for _, loss in threads(2, "1f1b", data, precision=precision, cuda_graphs=graphs)[0]]
         for graphs in (True, False)
     )
-    assert taped == pytest.approx(issued, rel=2e-2)
-    assert all(map(math.isfinite, taped))
+    assert replayed == pytest.approx(eager, rel=2e-2)
+    assert all(map(math.isfinite, replayed))
 
 
 @pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())
-def test_compiled_blocks_on_tape(pool: Pool) -> None:
+def test_compiled_blocks_with_graphs(pool: Pool) -> None:
     data = batches(16)
     options = {"model": tasks.without_dropout()}
-    taped = processes(pool, 2, "1f1b", data, compile=True, cuda_graphs=True, **options)
-    assert_close(taped, threads(2, "1f1b", data, **options))
+    replayed = processes(pool, 2, "1f1b", data, compile=True, cuda_graphs=True, **options)
+    assert_close(replayed, threads(2, "1f1b", data, **options))
 
 
 @pytest.mark.parametrize("schedule", ["1f1b", "pipedream"])
-def test_evaluation_and_loaded_weights_are_those_of_the_tapes(schedule: str) -> None:
+def test_evaluation_and_loaded_weights_are_those_of_the_graphs(schedule: str) -> None:
     data = batches(12)
 
     def work(world: Any, cuda_graphs: bool) -> tuple[list[float], list[int]]:
@@ -94,18 +96,19 @@ def test_evaluation_and_loaded_weights_are_those_of_the_tapes(schedule: str) -> 
                 {name: 0.5 * tensor for name, tensor in pipe.state_dict().items() if "weight" in name}
             )
             found += [loss for _, loss in pipe.train(data)]
-            return found, [stage.tapes.recorded for stage in pipe.runtime.stages.values() if stage.tapes]
+            pools = [stage.graph_pool for stage in pipe.runtime.stages.values()]
+            return found, [pool.captured for pool in pools if pool]
 
     tasks.double_bert()
-    (played, recorded), *_ = run_ranks(2, lambda world: work(world, True))
-    (issued, none), *_ = run_ranks(2, lambda world: work(world, False))
-    assert played == pytest.approx(issued, rel=1e-9)
-    assert recorded[0] > 1
+    (replayed, captured), *_ = run_ranks(2, lambda world: work(world, True))
+    (eager, none), *_ = run_ranks(2, lambda world: work(world, False))
+    assert replayed == pytest.approx(eager, rel=1e-9)
+    assert captured[0] > 1
     assert not none
 
 
 @pytest.mark.parametrize("policy", ["keep", "recompute"])
-def test_running_statistics_are_kept_on_tape(policy: str) -> None:
+def test_running_statistics_are_kept_with_graphs(policy: str) -> None:
     torch.manual_seed(0)
     layers = [
         nn.Linear(6, 6),
@@ -133,9 +136,9 @@ def test_running_statistics_are_kept_on_tape(policy: str) -> None:
             losses = [loss for _, loss in pipe.train(data)]
             return losses, pipe.full_state_dict()
 
-    (played, state), _ = run_ranks(2, lambda world: work(world, True))
-    (issued, expected), _ = run_ranks(2, lambda world: work(world, False))
-    assert played == pytest.approx(issued, rel=1e-9)
+    (replayed, state), _ = run_ranks(2, lambda world: work(world, True))
+    (eager, expected), _ = run_ranks(2, lambda world: work(world, False))
+    assert replayed == pytest.approx(eager, rel=1e-9)
     assert state is not None
     assert expected is not None
     assert int(state["1.num_batches_tracked"]) == len(data)
@@ -143,7 +146,7 @@ def test_running_statistics_are_kept_on_tape(policy: str) -> None:
         torch.testing.assert_close(state[name], tensor, msg=name)
 
 
-def test_a_profile_is_measured_from_tapes() -> None:
+def test_a_profile_is_measured_from_graphs() -> None:
     model, batch, loss_fn = bert()
     place = torch.device(tasks.GPU)
     bench = ModelBench(
@@ -159,7 +162,7 @@ def test_a_profile_is_measured_from_tapes() -> None:
 
 
 class Inverting(nn.Module):
-    """Whether a matrix has an inverse is looked at by the host, which no tape can do."""
+    """The host checks whether a matrix has an inverse, which no CUDA graph can hold."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,7 +173,7 @@ class Inverting(nn.Module):
         return self.second(hidden @ torch.linalg.inv(torch.eye(4) + 0.01 * hidden.T @ hidden))
 
 
-def test_what_cannot_be_recorded_is_told() -> None:
+def test_what_cannot_be_captured_is_an_error() -> None:
     batch = (torch.randn(2, 4), torch.randn(2, 4))
 
     def work(world: Any) -> None:
@@ -187,6 +190,6 @@ def test_what_cannot_be_recorded_is_told() -> None:
             list(pipe.train([batch] * 8))
 
     with pytest.raises(
-        VPipeError, match=r"stage 0 cannot be recorded as CUDA graphs: .*; leave cuda_graphs out"
+        VPipeError, match=r"stage 0 cannot be captured as CUDA graphs: .*; leave cuda_graphs out"
     ):
         run_ranks(1, work)

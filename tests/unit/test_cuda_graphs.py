@@ -1,4 +1,4 @@
-"""CUDA graphs without a GPU: which minibatch is played from which tape, and what is foreseen of their memory."""
+"""CUDA graphs without a GPU: the slots and graphs that minibatches get, and the memory that is predicted for them."""
 
 from dataclasses import replace
 from typing import Any
@@ -31,38 +31,38 @@ from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.weights import OptimizerWithWeightStashing
 
 
-class FakeDeck:
-    """Instead of one that takes a GPU."""
+class FakeCaptureContext:
+    """One that needs no GPU."""
 
     def __init__(self, module: Any, seed: int) -> None:
         self.module, self.seed = module, seed
 
 
-class FakeTape:
-    """What is recorded is run each time that the tape is played."""
+class FakeGraphs:
+    """Runs eagerly at each replay what would have been captured."""
 
-    def __init__(self, deck: FakeDeck, place: Any, weights: Any, gradients: Any) -> None:
-        self.deck, self.place, self.weights = deck, place, weights
-        # By `data`: updates of other versions count as writes to this one, which nobody asks a tape about.
-        self.stand_ins = {name: nn.Parameter(tensor.data) for name, tensor in weights.items()}
-        for name, parameter in self.stand_ins.items():
+    def __init__(self, capture: FakeCaptureContext, memory: Any, weights: Any, gradients: Any) -> None:
+        self.capture, self.memory, self.weights = capture, memory, weights
+        # By `data`: autograd counts updates of other versions as writes to this one. A replay does not check that.
+        self.parameters = {name: nn.Parameter(tensor.data) for name, tensor in weights.items()}
+        for name, parameter in self.parameters.items():
             parameter.grad = gradients[name]
 
     def forward(self, minibatch: int) -> dict[str, Tensor]:
-        module = self.deck.module
+        module = self.capture.module
         needs = module.stage.needs_gradient
-        self.leaves = {name: t.detach().requires_grad_(needs(name)) for name, t in self.place.inputs.items()}
-        self.context = RandomContext(self.deck.seed, minibatch)
-        with module.reading(self.stand_ins):
-            outputs = module.forward(self.leaves, self.place.fields, self.context)
+        self.leaves = {name: t.detach().requires_grad_(needs(name)) for name, t in self.memory.inputs.items()}
+        self.context = RandomContext(self.capture.seed, minibatch)
+        with module.reading(self.parameters):
+            outputs = module.forward(self.leaves, self.memory.fields, self.context)
         self.roots = {name: tensor for name, tensor in outputs.items() if tensor.requires_grad}
         for name, tensor in self.roots.items():
-            self.place.gradients.setdefault(name, torch.zeros_like(tensor))
+            self.memory.gradients.setdefault(name, torch.zeros_like(tensor))
         return {name: tensor.detach().clone() for name, tensor in outputs.items()}
 
     def backward(self, minibatch: int) -> dict[str, Tensor]:
-        gradients = [self.place.gradients[name] for name in self.roots]
-        with self.deck.module.reading(self.stand_ins):
+        gradients = [self.memory.gradients[name] for name in self.roots]
+        with self.capture.module.reading(self.parameters):
             torch.autograd.backward(list(self.roots.values()), gradients)
         return {n: leaf.grad.clone() for n, leaf in self.leaves.items() if leaf.grad is not None}
 
@@ -71,12 +71,12 @@ class FakeTape:
             work()
 
 
-class FakePlace:
+class FakeSlotMemory:
     def __init__(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
         self.inputs, self.fields = inputs, fields
         self.gradients: dict[str, Tensor] = {}
 
-    def lay(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
+    def load(self, inputs: dict[str, Tensor], fields: dict[str, Tensor]) -> None:
         for own, arrived in ((self.inputs, inputs), (self.fields, fields)):
             for name, tensor in own.items():
                 tensor.copy_(arrived[name])
@@ -93,10 +93,10 @@ class FakeModule:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "StageCudaGraphs", FakeTape)
-    monkeypatch.setattr(module, "CaptureContext", FakeDeck)
-    monkeypatch.setattr(module, "SlotMemory", FakePlace)
-    monkeypatch.setattr(module, "gc", Mock())  # half a second each time, and these tapes take no memory
+    monkeypatch.setattr(module, "StageCudaGraphs", FakeGraphs)
+    monkeypatch.setattr(module, "CaptureContext", FakeCaptureContext)
+    monkeypatch.setattr(module, "SlotMemory", FakeSlotMemory)
+    monkeypatch.setattr(module, "gc", Mock())  # half a second each time, and fakes take no memory
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
     monkeypatch.setattr(assembly, "check_cuda_graphs", lambda device: None)
 
@@ -115,68 +115,68 @@ def fields(value: float, count: int = 2) -> dict[str, Tensor]:
     return {"x": torch.full((count,), value), "not read here": torch.zeros(7)}
 
 
-def test_minibatches_are_issued_until_one_has_run_to_its_end(
+def test_minibatches_run_eagerly_until_the_first_has_finished(
     stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
-    tapes, _ = stage
-    assert tapes.seat({}, fields(1.0)) is None
-    tapes.finished(None)
-    seat = tapes.seat({}, fields(2.0))
-    assert seat is not None
-    assert seat.place.fields["x"].tolist() == [2.0, 2.0]
-    assert tapes.seat({}, fields(3.0, count=5)) is None  # of another shape
-    assert tapes.recorded == 1
+    pool, _ = stage
+    assert pool.take_slot({}, fields(1.0)) is None
+    pool.finish(None)
+    slot = pool.take_slot({}, fields(2.0))
+    assert slot is not None
+    assert slot.memory.fields["x"].tolist() == [2.0, 2.0]
+    assert pool.take_slot({}, fields(3.0, count=5)) is None  # of another shape
+    assert pool.captured == 1
 
 
-def test_a_pipeline_in_its_steady_state_records_nothing(
+def test_a_pipeline_in_its_steady_state_captures_nothing(
     stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
-    """Three in flight and an update after each, as in the first stage of three: three places, and few tapes."""
-    tapes, weights = stage
-    tapes.finished(None)
+    """Three in flight and an update after each, as in the first stage of three: three slots, and few graphs."""
+    pool, weights = stage
+    pool.finish(None)
     in_flight: list[tuple[int, GraphSlot]] = []
-    recorded = []
+    captured = []
     for minibatch in range(40):
         weights.load_new_params(minibatch)
-        seat = tapes.seat({}, fields(minibatch))
-        assert seat is not None
-        assert isinstance(seat.tape, FakeTape)
-        assert seat.tape.weights["w"].data_ptr() == weights.newest.tensors[0].data_ptr()
-        assert seat not in [other for _, other in in_flight]
-        in_flight.append((minibatch, seat))
+        slot = pool.take_slot({}, fields(minibatch))
+        assert slot is not None
+        assert isinstance(slot.current, FakeGraphs)
+        assert slot.current.weights["w"].data_ptr() == weights.newest.tensors[0].data_ptr()
+        assert slot not in [other for _, other in in_flight]
+        in_flight.append((minibatch, slot))
         if len(in_flight) == 3:
-            oldest, seat = in_flight.pop(0)
-            assert seat.place.fields["x"].tolist() == [oldest, oldest]
-            tapes.gather_gradients()
+            oldest, slot = in_flight.pop(0)
+            assert slot.memory.fields["x"].tolist() == [oldest, oldest]
+            pool.bind_gradients()
             weights.release(oldest)
-            tapes.finished(seat)
+            pool.finish(slot)
             weights.step()
-        recorded.append(tapes.recorded)
-    assert recorded[-1] == recorded[12] <= 9
+        captured.append(pool.captured)
+    assert captured[-1] == captured[12] <= 9
 
 
-def test_gradients_gather_where_the_tapes_add_theirs(
+def test_gradients_are_summed_where_the_graphs_add_theirs(
     stage: tuple[GraphPool, OptimizerWithWeightStashing],
 ) -> None:
-    tapes, weights = stage
+    pool, weights = stage
     first, second = weights.model_parameters
-    tapes.gather_gradients()
-    assert first.grad is None  # nobody is on tape yet
+    pool.bind_gradients()
+    assert first.grad is None  # nothing is captured yet
     first.grad = torch.ones(3)
-    tapes.finished(None)
-    tapes.gather_gradients()  # a second minibatch of the update: what is there stays
+    pool.finish(None)
+    pool.bind_gradients()  # a second minibatch of the update: what is there stays
     assert first.grad.tolist() == [1.0, 1.0, 1.0]
-    assert second.grad is None  # no backward ever comes to it: an optimizer is to pass over it
-    place = first.grad.data_ptr()
+    assert second.grad is None  # no backward ever comes to it: the optimizer must skip it
+    address = first.grad.data_ptr()
     weights.step()
     assert weights.newest.tensors[0].tolist() == [-1.0, -1.0, -1.0]
     assert first.grad is None
-    tapes.gather_gradients()
+    pool.bind_gradients()
     assert first.grad is not None
-    assert first.grad.data_ptr() == place
+    assert first.grad.data_ptr() == address
     assert first.grad.tolist() == [0.0, 0.0, 0.0]
     first.grad += 2
-    tapes.gather_gradients()
+    pool.bind_gradients()
     assert first.grad.tolist() == [2.0, 2.0, 2.0]
 
 
@@ -218,10 +218,10 @@ def small() -> Small:
         ("2bw", {"update_interval": 2}),
     ],
 )
-def test_a_pipeline_that_plays_trains_as_one_that_issues(
+def test_a_pipeline_with_graphs_trains_as_an_eager_one(
     small: Small, schedule: str, options: dict[str, Any]
 ) -> None:
-    """Places, versions, gradients and what is issued between: all but the recording itself."""
+    """Slots, versions, gradients and eager minibatches between replayed ones: all but the capture itself."""
     torch.manual_seed(0)
     sizes = [4] * 9 + [3] + [4] * 6  # one of another shape
     data = [(torch.randint(11, (size,)), torch.randint(11, (size,))) for size in sizes]
@@ -241,14 +241,15 @@ def test_a_pipeline_that_plays_trains_as_one_that_issues(
             losses = [loss for _, loss in pipe.train(data)]
             losses.append(pipe.evaluate(data[:2]))
             losses += [loss for _, loss in pipe.train(data)]
-            recorded = sum(stage.tapes.recorded for stage in pipe.runtime.stages.values() if stage.tapes)
-            return losses, pipe.full_state_dict(), recorded
+            pools = [stage.graph_pool for stage in pipe.runtime.stages.values()]
+            captured = sum(pool.captured for pool in pools if pool)
+            return losses, pipe.full_state_dict(), captured
 
-    (played, state, recorded), *_ = run_ranks(2, lambda world: work(world, True))
-    (issued, expected, none), *_ = run_ranks(2, lambda world: work(world, False))
-    assert recorded > 0
+    (replayed, state, captured), *_ = run_ranks(2, lambda world: work(world, True))
+    (eager, expected, none), *_ = run_ranks(2, lambda world: work(world, False))
+    assert captured > 0
     assert none == 0
-    assert played == pytest.approx(issued, rel=1e-12)
+    assert replayed == pytest.approx(eager, rel=1e-12)
     assert state is not None
     assert expected is not None
     for name, tensor in expected.items():
@@ -256,12 +257,12 @@ def test_a_pipeline_that_plays_trains_as_one_that_issues(
 
 
 CLOCK = FakeClock()
-"""Moved by tapes that are played, and by nothing else."""
+"""Moved by replays, and by nothing else."""
 CALL, FORWARD, BACKWARD, WEIGHT_GRADIENT = 0.5, 3.0, 4.0, 2.0
-"""Seconds that a tape takes to be played, and those for each block on it."""
+"""Seconds of a replay, and those for each of its blocks."""
 
 
-class TimedTape(FakeTape):
+class TimedGraphs(FakeGraphs):
     def forward(self, minibatch: int) -> dict[str, Tensor]:
         self._take(FORWARD)
         return super().forward(minibatch)
@@ -275,15 +276,15 @@ class TimedTape(FakeTape):
         super().weight_gradients()
 
     def _take(self, seconds: float) -> None:
-        CLOCK.now += CALL + seconds * len(self.deck.module.stage.blocks)
+        CLOCK.now += CALL + seconds * len(self.capture.module.stage.blocks)
 
 
 @pytest.mark.usefixtures("fakes")
-def test_profiles_are_measured_as_stages_are_played(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every lap is the time of a tape, and what a call of it takes is told from what its blocks take."""
+def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every lap is the time of a replay, and the cost of its launch is separated from that of its blocks."""
     monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
     monkeypatch.setattr(profiled, "capture", capture_once)
-    monkeypatch.setattr(module, "StageCudaGraphs", TimedTape)
+    monkeypatch.setattr(module, "StageCudaGraphs", TimedGraphs)
     monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: CLOCK)
     monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=1.0))
     batch = (torch.randint(11, (4,)), torch.randint(11, (4,)))
@@ -305,29 +306,29 @@ def test_profiles_are_measured_as_stages_are_played(small: Small, monkeypatch: p
     assert all((cost.forward, cost.backward, cost.input_gradient) == expected for cost in made.blocks)
     for own in bench.everything:
         assert isinstance(own, TapedBench)
-        tapes = list(own._tapes.values())
-        assert len(tapes) == 4  # whole and split, kept and recomputed
-        # Of a module whose weights lie in two places in turn, for an update makes a new version while one is read.
-        assert all(1 <= each.recorded <= 2 for each in tapes)
+        pools = list(own._pools.values())
+        assert len(pools) == 4  # whole and split, kept and recomputed
+        # A module's weights have two addresses in turn: an update makes a new version while one is read.
+        assert all(1 <= pool.captured <= 2 for pool in pools)
 
 
-def test_what_is_foreseen_of_a_stage_on_tape() -> None:
+def test_predicted_memory_of_a_stage_with_graphs() -> None:
     one = replace(block(kept_bytes=30, parameter_bytes=6), working_bytes=7, forward_bytes=4, update_bytes=5)
-    issued = replace(profile(one, one, one), tied=(Tie(2, (0, 2)),))
-    taped = replace(issued, device=replace(issued.device, graphs=True, workspace=1000, slack=50))
-    found = simulate(taped, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
+    eager = replace(profile(one, one, one), tied=(Tie(2, (0, 2)),))
+    graphs = replace(eager, device=replace(eager.device, graphs=True, workspace=1000, slack=50))
+    found = simulate(graphs, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
     boundary, lag = one.boundary_bytes, 3
-    first, last = (1000 + taped.exchange_buffers(stage, stage + 1, lag) + 2 for stage in (0, 2))
+    first, last = (1000 + graphs.exchange_buffers(stage, stage + 1, lag) + 2 for stage in (0, 2))
     assert [rank.memory for rank in found.ranks] == [
         RankMemory(6, 12, 6 + 5, 12, 3 * (84 + 2 * boundary) + 7, 1000 + 2 * boundary + first),
         RankMemory(6, 6, 6 + 5, 12, 2 * (84 + 3 * boundary) + 7, 1000 + 4 * boundary + 1000),
         RankMemory(6, 0, 6 + 5, 12, 1 * (84 + boundary) + 7, 1000 + 2 * boundary + last),
     ]
-    same = simulate(issued, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
+    same = simulate(eager, Plan((1, 1, 1), ("keep",) * 3), "pipedream", 12)
     assert found.samples_per_second == same.samples_per_second  # times are the profile's
 
 
-def test_a_forward_on_tape_finds_no_room_in_what_later_blocks_will_save() -> None:
+def test_a_captured_forward_cannot_reuse_what_later_blocks_will_save() -> None:
     blocks = [
         replace(block(kept_bytes=kept), forward_bytes=passing)
         for kept, passing in ((30, 50), (20, 5), (10, 7))
@@ -340,15 +341,15 @@ def test_a_forward_on_tape_finds_no_room_in_what_later_blocks_will_save() -> Non
     assert forward_bytes(made, 0, ["recompute"] * 3) == 0
 
 
-def test_a_backward_on_tape_is_given_nothing_of_what_it_gives_back_unless_it_is_split() -> None:
+def test_a_captured_backward_does_not_reuse_what_it_frees_unless_it_is_split() -> None:
     first, last = (
         replace(block(kept_bytes=kept), working_bytes=working) for kept, working in ((30, 20), (10, 7))
     )
-    issued = profile(first, last)
-    taped = replace(issued, device=replace(issued.device, graphs=True))
-    assert backward_bytes(issued, 0, ["keep", "keep"]) == max(7, 20 - 10)
-    assert backward_bytes(taped, 0, ["keep", "keep"]) == max(7, 20)
-    split = [backward_bytes(made, 0, ["keep", "keep"], split=True) for made in (issued, taped)]
+    eager = profile(first, last)
+    graphs = replace(eager, device=replace(eager.device, graphs=True))
+    assert backward_bytes(eager, 0, ["keep", "keep"]) == max(7, 20 - 10)
+    assert backward_bytes(graphs, 0, ["keep", "keep"]) == max(7, 20)
+    split = [backward_bytes(made, 0, ["keep", "keep"], split=True) for made in (eager, graphs)]
     assert split[0] == split[1]
 
 
@@ -358,7 +359,7 @@ def test_a_backward_on_tape_is_given_nothing_of_what_it_gives_back_unless_it_is_
     st.sampled_from(["1f1b", "zb-h1", "gpipe", "2bw", "vpipe", "interleaved"]),
     st.sampled_from([0.5, 0.7, 0.9, 1.0]),
 )
-def test_plans_for_tapes_fit(blocks: Any, schedule: str, part: float) -> None:
+def test_plans_for_graphs_fit(blocks: Any, schedule: str, part: float) -> None:
     device = DeviceCost(1000, 100.0, 100.0, graphs=True, swapped_in=3)
     made = Profile(tuple(blocks), device, LinkCost(1e6, 0.0), 1)
     chunks = 2 if schedule == "interleaved" else None
@@ -369,7 +370,7 @@ def test_plans_for_tapes_fit(blocks: Any, schedule: str, part: float) -> None:
     except VPipeError:
         assert part < 1.0
         return
-    assert "swap" not in found.policies  # it would be issued
+    assert "swap" not in found.policies  # such a stage would run eagerly
     simulated = simulate(made, found.to_plan())
     assert max(rank.memory.total for rank in simulated.ranks) <= memory
     assert [p.memory.total for p in found.positions] == [
@@ -377,12 +378,12 @@ def test_plans_for_tapes_fit(blocks: Any, schedule: str, part: float) -> None:
     ]
 
 
-def test_where_no_plan_for_tapes_fits_that_is_said() -> None:
+def test_an_error_says_that_no_plan_for_graphs_fits() -> None:
     device = DeviceCost(1000, 100.0, 100.0, graphs=True)
     blocks = (block(kept_bytes=30, parameter_bytes=6),) * 4
-    taped = Profile(blocks, device, LinkCost(1e6, 0.0), 1)
+    graphs = Profile(blocks, device, LinkCost(1e6, 0.0), 1)
     with pytest.raises(VPipeError, match=r"CUDA graphs in a memory of 10 bytes .* leave cuda_graphs out"):
-        make_plan(taped, 2, 10, "vpipe")
+        make_plan(graphs, 2, 10, "vpipe")
 
 
 def test_cuda_graphs_on_a_cpu_are_refused() -> None:
