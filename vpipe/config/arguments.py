@@ -9,15 +9,14 @@ from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
 from vpipe.system.files import read_text
 
 if TYPE_CHECKING:
-    from vpipe.config import RunConfig
+    from vpipe.config.keys import OptimizerGroup, RunConfig
+    from vpipe.weights import OptimizerFactory
 
 
 def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
     """What a run and its verification have in common: how the model is cut, in which order it works, how it learns."""
-    from vpipe.weights import optimizer_factory  # torch comes with it
-
     arguments: dict[str, Any] = {
-        "optimizer": optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        "optimizer": make_optimizer_factory(config),
         "clip_norm": config.clip_norm,
         "seed": config.seed,
         "partition": config.partition,
@@ -36,6 +35,19 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "chunks": config.chunks,
         "replicas": config.replicas,
     }
+
+
+def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
+    """What `Pipeline` takes as `optimizer`."""
+    from vpipe.weights import optimizer_factory, optimizer_groups  # torch comes with it
+
+    def factory(group: OptimizerGroup | None = None) -> OptimizerFactory:
+        given = {} if group is None else group.model_dump(exclude_none=True)
+        settings = ("optimizer", "learning_rate", "weight_decay")
+        return optimizer_factory(*(given.get(key, getattr(config, key)) for key in settings))
+
+    rules = [(group.match, factory(group)) for group in config.optimizer_groups]
+    return optimizer_groups(*rules, rest=factory(), place=f"{config.source}: optimizer_groups")
 
 
 def check_plan(config: RunConfig, model: str) -> None:

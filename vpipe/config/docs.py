@@ -64,7 +64,8 @@ def words(schema: dict[str, Any], plural: bool = False) -> str:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"{'lists' if plural else 'list'} of {words(schema.get('items', {}), plural=True)}"
-    noun = _NOUNS.get(schema.get("type", ""), ("any value", "any values"))[plural]
+    kind = "object" if "$ref" in schema else schema.get("type", "")
+    noun = _NOUNS.get(kind, ("any value", "any values"))[plural]
     limits = _limits(schema)
     return f"{noun}, {'each ' if plural else ''}{limits}" if limits else noun
 

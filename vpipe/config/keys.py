@@ -55,6 +55,9 @@ Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
+NotNegative = Annotated[Real, Field(ge=0)]
+OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
+Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
 Path_ = Annotated[str, Field(min_length=1)]
 
@@ -62,6 +65,17 @@ Path_ = Annotated[str, Field(min_length=1)]
 def _conflict(key: str, problem: str) -> PydanticCustomError:
     """Keys that contradict each other: which one, and what is wrong with it."""
     return PydanticCustomError("conflict", "{key}: {problem}", {"key": key, "problem": problem})
+
+
+class OptimizerGroup(BaseModel):
+    """Parameters that are updated in another way than the others; what is not given is as the run has it."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match: Pattern | Annotated[list[Pattern], Field(min_length=1)]
+    optimizer: OptimizerName | None = None
+    learning_rate: Positive | None = None
+    weight_decay: NotNegative | None = None
 
 
 class RunConfig(BaseModel):
@@ -146,7 +160,7 @@ class RunConfig(BaseModel):
 
     # The training
 
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Rule of the updates."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
@@ -155,8 +169,12 @@ class RunConfig(BaseModel):
     the run, along half a cosine, or not at all."""
     warmup_updates: Natural = 0
     """Updates during which the learning rate rises from 0."""
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """How much weights shrink with each update."""
+    optimizer_groups: list[OptimizerGroup] = []
+    """Other settings for some parameters, by name: `match` is one or several patterns (`*` stands for any text, as in
+    `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` go before the run's. The first entry that matches a
+    parameter holds; an entry that matches none is an error."""
     clip_norm: Positive | None = None
     """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"

@@ -8,20 +8,20 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph import tied as tied_parameters
 from vpipe.schedule import Op, Schedule
 from vpipe.verify.eager import EagerModel
 
+OptimizerFactory = Callable[[Any], Any]
 LossWeight = Callable[[dict[str, Tensor]], float]
-OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
 Versions = Mapping[tuple[int, int], int]
 """(stage, minibatch) ▶ the number of updates that the stage has made when the minibatch passes forward."""
 
@@ -55,7 +55,8 @@ def train_synchronously(
     """Gradient accumulation with a copy of the plain model."""
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed)
-    optimizer = recipe.optimizer(list(plain.parameters()))
+    values = _trained(plain)
+    optimizers = _make_optimizers(recipe.optimizer, values, values)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
@@ -67,8 +68,9 @@ def train_synchronously(
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(plain.parameters(), recipe.clip_norm)
         gradients = gradients or _gradients(plain.named_parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(mean)
     return Trained(losses, gradients, {name: p.detach() for name, p in plain.named_parameters()})
 
@@ -76,9 +78,11 @@ def train_synchronously(
 class WeightHistory:
     """Some parameters through time: w(t + 1) = w(t) - update(gradient); each w(t) to be read is kept."""
 
-    def __init__(self, values: Mapping[str, Tensor], make_optimizer: OptimizerFactory) -> None:
-        self.now = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-        self.optimizer = make_optimizer(list(self.now.values())) if values else None
+    def __init__(
+        self, values: Mapping[str, Tensor], optimizer: OptimizerFactory, model_names: Collection[str]
+    ) -> None:
+        self.now = {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
+        self.optimizers = _make_optimizers(optimizer, self.now, model_names)
         self.versions = [self.newest()]
         self.forgotten = 0
 
@@ -95,8 +99,8 @@ class WeightHistory:
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self.now.values(), clip_norm)
         used = _gradients(self.now.items())
-        if self.optimizer is not None:
-            self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.versions.append(self.newest())
         return used
 
@@ -119,14 +123,14 @@ class StagedWeights:
         stages: Sequence[StageGraph],
         versions: Versions,
         lag: int,
-        make_optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory,
     ) -> None:
         self.versions = versions
         self.lag = lag
         self.holders = {name: where for name, where in tied_parameters(stages).items() if name in values}
         own = [[n for n in stage.parameters if n in values and n not in self.holders] for stage in stages]
-        self.stages = [WeightHistory({n: values[n] for n in names}, make_optimizer) for names in own]
-        self.tied = {name: WeightHistory({name: values[name]}, make_optimizer) for name in self.holders}
+        self.stages = [WeightHistory({n: values[n] for n in names}, optimizer, values) for names in own]
+        self.tied = {n: WeightHistory({n: values[n]}, optimizer, values) for n in self.holders}
 
     @property
     def histories(self) -> list[WeightHistory]:
@@ -183,7 +187,7 @@ def train_asynchronously(
     """
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
-    values = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    values = _trained(plain)
     weights = StagedWeights(values, stages, versions, lag, recipe.optimizer)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -243,6 +247,26 @@ def _groups(
 def _in_training(model: nn.Module) -> nn.Module:
     """In training mode; a model that is already in it keeps the modes of its parts."""
     return model if model.training else model.train()
+
+
+class _Parameters(list[nn.Parameter]):
+    """What a pipeline gives to `optimizer=`: a list that knows the names (`vpipe.weights.NamedParameters`)."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], model_names: Collection[str]) -> None:
+        super().__init__(named.values())
+        self.named = lambda: list(named.items())
+        self.model_names = model_names
+
+
+def _make_optimizers(
+    factory: OptimizerFactory, named: Mapping[str, nn.Parameter], model_names: Collection[str]
+) -> list[Optimizer]:
+    made = factory(_Parameters(named, model_names)) if named else None
+    return [o for o in (made if isinstance(made, list | tuple) else [made]) if o is not None]
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

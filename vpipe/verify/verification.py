@@ -202,9 +202,8 @@ def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) 
             given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             gradients.update({places[id(p)]: p.grad.clone() for p in given})
 
-    for optimizer in (weights.base_optimizer, *weights.tied_optimizers.values()):
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(keep)
+    for optimizer in weights.optimizers:
+        optimizer.register_step_pre_hook(keep)
 
 
 def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe) -> Trained:

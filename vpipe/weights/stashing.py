@@ -12,28 +12,27 @@ more (the last stage, every synchronous schedule), the step happens in place and
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vpipe.errors import VPipeError
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Record, read_state, write_state
+from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
 from vpipe.weights.versions import Version, VersionStore
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
 
 
 class OptimizerWithWeightStashing:
-    """Owns the weights of a stage: their versions, their masters, the base optimizer.
+    """Owns the weights of a stage: their versions, their masters, the base optimizers.
 
     `tied` names parameters that other stages hold too. Their updates may be applied some updates later
     than the stage's own (`vpipe.runtime.gradients` says why), so each has a base optimizer, and with it
-    a learning rate, of its own.
+    a learning rate, of its own. `model_names` are the trained parameters of the whole model.
     """
 
     def __init__(
@@ -44,14 +43,12 @@ class OptimizerWithWeightStashing:
         tied: Sequence[str] = (),
         master_values: Mapping[str, Tensor] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        update_interval: int = 1,
         versions: int = 1,
+        model_names: Collection[str] | None = None,
     ) -> None:
         """`versions`: the most that will be needed at a time; more are made when they are."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
         self.model_parameters = [parameters[name] for name in self.names]
-        self.update_interval = update_interval
-        self.batch_counter = 0
         self._store = VersionStore(self.model_parameters)
         first = self._store.first([p.data for p in self.model_parameters])
         self._store.reserve(versions - 1)
@@ -62,10 +59,14 @@ class OptimizerWithWeightStashing:
         self.master_parameters = self._make_masters(first, master_values)
         self._master = dict(zip(self.names, self.master_parameters, strict=True))
         self._name_of = dict(zip(self.master_parameters, self.names, strict=True))
-        own = [self._master[name] for name in self.names if name not in set(tied)]
-        self.base_optimizer = _make_optimizer(optimizer, own) if own else None
-        self.tied_optimizers = {name: _make_optimizer(optimizer, [self._master[name]]) for name in tied}
-        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self._optimizers()} if lr_scheduler else {}
+
+        def made(names: Iterable[str]) -> list[Optimizer]:
+            named = NamedParameters(((name, self._master[name]) for name in names), model_names)
+            return make_optimizers(optimizer, named)
+
+        self.base_optimizers = made(name for name in self.names if name not in set(tied))
+        self.tied_optimizers = {name: made([name])[0] for name in tied}
+        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self.optimizers} if lr_scheduler else {}
         self.load_new_params()
 
     @property
@@ -86,8 +87,12 @@ class OptimizerWithWeightStashing:
 
     @property
     def learning_rate(self) -> float | None:
-        optimizers = self._optimizers()
-        return optimizers[0].param_groups[0]["lr"] if optimizers else None
+        return self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the stage's own parameters, and one for each tied parameter."""
+        return [*self.base_optimizers, *self.tied_optimizers.values()]
 
     @property
     def num_versions(self) -> int:
@@ -107,7 +112,6 @@ class OptimizerWithWeightStashing:
 
     def release(self, minibatch: int) -> None:
         """This minibatch's backward is done: its version dies if no other needs it."""
-        self.batch_counter += 1
         version = self._read.pop(minibatch)
         version.users -= 1
         if not version.users and version is not self.queue[-1]:
@@ -129,7 +133,8 @@ class OptimizerWithWeightStashing:
         """The base optimizers' state by parameter, without that of the tied parameters in `besides`."""
         tensors: dict[str, Tensor] = {}
         records = []
-        for optimizer in self._optimizers(besides):
+        tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
+        for optimizer in (*self.base_optimizers, *tied):
             own, record = read_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of)
             tensors |= own
             records.append(record)
@@ -137,7 +142,7 @@ class OptimizerWithWeightStashing:
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> None:
         """Set the base optimizers' state, tied ones included, from records of any partition."""
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers:
             write_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of, tensors, records)
 
     @property
@@ -146,7 +151,7 @@ class OptimizerWithWeightStashing:
         return all(
             all(group.get("fused") for group in optimizer.param_groups)
             and all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self._optimizers()
+            for optimizer in self.optimizers
         )
 
     def step(
@@ -165,8 +170,8 @@ class OptimizerWithWeightStashing:
             (p, self._master[name]) for name, p in parameters if name not in self.tied_optimizers
         )
         self._forget_gradients()
-        if self.base_optimizer is not None:
-            self._apply(self.base_optimizer, flag)
+        for optimizer in self.base_optimizers:
+            self._apply(optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
         self._publish()
 
@@ -182,11 +187,6 @@ class OptimizerWithWeightStashing:
     def _forget_gradients(self) -> None:
         for parameter in self.model_parameters:
             parameter.grad = None
-
-    def _optimizers(self, besides: Collection[str] = ()) -> list[Optimizer]:
-        """The stage's own, if it has parameters of its own, and those of the tied parameters."""
-        tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
-        return tied if self.base_optimizer is None else [self.base_optimizer, *tied]
 
     def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
         masters = []
@@ -237,13 +237,3 @@ class OptimizerWithWeightStashing:
         if self.mixed:
             torch._foreach_copy_(self.queue[-1].tensors, list(self.master_parameters))
         self.load_new_params()
-
-
-def _make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    optimizer = factory(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise VPipeError(
-            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer: "
-            "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
-        )
-    return optimizer
