@@ -34,13 +34,16 @@ def skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
     return copy.deepcopy(model, memo)
 
 
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in the compute dtype, if it holds floating-point numbers."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
 def cast_module(module: StageModule, dtype: torch.dtype | None) -> dict[str, Tensor]:
     """Cast a stage's parameters and buffers to the compute dtype; returns the parameters as they were, by name."""
     originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
-    if dtype is not None:
-        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+    for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
+        tensor.data = cast(tensor.data, dtype)
     return originals
 
 

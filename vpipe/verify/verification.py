@@ -23,6 +23,7 @@ from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime import Fields, count_samples
 from vpipe.schedule import Schedule
 from vpipe.stage import Stage
+from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
 from vpipe.train.models import build_model, synthetic_batch
 from vpipe.verify.comparison import (
@@ -158,7 +159,7 @@ def _read_dtype(name: str) -> torch.dtype:
 
 
 def _converted(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, dtype), batch)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
