@@ -1,7 +1,7 @@
 """Independent references: the plain model, trained in one process by the textbook's formulas.
 
-Nothing here uses the runtime, the stages' modules or the weights' versions of vpipe. Of the captured graph
-only this is read: which block draws random numbers, and which stage holds which parameter (`vpipe.verify.eager`).
+Nothing here uses vpipe's runtime, stage modules or weight versions. Only two facts come from the captured graph:
+the block of each random draw, and the stages of each parameter (`vpipe.verify.eager`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from vpipe.verify.eager import EagerModel
 OptimizerFactory = Callable[[Any], Any]
 LossWeight = Callable[[dict[str, Tensor]], float]
 Versions = Mapping[tuple[int, int], int]
-"""(stage, minibatch) ▶ the number of updates that the stage has made when the minibatch passes forward."""
+"""(stage, minibatch) ▶ the number of updates that the stage has made before the minibatch's forward."""
 
 
 class Trained(NamedTuple):
-    """What a run leaves behind; gradients are those of the first update, as the optimizer got them."""
+    """The results of a run; gradients are those of the first update, as the optimizer got them."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -40,7 +40,7 @@ def equal_weights(fields: dict[str, Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whichever way: arguments of `Pipeline`, under the same names."""
+    """How a model is trained both ways: arguments of `Pipeline`, under the same names."""
 
     optimizer: OptimizerFactory
     loss_fn: Callable[..., Tensor] | None = None
@@ -76,7 +76,7 @@ def train_synchronously(
 
 
 class WeightHistory:
-    """Some parameters through time: w(t + 1) = w(t) - update(gradient); each w(t) to be read is kept."""
+    """Versions of some parameters: w(t + 1) = w(t) - update(gradient); each w(t) that will be read is kept."""
 
     def __init__(
         self, values: Mapping[str, Tensor], optimizer: OptimizerFactory, model_names: Collection[str]
@@ -84,13 +84,13 @@ class WeightHistory:
         self.now = {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
         self.optimizers = _make_optimizers(optimizer, self.now, model_names)
         self.versions = [self.newest()]
-        self.forgotten = 0
+        self.dropped = 0
 
     def newest(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.now.items()}
 
     def read(self, version: int) -> dict[str, Tensor]:
-        return self.versions[version - self.forgotten]
+        return self.versions[version - self.dropped]
 
     def update(self, gradients: Mapping[str, Tensor | None], clip_norm: float | None) -> dict[str, Tensor]:
         """Make the next version; returns the gradients as the optimizer got them."""
@@ -104,17 +104,17 @@ class WeightHistory:
         self.versions.append(self.newest())
         return used
 
-    def forget(self, before: int) -> None:
-        """No version before this one will be read."""
-        del self.versions[: max(0, before - self.forgotten)]
-        self.forgotten = max(self.forgotten, before)
+    def drop(self, before: int) -> None:
+        """Drop the versions before this one: they will not be read."""
+        del self.versions[: max(0, before - self.dropped)]
+        self.dropped = max(self.dropped, before)
 
 
 class StagedWeights:
-    """The weights of all stages through time: each stage updates on its own, at the schedule's instants.
+    """The versions of all stages' weights: each stage makes its own updates, when the schedule says.
 
-    A parameter that several stages hold is one parameter, updated with the sum of their gradients: its first
-    holder applies an update at once, the others `lag` updates later.
+    A parameter that several stages hold is one parameter, updated with the sum of their gradients. The first
+    of these stages applies an update at once, the others `lag` updates later.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class StagedWeights:
         return [*self.stages, *self.tied.values()]
 
     def read(self, minibatch: int) -> tuple[dict[str, Tensor], dict[str, dict[int, Tensor]]]:
-        """Fresh leaves of what the minibatch sees: by name, and for tied parameters by name and stage."""
+        """New leaf tensors with the minibatch's weights: by name, and for tied parameters by name and stage."""
         own: dict[str, Tensor] = {}
         for stage, history in enumerate(self.stages):
             version = history.read(self.versions[stage, minibatch])
@@ -154,13 +154,13 @@ class StagedWeights:
             used |= history.update(gradients, clip_norm)
         return used
 
-    def forget(self, later: range) -> None:
-        """Only these minibatches are still to come."""
+    def drop(self, later: range) -> None:
+        """Drop the versions that none of these minibatches, which are still to come, will read."""
         for stage, history in enumerate(self.stages):
-            history.forget(min((self.versions[stage, m] for m in later), default=0))
+            history.drop(min((self.versions[stage, m] for m in later), default=0))
         for name, history in self.tied.items():
             oldest = (self._tied_version(name, s, m) for s in self.holders[name] for m in later)
-            history.forget(min(oldest, default=0))
+            history.drop(min(oldest, default=0))
 
     def newest(self) -> dict[str, Tensor]:
         return {name: value for history in self.histories for name, value in history.newest().items()}
@@ -181,9 +181,9 @@ def train_asynchronously(
     versions: Versions,
     lag: int,
 ) -> Trained:
-    """Each minibatch sees in each stage the version that the schedule says (`versions_read`).
+    """Each minibatch reads in each stage the version that follows from the schedule (`versions_read`).
 
-    A stage clips by the norm of its own gradients, a tied parameter by its own.
+    A stage clips by the norm of its own gradients, a tied parameter by the norm of its gradient.
     """
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
@@ -206,13 +206,13 @@ def train_asynchronously(
         used = weights.update(sums, recipe.clip_norm)
         first = first or used
         losses.append(mean)
-        weights.forget(range(group[-1][0] + 1, len(minibatches)))
+        weights.drop(range(group[-1][0] + 1, len(minibatches)))
     frozen = {name: p.detach() for name, p in plain.named_parameters()}
     return Trained(losses, first, frozen | weights.newest())
 
 
 def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
-    """For the first `count` minibatches, read off the programs: STEP makes a version, F reads the newest."""
+    """The versions that the first `count` minibatches read, from the programs: STEP makes one, F reads the newest."""
     read: dict[tuple[int, int], int] = {}
     length = schedule.minibatches or count
     for rank in range(schedule.num_ranks):
@@ -245,12 +245,12 @@ def _groups(
 
 
 def _in_training(model: nn.Module) -> nn.Module:
-    """In training mode; a model that is already in it keeps the modes of its parts."""
+    """The model in training mode; if it is in it already, its modules keep their own modes."""
     return model if model.training else model.train()
 
 
 class _Parameters(list[nn.Parameter]):
-    """What a pipeline gives to `optimizer=`: a list that knows the names (`vpipe.weights.NamedParameters`)."""
+    """The argument of `optimizer=`: a list with names, as `vpipe.weights.NamedParameters` is one."""
 
     def __init__(self, named: Mapping[str, nn.Parameter], model_names: Collection[str]) -> None:
         super().__init__(named.values())

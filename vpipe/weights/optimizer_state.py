@@ -125,7 +125,7 @@ def _restored_numbers(
     optimizer: Optimizer, group: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> dict[str, Any]:
     restored = {k: _like(group[k], value, k) for k, value in numbers.items() if k in group}
-    # Some keep a counter in the group from their first step on.
+    # Some optimizers add a counter to the group at their first step.
     restored |= {k: value for k, value in numbers.items() if k not in group and _is_number(value)}
     _check_numbers(optimizer, {k: value for k, value in restored.items() if k in optimizer.defaults})
     return restored
@@ -176,7 +176,7 @@ def _check_numbers(optimizer: Optimizer, numbers: dict[str, Any]) -> None:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's numbers: rates, counters, coefficients. Its flags are the run's own business."""
+    """The group's numbers: rates, counters, coefficients. Flags are not saved: each run sets its own."""
     found = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -187,7 +187,7 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(current: Any, value: Any, key: str) -> Any:
-    """The value in the form that the optimizer has it in: JSON knows neither tuples nor tensors."""
+    """The value in the optimizer's own form: JSON has neither tuples nor tensors."""
     if isinstance(current, Tensor) and _is_number(value):
         return torch.full_like(current, value)
     if isinstance(current, list | tuple) and isinstance(value, list) and len(current) == len(value):
@@ -208,7 +208,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives the value back as it is, but for tuples."""
+    """Whether JSON keeps the value, except that tuples become lists."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

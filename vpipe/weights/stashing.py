@@ -1,14 +1,14 @@
-"""The optimizer of one stage, which keeps the weights that a minibatch's forward saw for its backward.
+"""The optimizer of one stage: a minibatch's backward reads the weights that its forward read.
 
     F3 reads version 1      the newest                      queue: [v1]
     STEP2 makes version 2   v1 is kept: B3 will read it     queue: [v1, v2]
-    B3 reads version 1      then nobody needs it            queue: [v2]
+    B3 reads version 1      v1 is freed                     queue: [v2]
 
-Parameters are pointed at a version (`p.data = tensor`). The base optimizer never steps the parameters
-themselves: that would bump autograd's version counters and the backwards still pending would refuse. It
-steps *master* tensors of its own, which share the newest version's storage or, under mixed precision,
-are the float32 originals from which each version is cast. When no backward needs the newest version any
-more (the last stage, every synchronous schedule), the step happens in place and nothing is copied.
+Parameters are pointed at a version (`p.data = tensor`). The base optimizers never step the parameters
+themselves: that would raise autograd's version counters, and pending backwards would fail. They step
+*master* tensors, which share the newest version's storage or, under mixed precision, are the float32
+originals from which each version is cast. If no backward needs the newest version (the last stage,
+every synchronous schedule), the step is made in place and nothing is copied.
 """
 
 from collections import deque
@@ -46,7 +46,7 @@ class OptimizerWithWeightStashing:
         versions: int = 1,
         model_names: Collection[str] | None = None,
     ) -> None:
-        """`versions`: the most that will be needed at a time; more are made when they are."""
+        """`versions`: how many to allocate now; more are allocated when they are needed."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
         self.model_parameters = [parameters[name] for name in self.names]
         self._store = VersionStore(self.model_parameters)
@@ -76,7 +76,7 @@ class OptimizerWithWeightStashing:
 
     @property
     def newest(self) -> Version:
-        """What the next forward reads."""
+        """The version that the next forward reads."""
         return self.queue[-1]
 
     @property
@@ -111,7 +111,7 @@ class OptimizerWithWeightStashing:
         self._point_at(self._read[minibatch])
 
     def release(self, minibatch: int) -> None:
-        """This minibatch's backward is done: its version dies if no other needs it."""
+        """This minibatch's backward is done: recycle its version if no other needs it."""
         version = self._read.pop(minibatch)
         version.users -= 1
         if not version.users and version is not self.queue[-1]:
@@ -130,7 +130,7 @@ class OptimizerWithWeightStashing:
         self._publish()
 
     def optimizer_state(self, besides: Collection[str] = ()) -> tuple[dict[str, Tensor], list[Record]]:
-        """The base optimizers' state by parameter, without that of the tied parameters in `besides`."""
+        """The base optimizers' state by parameter, without the tied parameters in `besides`."""
         tensors: dict[str, Tensor] = {}
         records = []
         tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
@@ -147,7 +147,7 @@ class OptimizerWithWeightStashing:
 
     @property
     def skips_by_flag(self) -> bool:
-        """Whether `step` may be given flags: fused optimizers read them, once they have a state."""
+        """Whether `step` takes flags: fused optimizers read them, once they have a state."""
         return all(
             all(group.get("fused") for group in optimizer.param_groups)
             and all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
@@ -162,29 +162,29 @@ class OptimizerWithWeightStashing:
     ) -> None:
         """Make the next version: own parameters from their `.grad`, tied ones from the gradients given.
 
-        A flag, on the device, is 1 where the version is to hold the same weights as the one before.
+        A flag is a tensor on the device; 1 leaves weights and state as they are.
         """
-        self._make_room()
+        self._make_writable()
         parameters = zip(self.names, self.model_parameters, strict=True)
         hand_over_gradients(
             (p, self._master[name]) for name, p in parameters if name not in self.tied_optimizers
         )
-        self._forget_gradients()
+        self._drop_gradients()
         for optimizer in self.base_optimizers:
             self._apply(optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
         self._publish()
 
     def step_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Apply updates of tied parameters that were still to come when the pipeline was drained."""
+        """Apply updates of tied parameters that were pending when the pipeline was drained."""
         self._apply_tied(gradients, {})
         self._publish()
 
     def skip(self) -> None:
-        """Forget the gradients: this update is not made."""
-        self._forget_gradients()
+        """Drop the gradients: this update is not made."""
+        self._drop_gradients()
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in self.model_parameters:
             parameter.grad = None
 
@@ -204,8 +204,8 @@ class OptimizerWithWeightStashing:
                 parameter.data = tensor
             self._pointed_at = version
 
-    def _make_room(self) -> None:
-        """Let the newest version be one that may be written: a new one if a backward needs the old."""
+    def _make_writable(self) -> None:
+        """Make the newest version writable: a new one if a backward still needs it."""
         newest = self.queue[-1]
         number = newest.number + 1
         if not newest.users:
