@@ -247,6 +247,16 @@ def made(
     return OptimizerWithWeightStashing(parameters, factory, model_names=NAMES, **options)
 
 
+def test_groups_that_were_saved_apart_are_not_merged() -> None:
+    apart = made(optimizer_groups(("*.bias", lambda ps: AdamW(ps, weight_decay=0)), rest=AdamW))
+    saved = apart.optimizer_state()
+    made(optimizer_groups(("*.bias", AdamW), rest=AdamW)).load_optimizer_state(*saved)
+    with pytest.raises(
+        VPipeError, match=r"in one optimizer group, but were saved with weight_decay 0.01 and 0: resume"
+    ):
+        made(AdamW).load_optimizer_state(*saved)
+
+
 def sgd(params: Any) -> Optimizer:
     return torch.optim.SGD(params, 0.1)
 

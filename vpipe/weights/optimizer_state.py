@@ -11,7 +11,7 @@ An optimizer of another partition has parameters of several records. Each of its
 entries in the scheduler's lists, from the record that holds the group's first parameter.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -111,7 +111,12 @@ def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -
     A group that has no parameters here takes the same place in the record of another, if that has as many groups.
     """
     groups = optimizer.param_groups
-    found = [next((saved[names[p]] for p in group["params"] if names[p] in saved), None) for group in groups]
+    found: list[_Origin | None] = []
+    for group in groups:
+        members = [name for name in (names[p] for p in group["params"]) if name in saved]
+        for name in members:
+            _check_same_settings(members[0], name, saved, optimizer.defaults)
+        found.append(saved[members[0]] if members else None)
     known = next((origin for origin in found if origin is not None), None)
     if known is None or len(known.record["groups"]) != len(groups):
         return found
@@ -119,6 +124,19 @@ def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -
         _Origin(known.record, index) if origin is None and not group["params"] else origin
         for index, (group, origin) in enumerate(zip(groups, found, strict=True))
     ]
+
+
+def _check_same_settings(
+    first: str, second: str, saved: Mapping[str, _Origin], defaults: Collection[str]
+) -> None:
+    """Raise if two parameters of one group were saved with other settings; those that schedulers set may differ."""
+    for key in sorted({*defaults, "initial_lr"} - {"lr", "momentum", "betas"}):
+        one, other = (saved[name].numbers.get(key) for name in (first, second))
+        if one != other:
+            raise VPipeError(
+                f"parameters {first!r} and {second!r} are in one optimizer group, but were saved with {key} {one} and "
+                f"{other}: resume with the groups of the run that was saved"
+            )
 
 
 def _restored_numbers(
@@ -190,7 +208,7 @@ def _like(current: Any, value: Any, key: str) -> Any:
     """The value in the optimizer's own form: JSON has neither tuples nor tensors."""
     if isinstance(current, Tensor) and _is_number(value):
         return torch.full_like(current, value)
-    if isinstance(current, list | tuple) and isinstance(value, list) and len(current) == len(value):
+    if isinstance(current, list | tuple) and isinstance(value, list | tuple) and len(current) == len(value):
         return type(current)(_like(old, new, key) for old, new in zip(current, value, strict=True))
     if _is_number(current) != _is_number(value) or isinstance(current, list | tuple | Tensor):
         raise VPipeError(

@@ -4,6 +4,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,6 @@ from torch.optim import Optimizer
 
 from vpipe.errors import VPipeError
 
-NAMES = ("sgd", "adam", "adamw", "lamb")
 EXAMPLE = "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
 
 
@@ -151,31 +151,26 @@ def _close_names(pattern: str, names: Collection[str]) -> str:
     return f"their names are such as {', '.join(repr(name) for name in list(names)[:3])}"
 
 
-def optimizer_factory(
-    name: str, learning_rate: float, weight_decay: float = 0.0, momentum: float = 0.9
-) -> OptimizerFactory:
+def optimizer_factory(name: str, learning_rate: float, weight_decay: float = 0.0) -> OptimizerFactory:
     """A function from parameters to the optimizer of this name; fused where torch has a fused one."""
-    if name == "sgd":
-        return lambda params: torch.optim.SGD(
-            params, learning_rate, momentum=momentum, weight_decay=weight_decay, fused=True
-        )
-    if name == "adam":
-        return lambda params: torch.optim.Adam(params, learning_rate, weight_decay=weight_decay, fused=True)
-    if name == "adamw":
-        return lambda params: torch.optim.AdamW(params, learning_rate, weight_decay=weight_decay, fused=True)
-    if name == "lamb":
-        return lambda params: _lamb(params, learning_rate, weight_decay)
-    hint = get_close_matches(name, NAMES, 1)
-    raise VPipeError(
-        f"unknown optimizer {name!r}" + (f", did you mean {hint[0]!r}?" if hint else f": choose from {NAMES}")
-    )
+    known: dict[str, Callable[..., Optimizer]] = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+        "adam": partial(torch.optim.Adam, fused=True),
+        "adamw": partial(torch.optim.AdamW, fused=True),
+        "lamb": _lamb,
+    }
+    if name not in known:
+        close = get_close_matches(name, known, 1)
+        hint = f", did you mean {close[0]!r}?" if close else f": choose from {', '.join(known)}"
+        raise VPipeError(f"unknown optimizer {name!r}{hint}")
+    return partial(known[name], lr=learning_rate, weight_decay=weight_decay)
 
 
-def _lamb(params: list[nn.Parameter], learning_rate: float, weight_decay: float) -> Optimizer:
+def _lamb(params: list[nn.Parameter], **options: Any) -> Optimizer:
     try:
         from pytorch_optimizer import Lamb
     except ImportError as error:
         raise VPipeError(
             "optimizer 'lamb' needs the package pytorch-optimizer: pip install 'vpipe[lamb]'"
         ) from error
-    return Lamb(params, lr=learning_rate, weight_decay=weight_decay)
+    return Lamb(params, **options)
