@@ -309,6 +309,7 @@ def test_every_optimizer_has_a_scheduler_that_is_stepped() -> None:
         (lambda ps: [sgd(ps), sgd([])], "empty parameter list.*leave that optimizer out"),
         (lambda ps: sgd([*ps, nn.Parameter(torch.ones(3))]), r"shape \(3,\) that it was not given"),
         (lambda ps: [sgd(ps), 3], "returned int"),
+        (lambda ps: None, "returned NoneType"),
         (sgd([nn.Parameter(torch.ones(1))]), "is of type SGD, not a function"),
         (
             optimizer_groups(("*.biass", sgd), rest=sgd),

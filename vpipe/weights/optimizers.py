@@ -55,7 +55,7 @@ def make_optimizers(factory: OptimizerFactory, parameters: NamedParameters) -> l
             f"optimizer= failed for {len(parameters)} parameters ({parameters.names[0]!r} and so on): {error}; it is "
             "called for the parameters of one stage, of which a group may have none: leave that optimizer out there"
         ) from error
-    optimizers = [o for o in (made if isinstance(made, list | tuple) else [made]) if o is not None]
+    optimizers = [o for o in made if o is not None] if isinstance(made, list | tuple) else [made]
     for optimizer in optimizers:
         if not isinstance(optimizer, Optimizer):
             raise VPipeError(
