@@ -13,7 +13,7 @@ from tests.examples import example, varied
 from vpipe import Pipeline, checkpoint
 from vpipe.checkpoint import Manifest, manifest
 from vpipe.pipeline.threads import run_ranks
-from vpipe.weights import optimizer_factory
+from vpipe.weights import OptimizerFactory, optimizer_factory
 
 UPDATES = 8
 STOP = 2
@@ -36,18 +36,17 @@ def run(
     directory: Path,
     *,
     resume: Path | None = None,
-    optimizer: str = "adamw",
+    optimizer: str | OptimizerFactory = "adamw",
     prepare: Callable[[Pipeline], None] = lambda pipe: None,
     updates: int = UPDATES,
     **options: Any,
 ) -> dict[int, float]:
     """Train to the end; save there, and in the middle unless the run begins from a checkpoint. The losses."""
     model, batch, loss_fn = example
+    factory = OPTIMIZERS[optimizer] if isinstance(optimizer, str) else optimizer
 
     def work(world: Any) -> dict[int, float]:
-        with Pipeline(
-            model, batch, optimizer=OPTIMIZERS[optimizer], loss_fn=loss_fn, world=world, **options
-        ) as pipe:
+        with Pipeline(model, batch, optimizer=factory, loss_fn=loss_fn, world=world, **options) as pipe:
             prepare(pipe)
             if resume is not None:
                 extra = checkpoint.load(pipe, resume)

@@ -8,12 +8,18 @@ if TYPE_CHECKING:
     from vpipe.graph import capture
     from vpipe.pipeline import Pipeline
     from vpipe.schedule import Schedule
+    from vpipe.weights import optimizer_groups
 
 __version__ = "0.1.0"
-__all__ = ["Pipeline", "Schedule", "VPipeError", "capture"]
+__all__ = ["Pipeline", "Schedule", "VPipeError", "capture", "optimizer_groups"]
 
 # Imported on first use: `vpipe --help` and `vpipe schedule` must not wait for torch.
-_HOMES = {"Pipeline": "vpipe.pipeline", "capture": "vpipe.graph", "Schedule": "vpipe.schedule"}
+_HOMES = {
+    "Pipeline": "vpipe.pipeline",
+    "Schedule": "vpipe.schedule",
+    "capture": "vpipe.graph",
+    "optimizer_groups": "vpipe.weights",
+}
 
 
 def __getattr__(name: str) -> Any:

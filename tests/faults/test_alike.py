@@ -26,7 +26,7 @@ def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list
 
     def on_rank(world: Any) -> None:
         try:
-            same_config.check_alike(Versioned(world), configs[world.rank])
+            same_config.check_same_config(Versioned(world), configs[world.rank])
         except ConfigError as error:
             said.append(str(error))
 

@@ -145,7 +145,7 @@ def test_three_pipelines_leave_nothing_behind(pool: Pool, name: str, schedule: s
         assert losses[0] == losses[1] == losses[2]
 
 
-NO_OPTIMIZER, NO_LABELS = "optimizer returned NoneType", "missing: ['labels']"
+NO_OPTIMIZER, NO_LABELS = "optimizer= returned NoneType", "missing: ['labels']"
 
 
 @pytest.mark.parametrize(

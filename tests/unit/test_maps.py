@@ -65,7 +65,7 @@ def test_each_may_be_missing(file: Path) -> None:
         ({RANKS: {"0": [0], "01": [1]}}, 'it has 2 stages, but no "1"'),
         ({RANKS: {"0": [0], "1": 1}}, "stage_to_rank_map, stage 1: 1 is no list of ranks"),
         ({RANKS: {"0": [0], "1": []}}, "stage_to_rank_map, stage 1: [] is no list of ranks"),
-        ({RANKS: {"0": [0, 0]}}, "stage 0: the rank is 0, expected 1: every rank stands once"),
+        ({RANKS: {"0": [0, 0]}}, "stage 0: the rank is 0, expected 1: write each rank once"),
         ({RANKS: {"0": [1], "1": [0]}}, "stage 0: the rank is 1, expected 0"),
         ({DEPTHS: {"0": 0, "1": 0}}, 'the last none: write {"0": 1, "1": 0}'),
         ({DEPTHS: {"0": False}}, "stage_to_depth_map is {'0': False}"),

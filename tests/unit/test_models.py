@@ -145,7 +145,9 @@ def test_models_of_several_parts_have_no_synthetic_batch() -> None:
     model = torch.nn.Module()
     model.config = hf.CLIPConfig()
     model.forward = lambda pixel_values, labels: None
-    with pytest.raises(ConfigError, match="the configuration of 'clip' has no image_size of its own"):
+    with pytest.raises(
+        ConfigError, match="the configuration of 'clip' has no image_size: no synthetic batch"
+    ):
         synthetic_batch(model, 2, 8)
 
 

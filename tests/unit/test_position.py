@@ -31,23 +31,23 @@ def test_max_updates_counts_updates_whatever_they_are_made_of(before: int, after
     assert first.updates == 6
     assert len(first.batches(0)) == 6 * before
     second = position(after, max_updates=10)
-    second.go_on(first.told(6), 6, "step-00000006")
+    second.resume(first.state(6), 6, "step-00000006")
     assert second.updates == 10
-    assert second.told(6)["minibatch"] == 6 * before  # no sample twice, none missed
+    assert second.state(6)["minibatch"] == 6 * before  # no sample twice, none missed
     assert len(second.batches(6)) == 4 * after
-    assert second.told(10)["minibatch"] == 6 * before + 4 * after
+    assert second.state(10)["minibatch"] == 6 * before + 4 * after
 
 
 def test_epochs_end_it_all_the_same() -> None:
     last = SAMPLES // 2 * 3
     first = position(2, max_updates=6)
     second = position(4, max_updates=100)
-    second.go_on(first.told(6), 6, "step-00000006")
+    second.resume(first.state(6), 6, "step-00000006")
     assert second.updates == 6 + (last - 12) // 4
-    assert second.told(second.updates)["minibatch"] == last
+    assert second.state(second.updates)["minibatch"] == last
 
 
 def test_what_has_made_more_updates_already_has_nothing_to_train() -> None:
     second = position(1, max_updates=4)
-    second.go_on(position(2, max_updates=6).told(6), 6, "step-00000006")
+    second.resume(position(2, max_updates=6).state(6), 6, "step-00000006")
     assert second.updates <= 6

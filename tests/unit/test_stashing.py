@@ -118,7 +118,7 @@ def test_the_learning_rate_follows_its_scheduler() -> None:
 
 
 def test_an_optimizer_instead_of_a_function_is_refused() -> None:
-    with pytest.raises(VPipeError, match="optimizer returned int, not a torch"):
+    with pytest.raises(VPipeError, match="optimizer= returned int, not a torch"):
         OptimizerWithWeightStashing({"a": nn.Parameter(torch.ones(3))}, lambda ps: 3)  # type: ignore[arg-type]
 
 

@@ -84,4 +84,5 @@ def _warn(line: str) -> None:
 
 def _optimizer(manifest: Manifest) -> str | None:
     records = manifest.state.get("optimizers") or []
-    return str(records[0].get("optimizer")) if records and isinstance(records[0], dict) else None
+    kinds = dict.fromkeys(str(record.get("optimizer")) for record in records if isinstance(record, dict))
+    return ", ".join(kinds) or None

@@ -9,15 +9,14 @@ from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
 from vpipe.system.files import read_text
 
 if TYPE_CHECKING:
-    from vpipe.config import RunConfig
+    from vpipe.config.keys import OptimizerGroup, RunConfig
+    from vpipe.weights import OptimizerFactory
 
 
 def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
-    """What a run and its verification have in common: how the model is cut, in which order it works, how it learns."""
-    from vpipe.weights import optimizer_factory  # torch comes with it
-
+    """The arguments that a run and its verification share: partition, schedule, optimizer."""
     arguments: dict[str, Any] = {
-        "optimizer": optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        "optimizer": make_optimizer_factory(config),
         "clip_norm": config.clip_norm,
         "seed": config.seed,
         "partition": config.partition,
@@ -38,27 +37,40 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
+    """The `optimizer` of a Pipeline, with the configured groups."""
+    from vpipe.weights import optimizer_factory, optimizer_groups  # torch comes with it
+
+    def factory(group: OptimizerGroup | None = None) -> OptimizerFactory:
+        given = {} if group is None else group.model_dump(exclude_none=True)
+        settings = ("optimizer", "learning_rate", "weight_decay")
+        return optimizer_factory(*(given.get(key, getattr(config, key)) for key in settings))
+
+    rules = [(group.match, factory(group)) for group in config.optimizer_groups]
+    return optimizer_groups(*rules, rest=factory(), place=f"{config.source}: optimizer_groups")
+
+
 def check_plan(config: RunConfig, model: str) -> None:
-    """Whether the plan that the configuration names is one for the model with this fingerprint."""
+    """Raise if the configuration names a plan for another model than the one with this fingerprint."""
     if config.planned is None:
         return
     path, fingerprint = config.planned
     if fingerprint and fingerprint != model:
         raise ConfigError(
-            f"{path}: is a plan for another model: its fingerprint is {fingerprint[:16]!r}, that of the model in "
-            f"{config.source} {model[:16]!r}: plan again with `vpipe plan {config.source}`"
+            f"{path}: is a plan for another model: its fingerprint is {fingerprint[:16]!r}, the model in "
+            f"{config.source} has {model[:16]!r}: plan again with `vpipe plan {config.source}`"
         )
 
 
 def known_blocks(config: RunConfig) -> int | None:
-    """Two for each layer of bert and cpm, and a head; None where only capturing the model would tell."""
+    """The number of blocks: two for each layer of bert and cpm, and a head; None if the model must be captured."""
     if config.model is not None or config.model_type == "translation":
         return None
     return 2 * config.num_layers + 1
 
 
 def check_blocks(config: RunConfig, schedule: Schedule) -> None:
-    """Whether partition and policies are those of the model, as far as that is known before ranks start."""
+    """Raise if partition or policies do not fit the model, as far as its blocks are known before ranks start."""
     blocks, stages, ratio = known_blocks(config), schedule.num_stages, config.recompute_ratio
     if isinstance(ratio, list) and len(ratio) != stages:
         raise ConfigError(
@@ -85,7 +97,7 @@ def check_blocks(config: RunConfig, schedule: Schedule) -> None:
 
 
 def build_schedule(config: RunConfig) -> Schedule:
-    """The schedule itself; that it fits the ranks and the partition is checked before any rank starts."""
+    """The configured schedule, checked against ranks and partition before any rank starts."""
     name = config.chosen_schedule
     if name.endswith(".csv"):
         schedule = read_table(read_text(config.path(name)), name)

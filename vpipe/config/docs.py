@@ -1,4 +1,4 @@
-"""The reference of the configuration, written from the model that checks it (`python -m vpipe.config.docs`)."""
+"""The reference of the configuration, generated from its pydantic model (`python -m vpipe.config.docs`)."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def config_markdown() -> str:
 
 
 def sections() -> dict[str, list[str]]:
-    """The keys under the comments that head them in the source: the groups exist nowhere else."""
+    """The keys under the comments of the source that head them."""
     found: dict[str, list[str]] = {}
     for line in inspect.getsource(RunConfig).splitlines():
         if heading := re.fullmatch(r"    # (\w.*)", line):
@@ -56,7 +56,7 @@ def sections() -> dict[str, list[str]]:
 
 
 def words(schema: dict[str, Any], plural: bool = False) -> str:
-    """What a JSON schema allows, in plain words; None is not told, for such a key is simply left out."""
+    """What a JSON schema allows, in plain words; null is left out, as such a key need not be written."""
     if "anyOf" in schema:
         options = [words(option, plural) for option in schema["anyOf"] if option.get("type") != "null"]
         return "; or ".join(options)
@@ -64,29 +64,30 @@ def words(schema: dict[str, Any], plural: bool = False) -> str:
         return ", ".join(f"`{value}`" for value in schema.get("enum", [schema.get("const")]))
     if schema.get("type") == "array":
         return f"{'lists' if plural else 'list'} of {words(schema.get('items', {}), plural=True)}"
-    noun = _NOUNS.get(schema.get("type", ""), ("any value", "any values"))[plural]
+    kind = "object" if "$ref" in schema else schema.get("type", "")
+    noun = _NOUNS.get(kind, ("any value", "any values"))[plural]
     limits = _limits(schema)
     return f"{noun}, {'each ' if plural else ''}{limits}" if limits else noun
 
 
 def _limits(schema: dict[str, Any]) -> str:
-    # Behind a validator of our own pydantic leaves its own names for the limits.
+    # Behind a custom validator pydantic writes its own names for the limits.
     low, high = (schema.get(name, schema.get(own)) for name, own in (("minimum", "ge"), ("maximum", "le")))
     above, below = (
         schema.get(f"exclusive{name}", schema.get(own))
         for name, own in (("Minimum", "gt"), ("Maximum", "lt"))
     )
     if high == LARGEST:
-        high = None  # nobody comes near it
+        high = None  # a bound against mistakes, not worth a word
     if low is not None and high is not None:
         return f"from {low:g} to {high:g}"
-    told = (
+    limits = (
         (low, "{:g} or more"),
         (above, "more than {:g}"),
         (high, "{:g} or less"),
         (below, "less than {:g}"),
     )
-    return " and ".join(text.format(limit) for limit, text in told if limit is not None)
+    return " and ".join(text.format(limit) for limit, text in limits if limit is not None)
 
 
 def _row(key: str, schema: dict[str, Any]) -> str:
@@ -96,7 +97,7 @@ def _row(key: str, schema: dict[str, Any]) -> str:
 
 
 def _default(value: Any) -> str:
-    """As one would write it in the file; nothing where a key that is left out has no value."""
+    """As it is written in the file; empty if there is no default."""
     if value is None:
         return ""
     return f"`{value if isinstance(value, str) and value else json.dumps(value)}`"

@@ -11,7 +11,7 @@ import yaml
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-from vpipe.config.keys import MODEL_SIZES, RunConfig
+from vpipe.config.keys import MODEL_SIZES, OptimizerGroup, RunConfig
 from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
@@ -129,6 +129,7 @@ def _describe(error: ValidationError, values: dict[str, Any]) -> str:
     inside = [e for e in mistakes if _entry(e) is not None]
     expected = list(dict.fromkeys(_expected(e) for e in inside or mistakes))
     place = f", entry {_entry(inside[0])}" if inside else ""
+    place += f", {field}" if inside and (field := _field(inside[0])) else ""
     return f"{key} is {short_repr(values[key])}{place}: expected {' or '.join(expected)}"
 
 
@@ -137,7 +138,16 @@ def _entry(error: ErrorDetails) -> int | None:
     return next((part for part in error["loc"] if isinstance(part, int)), None)
 
 
+def _field(error: ErrorDetails) -> str | None:
+    """The key of that entry, where the list is one of mappings."""
+    following = zip(error["loc"], error["loc"][1:], strict=False)
+    return next((str(field) for entry, field in following if isinstance(entry, int)), None)
+
+
 _EXPECTED = {
+    "missing": "a value",
+    "extra_forbidden": f"one of {', '.join(OptimizerGroup.model_fields)}",
+    "model_type": 'a mapping such as {{match: "*.bias", weight_decay: 0}}',
     "int_type": "a whole number",
     "float_type": "a number",
     "bool_type": "true or false",

@@ -48,20 +48,34 @@ def _schedule(value: str) -> str:
 
 
 LARGEST = 10**9
-"""Of any number of things: what is larger is a slip of the pen."""
+"""Of any count: a larger number is taken for a mistake in writing."""
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Share = Annotated[Real, Field(ge=0, le=1)]
+NotNegative = Annotated[Real, Field(ge=0)]
+OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
+Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
 Path_ = Annotated[str, Field(min_length=1)]
 
 
 def _conflict(key: str, problem: str) -> PydanticCustomError:
-    """Keys that contradict each other: which one, and what is wrong with it."""
+    """An error for keys that contradict each other."""
     return PydanticCustomError("conflict", "{key}: {problem}", {"key": key, "problem": problem})
+
+
+class OptimizerGroup(BaseModel):
+    """Settings of some parameters; a key that is not given has the run's own value."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    match: Pattern | Annotated[list[Pattern], Field(min_length=1)]
+    optimizer: OptimizerName | None = None
+    learning_rate: Positive | None = None
+    weight_decay: NotNegative | None = None
 
 
 class RunConfig(BaseModel):
@@ -74,7 +88,7 @@ class RunConfig(BaseModel):
     # The model
 
     model_type: Literal["bert", "cpm", "translation"] = "bert"
-    """What is trained: BERT with masked words, CPM (a GPT-2), or translation (a T5)."""
+    """Model that is trained: BERT with masked words, CPM (a GPT-2), or translation (a T5)."""
     model: Path_ | None = None
     """Instead of `model_type`: a Hugging Face `config.json`, or a directory that holds one."""
     hidden_size: Count = 128
@@ -90,7 +104,7 @@ class RunConfig(BaseModel):
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.1
     """Share of the activations that is dropped in training."""
     pretrained: Path_ | None = None
-    """Directory with `safetensors` weights that training starts from, as `save_pretrained` writes it."""
+    """Directory with the `safetensors` weights that training starts from, as `save_pretrained` writes them."""
 
     # The data
 
@@ -135,18 +149,18 @@ class RunConfig(BaseModel):
     wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
     planned before the run. If not given, stages of about equal work."""
     policies: list[Literal["keep", "recompute", "swap"]] | None = None
-    """What becomes of each block's activations until backward; a plan says it, or `recompute_ratio`."""
+    """Memory policy of each block's activations until backward; instead of a plan's, or of `recompute_ratio`."""
     gpu_memory: Annotated[str, Field(min_length=1)] | None = None
     """Memory of a rank that a plan may use, such as 11GiB; if not given, the device's."""
     recompute_ratio: Share | list[Share] | None = None
     """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one
-    number for all stages, or one for each. Goes before what `vpipe.json` says."""
+    number for all stages, or one for each. It overrides `vpipe.json`."""
     recompute: StrictBool | None = None
     """false: nothing is recomputed; true: everything is, unless a ratio or a plan is given."""
 
     # The training
 
-    optimizer: Literal["sgd", "adam", "adamw", "lamb"] = "adamw"
+    optimizer: OptimizerName = "adamw"
     """Rule of the updates."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
@@ -155,46 +169,50 @@ class RunConfig(BaseModel):
     the run, along half a cosine, or not at all."""
     warmup_updates: Natural = 0
     """Updates during which the learning rate rises from 0."""
-    weight_decay: Annotated[Real, Field(ge=0)] = 0.0
+    weight_decay: NotNegative = 0.0
     """How much weights shrink with each update."""
+    optimizer_groups: list[OptimizerGroup] = []
+    """Other settings for some parameters, by name: `match` is one or several patterns (`*` stands for any text, as in
+    `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` override the run's own. The first entry that matches a
+    parameter counts; a pattern that matches no parameter is an error."""
     clip_norm: Positive | None = None
     """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
-    """What the model computes in; weights are kept and updated in fp32."""
+    """Precision in which the model computes; weights are kept and updated in fp32."""
     compile: StrictBool = False
     """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
     Dropout then draws other masks than without it. Evaluation is not compiled."""
     cuda_graphs: StrictBool = False
-    """On GPUs a stage's work for a minibatch is recorded as CUDA graphs and played from them: for minibatches that a
-    GPU computes faster than its host can issue. It takes some more memory. Stages that swap, and minibatches of another
-    shape than the first, are issued as ever."""
+    """On GPUs a stage's work for a minibatch is recorded as CUDA graphs and replayed: for small minibatches, whose
+    kernels a GPU runs faster than its host launches them. It takes some more memory. Stages that swap, and minibatches
+    of another shape than the first, are run eagerly."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
-    """What a loss or a gradient that is not finite does, found before the update: it ends the run, or the update
-    is passed over on every stage. With fp16 an overflow is no fault: the loss scale is lowered."""
+    """Reaction to a loss or a gradient that is not finite, before the update: stop ends the run, skip leaves out the
+    update on every stage. With fp16 an overflow is no error: the loss scale is lowered."""
     deterministic: StrictBool = False
-    """Only algorithms that give the same result every time, at some cost on a GPU; an operation that has none
+    """Only algorithms that give the same result every time, which are slower on a GPU; an operation that has none
     is an error. On the CPU two runs with one seed are equal to the bit anyway."""
     epochs: Count = 1
     """Passes over the data set."""
     max_updates: Count | None = None
-    """Updates at most; if not given, `epochs` alone says when training ends."""
+    """Most updates of the run; if not given, training ends after `epochs`."""
     evaluation_interval: Natural = 0
     """Updates between two evaluations; 0: only one, at the end."""
     evaluation_samples: Count = 256
     """Samples of an evaluation at most."""
     prompt: str = ""
-    """What the sample sentence begins with that a GPT writes at the end of its training."""
+    """Beginning of the sample sentence that a GPT writes at the end of its training."""
     seed: Natural = 0
     """Seed of the initial weights, of the data's order and of dropout."""
 
-    # The place
+    # Ranks and hosts
 
     machines: Annotated[list[Machine], Field(min_length=1)] | None = None
     """host:GPU of each rank; ranks may share a GPU."""
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
-    """What carries tensors between hosts (within one it is shared memory); chosen by the devices if not given."""
+    """Channel between hosts (within one host it is shared memory); chosen by the devices if not given."""
     directory: Path_ | None = None
     """Directory that the ranks start in; the current one if not given."""
     config_file: Path_ | None = None
@@ -208,9 +226,9 @@ class RunConfig(BaseModel):
     rendezvous_limit: Positive = 300.0
     """Seconds within which all ranks must have started."""
     heartbeat_limit: Annotated[Real, Field(ge=1)] = 10.0
-    """Seconds within which a rank that was stopped, or whose interpreter stands still, is found."""
+    """Seconds within which a rank that is stopped, or whose interpreter hangs, is found."""
 
-    # What is told
+    # Logs, checkpoints, monitoring
 
     log_directory: Path_ = "runs"
     """Directory of the runs, from where the command is started: `<log_directory>/<timestamp>/` holds the logs
@@ -222,17 +240,17 @@ class RunConfig(BaseModel):
     checkpoint_interval: Natural = 0
     """Updates between two checkpoints; 0: only one, at the end."""
     checkpoint_minutes: Positive | None = None
-    """Minutes between two checkpoints, beside `checkpoint_interval`. In an asynchronous schedule saving drains the
-    pipeline, so the clock then has a say in the training: the run cannot be repeated to the bit."""
+    """Minutes between two checkpoints, in addition to `checkpoint_interval`. In an asynchronous schedule saving drains
+    the pipeline, at updates that then depend on the clock: the run cannot be repeated to the bit."""
     keep_checkpoints: Count = 3
     """How many of the newest checkpoints stay; the best by evaluation loss stays too."""
     on_save_error: Literal["warn", "stop"] = "warn"
-    """What a checkpoint that cannot be saved does, before the last one: a warning, or the end of the run."""
+    """Reaction to a checkpoint that cannot be saved, except the last one: a warning, or the end of the run."""
     hang_limit: Positive = 60.0
-    """Seconds that a rank may wait for another before all ranks tell what they are in, and a sentence says who keeps
-    whom waiting. The run goes on; `timeout` ends it."""
+    """Seconds that a rank may wait for another before every rank logs its current action, and a sentence says which
+    rank the others wait for. The run goes on; `timeout` ends it."""
     prometheus_port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
-    """Port of the loopback interface where rank 0 answers Prometheus while it trains; 0: none."""
+    """Port of the loopback interface where rank 0 serves metrics to Prometheus; 0: none."""
 
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)
@@ -279,7 +297,7 @@ class RunConfig(BaseModel):
         return self._planned
 
     def path(self, written: str) -> Path:
-        """A path of the file, from where we stand."""
+        """A path that is written in the file, relative to the current directory."""
         return self._source.parent / written
 
     @property

@@ -4,8 +4,8 @@
      "stage_to_rank_map": {"0": [0, 1], "1": [2]},      two replicas of stage 0, one of stage 1
      "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first backward
 
-Each may be missing. They say in the guides' words what `partition` and `replicas` say in ours; the depths
-follow from the number of stages, so they are only checked.
+Each may be missing. They are the guides' form of the keys `partition` and `replicas`; the depths follow
+from the number of stages, so they are only checked.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MODULES, RANKS, DEPTHS = KEYS = ("module_to_stage_map", "stage_to_rank_map", "st
 
 @dataclass(frozen=True)
 class Maps:
-    """What the file says; a map that it does not hold is None."""
+    """The maps of a file; one that it does not hold is None."""
 
     module_to_stage_map: tuple[int, ...] | None = None
     stage_to_rank_map: tuple[tuple[int, ...], ...] | None = None
@@ -75,8 +75,8 @@ def _maps(found: Any) -> Maps:
     }
     counted = {key: count for key, count in stages.items() if count is not None}
     if len(set(counted.values())) > 1:
-        told = ", ".join(f"{key} has {count}" for key, count in counted.items())
-        raise ValueError(f"the maps differ in the number of stages: {told}: make them equal")
+        listed = ", ".join(f"{key} has {count}" for key, count in counted.items())
+        raise ValueError(f"the maps differ in the number of stages: {listed}: make them equal")
     return maps
 
 
@@ -110,7 +110,7 @@ def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
             if not _whole(rank) or rank != following:
                 raise ValueError(
                     f"{RANKS}, stage {stage}: the rank is {short_repr(rank)}, expected {following}: "
-                    "every rank stands once, in order, from 0 on"
+                    "write each rank once, in order, from 0 on"
                 )
             following += 1
     return tuple(tuple(ranks) for ranks in stages)

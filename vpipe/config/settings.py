@@ -1,4 +1,4 @@
-"""Keys given on the command line: `--set key=value`."""
+"""Keys of the command line: `--set key=value`."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml
 
 AUTO = "auto"
-"""The partition that is planned before the run."""
+"""The value of `partition` for a plan that is made before the run."""
 PATHS = ("model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container")
 
 
 def read_settings(written: Sequence[str]) -> dict[str, Any]:
     """Values as YAML reads them: `--set batch_size=16 --set replicas=[2,1]`.
 
-    A path on the command line is relative to where we stand, unlike one in a file.
+    A path on the command line is relative to the current directory, unlike one in a file.
     """
     settings: dict[str, Any] = {}
     for text in written:
@@ -34,7 +34,7 @@ def read_settings(written: Sequence[str]) -> dict[str, Any]:
 
 
 def rank_arguments(config: Path, settings: Sequence[str]) -> list[str]:
-    """The arguments that give a rank the same configuration: it may start in another directory."""
+    """The arguments that give a rank the same configuration in another directory: paths are absolute."""
     given = read_settings(settings)
     return [str(config.absolute()), *(part for text in _written(given) for part in ("--set", text))]
 
@@ -47,7 +47,7 @@ def _written(settings: dict[str, Any]) -> list[str]:
 
 
 def _shown(text: str) -> str:
-    """As it was written, unless that would fill more than a line."""
+    """The text, shortened to one line."""
     return text if len(text) <= 80 and text.isprintable() else repr(text[:80])
 
 

@@ -51,11 +51,8 @@ def weights_of(stage: Stage) -> int:
 def optimizer_of(stage: Stage) -> int:
     """The masters, where they are not the weights themselves, and the base optimizers' state."""
     optimizer = stage.optimizer
-    bases = [
-        *([optimizer.base_optimizer] if optimizer.base_optimizer else []),
-        *optimizer.tied_optimizers.values(),
-    ]
-    state = [value for base in bases for values in base.state.values() for value in values.values()]
+    states = [values for base in optimizer.optimizers for values in base.state.values()]
+    state = [value for values in states for value in values.values()]
     masters = optimizer.master_parameters if optimizer.mixed else []
     return _bytes((*masters, *(value for value in state if isinstance(value, Tensor))))
 

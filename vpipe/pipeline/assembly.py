@@ -18,7 +18,7 @@ from vpipe.schedule.facts import holding
 from vpipe.stage import Stage, StageModule
 from vpipe.stage.compiled import check_compiler
 from vpipe.stage.graph_pool import GraphPool
-from vpipe.stage.precision import LossScale
+from vpipe.stage.precision import LossScale, cast_module
 from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
 
@@ -125,20 +125,15 @@ def _make_stage(
         device=device,
         seed=options.seed,
     )
-    dtype = layout.compute_dtype
-    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
-    if dtype is not None:
-        for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
-            if tensor.is_floating_point():
-                tensor.data = tensor.data.to(dtype)
+    originals = cast_module(module, layout.compute_dtype)
     weights = OptimizerWithWeightStashing(
         module.parameters_by_name,
         options.optimizer,
         tied=[name for name, holders in layout.tied.items() if index in holders],
         master_values=originals,
         lr_scheduler=options.lr_scheduler,
-        update_interval=layout.schedule.update_interval,
         versions=_versions(layout.schedule, rank, index),
+        model_names=[name for name, p in model.named_parameters() if p.requires_grad],
     )
     evaluation = StageModule(graph, module, training=False)
     # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.

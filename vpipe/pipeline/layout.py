@@ -16,7 +16,7 @@ from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields
 from vpipe.schedule import Action, Op, Schedule, build, check, lower
 from vpipe.schedule.builders import ASYNCHRONOUS
-from vpipe.stage.precision import compute_dtype, skeleton
+from vpipe.stage.precision import cast, compute_dtype, skeleton
 
 StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
 
@@ -65,11 +65,8 @@ class Layout:
 
     def normalise(self, batch: Any) -> Fields:
         """The batch's fields by name, checked, in the compute dtype."""
-        fields = self.graph.batch_fields(batch)
         dtype = self.compute_dtype
-        if dtype is None:
-            return fields
-        return {n: t.to(dtype) if t.is_floating_point() else t for n, t in fields.items()}
+        return {name: cast(tensor, dtype) for name, tensor in self.graph.batch_fields(batch).items()}
 
     def state_entries(self) -> list[StateEntry]:
         """Everything that a full state holds, in a fixed order, each from the first stage that has it."""

@@ -32,8 +32,13 @@ class Pipeline:
     parameters of `forward`), a sequence or one tensor. Fields that `forward` does not take go to
     `loss_fn(output, *rest)`; without a `loss_fn` the output has to contain the loss.
 
-    optimizer, lr_scheduler
-        Make the optimizer of a list of parameters, and the scheduler of an optimizer, which is stepped at each update.
+    optimizer
+        A function that makes the optimizer of a list of parameters: those of one stage, and one by one those that
+        several stages share. `params.named()` gives them with their names in the model, so that it can make groups
+        (lists of dicts, as torch's optimizers take them; a group may be empty) or return a list of optimizers. Each
+        parameter must be in one group. `vpipe.optimizer_groups` makes such a function of patterns of names.
+    lr_scheduler
+        A function that makes the scheduler of an optimizer, which is stepped at each update.
     stages, replicas, chunks
         Positions of the pipeline (as many as ranks), ranks of each, and stages on each rank ("interleaved").
     schedule, minibatches, update_interval

@@ -15,6 +15,7 @@ from vpipe.graph import StageGraph
 from vpipe.profile.clocks import Lap, clock_of
 from vpipe.stage import RandomContext, StageModule
 from vpipe.stage.held import address
+from vpipe.stage.precision import cast_module
 from vpipe.stage.split import waiting_tensors
 from vpipe.stage.swap import Swap
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
@@ -49,11 +50,7 @@ class Bench:
         self.device = device
         self.compile = compile
         self.whole = StageModule(stage, model, device=device, compile=compile)
-        originals = {name: p.detach() for name, p in self.whole.parameters_by_name.items()}
-        if dtype is not None:
-            for tensor in (*self.whole.parameters_by_name.values(), *self.whole.buffers_by_name.values()):
-                if tensor.is_floating_point():
-                    tensor.data = tensor.data.to(dtype)
+        originals = cast_module(self.whole, dtype)
         self.split = StageModule(stage, self.whole, split=True, compile=compile)
         self.recomputing = StageModule(stage, self.whole, recompute=stage.blocks, compile=compile)
         self.split_recomputing = StageModule(
@@ -165,10 +162,12 @@ class Bench:
         It is looked at while the optimizer steps: gradients in float32 all lie there then, in place of their own. While
         these are cast a bucket of them (`weights/casting.py`) lies beside it, once for a stage: that is not counted.
         """
-        optimizer = self.weights.base_optimizer
-        if self.device.type != "cuda" or optimizer is None:
+        optimizers = self.weights.optimizers
+        if self.device.type != "cuda" or not optimizers:
             return 0
-        hook = optimizer.register_step_pre_hook(lambda *_: torch.cuda.reset_peak_memory_stats(self.device))
+        hook = optimizers[0].register_step_pre_hook(
+            lambda *_: torch.cuda.reset_peak_memory_stats(self.device)
+        )
         most = 0
         for _ in range(3):  # the first ones make the optimizer's state
             self.forward(self.whole)

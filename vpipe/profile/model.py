@@ -25,7 +25,7 @@ from vpipe.profile.links import measure_link
 from vpipe.profile.swapping import measure_swapping
 from vpipe.profile.times import Calls, Times
 from vpipe.runtime import count_samples
-from vpipe.stage.precision import compute_dtype, skeleton
+from vpipe.stage.precision import cast, compute_dtype, skeleton
 from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
@@ -104,9 +104,7 @@ class ModelBench:
         self.dtype = dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
         fields = self.graph.batch_fields(example_batch)
-        if dtype is not None:
-            fields = {name: t.to(dtype) if t.is_floating_point() else t for name, t in fields.items()}
-        fields = {name: tensor.to(place) for name, tensor in fields.items()}
+        fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):

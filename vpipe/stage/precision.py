@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from vpipe.errors import VPipeError
+from vpipe.stage.module import StageModule
 
 LESS_OR_SKIP = "look at the data, lower the learning rate, or choose on_nonfinite: skip"
 """The fix that errors about non-finite numbers name."""
@@ -31,6 +32,19 @@ def skeleton(model: nn.Module, dtype: torch.dtype) -> nn.Module:
         is_parameter = isinstance(tensor, nn.Parameter)
         memo[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if is_parameter else empty
     return copy.deepcopy(model, memo)
+
+
+def cast(tensor: Tensor, dtype: torch.dtype | None) -> Tensor:
+    """The tensor in the compute dtype, if it holds floating-point numbers."""
+    return tensor if dtype is None or not tensor.is_floating_point() else tensor.to(dtype)
+
+
+def cast_module(module: StageModule, dtype: torch.dtype | None) -> dict[str, Tensor]:
+    """Cast a stage's parameters and buffers to the compute dtype; returns the parameters as they were, by name."""
+    originals = {name: p.detach() for name, p in module.parameters_by_name.items()}
+    for tensor in (*module.parameters_by_name.values(), *module.buffers_by_name.values()):
+        tensor.data = cast(tensor.data, dtype)
+    return originals
 
 
 @dataclass

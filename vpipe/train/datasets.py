@@ -1,4 +1,4 @@
-"""The data that a configuration names, made ready for its model."""
+"""The configured data sets, as the model reads them."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ if TYPE_CHECKING:
 
 SYNTHETIC_SAMPLES = 1024
 TOKENIZER = "tokenizer.json"
-"""In a run's folder: the one that it trained with, if it trained on text."""
+"""File in a run's folder with its tokenizer, if it trained on text."""
 
 
 class Datasets(NamedTuple):
     train: data.Subset
     validation: data.Subset
     tokenizer: Tokenizer | None
-    """None where there is no text: random tokens, and shards that somebody else has tokenized."""
+    """None if there is no text: random tokens, or shards that hold tokens already."""
 
 
 def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
-    """Training and validation samples; a tokenizer that has to be trained and the tokens are kept in `cache`."""
+    """Training and validation samples; a trained tokenizer and the tokens are kept in `cache`."""
     samples, tokenizer = _samples(config, model, cache)
     if config.max_samples is not None and config.max_samples < len(samples):
         samples = data.Subset(samples, np.arange(config.max_samples))

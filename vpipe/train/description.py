@@ -1,4 +1,4 @@
-"""What a run says of itself when it begins: files for whoever looks at it later, and a line for the user."""
+"""The description of a run at its beginning: files in its folder, and a line for the log."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def plan_of(pipe: Pipeline, config: RunConfig) -> Plan:
 
 
 def write_description(pipe: Pipeline, config: RunConfig, data: Datasets, folder: Path) -> None:
-    """The resolved configuration, the stages, the tokenizer and the plan; rank 0 does it."""
+    """Write the resolved configuration, the stages, the tokenizer and the plan; rank 0 only."""
     write_text(folder / "config.yml", resolved_yaml(config))
     write_stages(pipe.layout, folder, cap=config.gpu_memory)
     if data.tokenizer is not None:
@@ -48,14 +48,14 @@ def write_description(pipe: Pipeline, config: RunConfig, data: Datasets, folder:
 
 
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:
-    """The run in one line. Called on every rank, which tells the others its device."""
+    """The run in one line. Call it on every rank: ranks exchange their devices."""
     devices = pipe.world.all_gather("devices", str(pipe.device))
     where = "CPU ranks (there is no GPU here)"
     if pipe.device.type == "cuda":
         channels = sorted(set(pipe.handler.channel_names.values()))
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
     how = "compiled, " if config.compile else ""
-    how += "from CUDA graphs, " if config.cuda_graphs else ""
+    how += "with CUDA graphs, " if config.cuda_graphs else ""
     return (
         f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
         f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "

@@ -1,4 +1,4 @@
-"""The trained model as others use it: a directory that `from_pretrained` reads, and a sentence from a GPT."""
+"""The export of a trained model: a directory that `from_pretrained` reads, and a sample sentence of a GPT."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ SENTENCE_TOKENS = 40
 
 
 def export_run(trainer: Trainer, checkpoint: Path) -> Path:
-    """Model and tokenizer of a finished run, beside its logs."""
+    """Write model and tokenizer of a finished run into its folder."""
     directory = trainer.folder / "model"
     export_pretrained(checkpoint, trainer.model, directory)
     if trainer.data.tokenizer is not None:
@@ -29,12 +29,12 @@ def export_run(trainer: Trainer, checkpoint: Path) -> Path:
 
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    """Beside a model, for `from_pretrained`."""
+    """Write it into the model's directory, for `from_pretrained`."""
     _for_transformers(tokenizer).save_pretrained(str(directory))
 
 
 def write_sentence(trainer: Trainer, directory: Path) -> str | None:
-    """How the exported model goes on after the run's prompt, if it is one that writes."""
+    """The exported model's continuation of the run's prompt, if it is a GPT."""
     tokenizer, prompt = trainer.data.tokenizer, trainer.config.prompt
     if tokenizer is None or trainer.config.model_type != "cpm" or trainer.config.model is not None:
         return None
@@ -46,7 +46,7 @@ def write_sentence(trainer: Trainer, directory: Path) -> str | None:
         ids = encode(tokenizer, [prompt])[0] or [0 if begin is None else begin]
     except (
         ConfigError
-    ):  # a tokenizer of the user's own that does not know these words: nothing to end a run for
+    ):  # the user's own tokenizer does not have these words: no reason to fail a finished run
         return None
     torch.manual_seed(trainer.config.seed)
     written = model.generate(

@@ -24,7 +24,7 @@ MOST_LAYERS = 10_000
 
 
 class Example(NamedTuple):
-    """What a pipeline is built from; `loss_fn` is None where the model computes its loss itself."""
+    """Model, batch and loss of a pipeline; `loss_fn` is None if the model computes its loss itself."""
 
     model: nn.Module
     batch: Batch
@@ -32,14 +32,14 @@ class Example(NamedTuple):
 
 
 def build_model(config: RunConfig, device: str = "cpu") -> Example:
-    """The configured model, seeded, on `cpu` or on `meta` (no memory, no values), and an example batch."""
+    """The configured model with seeded weights, on `cpu` or on `meta` (no values), and an example batch."""
     if config.model is None:
         return _build(config, device)
     try:
         return _build(config, device)
     except VPipeError:
         raise
-    except Exception as error:  # whatever the library makes of numbers that do not fit together
+    except Exception as error:  # the library's own error for settings that do not fit together
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{config.source}: model is {config.model!r}: transformers cannot build it: {reason}"
@@ -96,10 +96,10 @@ def _pixels(settings: Any, samples: int, generator: torch.Generator) -> Tensor:
 
 
 def _setting(settings: Any, name: str) -> Any:
-    """A size that a synthetic batch needs; models of several parts keep it with one of them."""
+    """A size that a synthetic batch needs; models of several parts have it in the configuration of one part."""
     if not hasattr(settings, name):
         raise ConfigError(
-            f"the configuration of {settings.model_type!r} has no {name} of its own: there is no synthetic batch for it"
+            f"the configuration of {settings.model_type!r} has no {name}: no synthetic batch can be made for it"
         )
     return getattr(settings, name)
 
@@ -111,7 +111,7 @@ def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Gener
         return torch.randint(settings.num_labels, (samples,), generator=generator)
     if "input_ids" not in batch:
         raise ConfigError(
-            f"{name} is trained on labels that no synthetic batch has: use ...ForImageClassification"
+            f"{name} needs labels that a synthetic batch does not have: use a model ...ForImageClassification"
         )
     ids, mask = batch["input_ids"], batch["attention_mask"]
     if name.endswith("ForTokenClassification"):
@@ -127,7 +127,7 @@ def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Gener
 
 
 def _settings(config: RunConfig) -> Any:
-    """The Hugging Face configuration that the run's configuration stands for."""
+    """The Hugging Face configuration of the model."""
     if config.model is not None:
         return _read_settings(config.path(config.model), config)
     inner = config.intermediate_size or 4 * config.hidden_size
@@ -173,7 +173,7 @@ def _settings(config: RunConfig) -> Any:
 
 
 def _read_settings(path: Path, config: RunConfig) -> Any:
-    """A local `config.json`; nothing is fetched, and no code beside it is run."""
+    """A local `config.json`; nothing is downloaded, and no code from its directory is run."""
     place = f"{config.source}: model is {config.model!r}"
     if not (path.is_file() or (path / "config.json").is_file()):
         raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
@@ -184,15 +184,13 @@ def _read_settings(path: Path, config: RunConfig) -> Any:
         raise ConfigError(f"{place}: transformers cannot read it: {reason}") from None
     for key, value in vars(settings).items():
         if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
-            raise ConfigError(
-                f"{place}: its {key} is {value}: a model of more than {MOST_LAYERS} is not built"
-            )
+            raise ConfigError(f"{place}: its {key} is {value}: give {MOST_LAYERS} or less")
     settings.use_cache = False
     return settings
 
 
 def _architecture(settings: Any, config: RunConfig) -> Callable[[Any], nn.Module]:
-    """The class that the file names, or the usual one for training where it names none with a loss."""
+    """The class that the file names, or the usual one for training if it names none that computes a loss."""
     for name in settings.architectures or ():
         named = getattr(hf, name, None)
         if named is not None and "labels" in inspect.signature(named.forward).parameters:

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 MEASURED = (
     "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
-    "batch_size", "sequence_length", "optimizer", "precision", "compile", "cuda_graphs",
+    "batch_size", "sequence_length", "optimizer", "optimizer_groups", "precision", "compile", "cuda_graphs",
 )  # fmt: skip
 """The keys that a profile depends on."""
 METHOD = 4

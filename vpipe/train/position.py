@@ -1,7 +1,7 @@
-"""The position of a run in its data: from updates to minibatches, over this run and those that it goes on from.
+"""The position of a run in its data: the minibatches that its updates, and those of runs before it, have used.
 
-It is one number. What a minibatch holds follows from its number alone (`vpipe.data.dataset`), so that a resumed
-run sees neither a sample twice nor misses one, as long as the order of the samples is the same.
+The samples of a minibatch follow from its number alone (`vpipe.data.dataset`), so a resumed run sees no sample twice
+and misses none, as long as the order of the samples is the same.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ class Position:
         self._offset = 0
 
     def after(self, updates: int) -> int:
-        """The minibatches that so many updates have used."""
+        """How many minibatches the first `updates` have used."""
         return min(self.minibatches, self._offset + updates * self.interval)
 
     def epoch(self, updates: int) -> int:
         return self.sampler.epoch_of(self.after(updates))
 
     def batches(self, updates: int) -> Batches:
-        """What is to be trained on after so many updates."""
+        """The batches that follow after so many updates."""
         return Batches(self.samples, self.sampler, self.after(updates), self.minibatches)
 
-    def told(self, updates: int) -> dict[str, Any]:
-        """What a checkpoint tells of it."""
+    def state(self, updates: int) -> dict[str, Any]:
+        """What a checkpoint saves of it."""
         return {"minibatch": self.after(updates), **self._order()}
 
-    def go_on(self, told: dict[str, Any], updates: int, path: str) -> None:
-        """Go on at the sample where the checkpoint was made, after so many updates."""
+    def resume(self, saved: dict[str, Any], updates: int, path: str) -> None:
+        """Go on at the sample where the checkpoint `path` was made, after so many updates."""
         for key, value in self._order().items():
-            if told[key] != value:
+            if saved[key] != value:
                 raise ConfigError(
-                    f"{path} was made with {key} {told[key]} and this run has {value}: the order of the samples "
+                    f"{path} was made with {key} {saved[key]} and this run has {value}: the order of the samples "
                     f"would be another; use the same {key} and data, or start from the weights alone with `pretrained`"
                 )
-        self.minibatches = self._last(updates, told["minibatch"])
-        self._offset = told["minibatch"] - updates * self.interval
-        self.updates = updates - (-(self.minibatches - told["minibatch"]) // self.interval)
+        self.minibatches = self._last(updates, saved["minibatch"])
+        self._offset = saved["minibatch"] - updates * self.interval
+        self.updates = updates - (-(self.minibatches - saved["minibatch"]) // self.interval)
 
     def _last(self, updates: int, minibatch: int) -> int:
-        """Where training ends, if so many updates have used the minibatches before this one."""
+        """The end of training, if so many updates have used the minibatches before this one."""
         end = self.config.epochs * self.sampler.minibatches_per_epoch
         if self.config.max_updates is None:
             return end
         return min(end, minibatch + (self.config.max_updates - updates) * self.interval)
 
     def _order(self) -> dict[str, Any]:
-        """All that the order of the samples follows from, and what the first of them looks like."""
+        """Everything that the order of the samples depends on, and a hash of the first sample."""
         first = hashlib.sha256()
         for field in self.samples.batch([0], 0).values():
             first.update(field.numpy().tobytes())

@@ -13,6 +13,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
 
+from vpipe.config.arguments import make_optimizer_factory
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import Profile, read_profile
 from vpipe.launch.local import Ranks, run_ranks_here
@@ -62,7 +63,6 @@ def bench_of(config: RunConfig) -> ModelBench:
     from vpipe.profile.model import ModelBench
     from vpipe.system.device import choose_device
     from vpipe.train.models import build_model
-    from vpipe.weights import optimizer_factory
 
     place = choose_device(None, 0)
     model, batch, loss_fn = build_model(config, "meta")
@@ -70,7 +70,7 @@ def bench_of(config: RunConfig) -> ModelBench:
         model,
         batch,
         loss_fn,
-        optimizer=optimizer_factory(config.optimizer, config.learning_rate, config.weight_decay),
+        optimizer=make_optimizer_factory(config),
         precision=config.precision,
         compile="inductor" if config.compile else None,
         cuda_graphs=config.cuda_graphs,

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
-    """This rank's part of a training run; rank 0 tells how it ended."""
+    """This rank's part of a training run; rank 0 prints the result."""
     from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
     from vpipe.observe.report import write_report
     from vpipe.observe.screen import summary_table
@@ -68,7 +68,7 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     finally:
         trainer.close()
     if trainer.rank == 0:
-        shutil.rmtree(trainer.folder, ignore_errors=True)  # it holds logs of an evaluation that ended well
+        shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
         figures: dict[str, Any] = {
             "loss": loss,
             "perplexity": perplexity(loss),

@@ -1,4 +1,4 @@
-"""A run from its configuration to its end: this process is either its launcher or one of its ranks."""
+"""The start of a run: this process becomes its launcher or one of its ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _run(ranks: Ranks, max_restarts: int) -> None:
 
 
 def _stages_of_ranks(config: RunConfig) -> list[str]:
-    """In words, for messages; once it is known that schedule, partition and model fit together."""
+    """The stages of each rank in words, for messages; raises if schedule, partition and model do not fit together."""
     if config.partition == AUTO:
         return ["some stage"] * config.ranks
     schedule = build_schedule(config)
@@ -102,7 +102,7 @@ def _stages_of_ranks(config: RunConfig) -> list[str]:
 
 
 def _check_hosts(config: RunConfig) -> None:
-    """Only this host for now; ranks of others are started there, by torchrun."""
+    """Raise if `machines` names another host: there ranks are started by torchrun."""
     here = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
     for machine in config.machines or ():
         host = machine.rpartition(":")[0]
@@ -114,7 +114,7 @@ def _check_hosts(config: RunConfig) -> None:
 
 
 def _check_paths(config: RunConfig) -> None:
-    """What is not there need not wait for the ranks to find out."""
+    """Raise for missing files before any rank starts."""
     for key in ("data_dir", "tokenizer", "pretrained"):
         written = getattr(config, key)
         if written is not None and not config.path(written).exists():
@@ -122,7 +122,7 @@ def _check_paths(config: RunConfig) -> None:
 
 
 def _interpreter(config: RunConfig) -> list[str]:
-    """What runs `-m vpipe`: this Python, or the one inside the container image."""
+    """The command that runs `-m vpipe`: this Python, or the one in the container image."""
     if config.container is None:
         return [sys.executable]
     image = config.path(config.container)

@@ -1,4 +1,4 @@
-"""Ranks that would not train the same thing are refused before they begin: other versions, another configuration."""
+"""Check that all ranks have the same versions and configuration."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ OF_THE_HOST = frozenset(
 """Keys that may be written differently on each host; what is in the files is compared elsewhere."""
 
 
-def check_alike(world: World, config: RunConfig) -> None:
-    """Every rank must have rank 0's versions and configuration; every rank says which one has not, and in what."""
+def check_same_config(world: World, config: RunConfig) -> None:
+    """Raise on every rank if one differs from rank 0, with the rank and the differences."""
     mine = {
         "version of torch": torch.__version__,
         "version of vpipe": vpipe.__version__,

@@ -31,7 +31,7 @@ from vpipe.train.description import describe, plan_of, write_description
 from vpipe.train.models import build_model
 from vpipe.train.position import Position
 from vpipe.train.predicted_memory import telling_memory
-from vpipe.train.same_config import check_alike
+from vpipe.train.same_config import check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
 from vpipe.weights import learning_rate_policy
@@ -64,7 +64,7 @@ class Trainer:
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
                 f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
             )
-        check_alike(self.world, config)
+        check_same_config(self.world, config)
         self.rank = self.world.rank
         self.device = agree(self.world, "device", self._take_device)
         self.folder = self._agree_on_folder()
@@ -91,7 +91,7 @@ class Trainer:
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
             self.position_found = checkpoint.load(self.pipe, Path(path))
-            self.position.go_on(self.position_found, self.pipe.updates, path)
+            self.position.resume(self.position_found, self.pipe.updates, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:
             return "there is no checkpoint to resume from: training starts anew"
@@ -286,7 +286,7 @@ class Trainer:
 
     def _position_here(self) -> dict[str, Any]:
         """Where in the data the pipeline is, once it is drained."""
-        return {**self.position.told(self.pipe.updates), "evaluated": self.evaluated}
+        return {**self.position.state(self.pipe.updates), "evaluated": self.evaluated}
 
     def _take_device(self) -> torch.device:
         """This rank's device, of whose memory it may have what the configuration says."""

@@ -1,4 +1,4 @@
-"""The proof that a pipeline trains a model as the plain model is trained."""
+"""Verification that a pipeline trains a model as the plain model is trained."""
 
 from vpipe.verify.verification import Verification, verify, verify_config
 

@@ -1,4 +1,4 @@
-"""How far two ways of training are apart: losses, gradients and weights, relative to the size of what is compared."""
+"""Differences between two ways of training: of losses, gradients and weights, relative to their size."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch import Tensor
 
 StageTensor = tuple[int, str]  # stage, name
 ByRank = Sequence[Mapping[StageTensor, Tensor]]
-"""What each rank holds; of a parameter there may be several copies."""
+"""The tensors of each rank; several ranks may hold a copy of one parameter."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """How far the two ways are apart, relative to the size of what is compared, and where."""
+    """The largest relative difference, and where it is."""
 
     largest: float
     where: str
@@ -29,12 +29,12 @@ def compare_losses(by_rank: Sequence[Sequence[float]], expected: Sequence[float]
             relative = abs(ours - theirs) / (abs(theirs) or 1.0)
             relative = inf if isnan(relative) else relative
             if relative > worst.largest or not worst.where:
-                worst = Difference(relative, f"update {update}, as rank {rank} was told it")
+                worst = Difference(relative, f"update {update}, on rank {rank}")
     return worst
 
 
 def compare_gradients(by_rank: ByRank, expected: Mapping[str, Tensor]) -> Difference:
-    """Relative to the tensor, or to a thousandth of the largest gradient: less than that is rounding."""
+    """Relative to the tensor's size, or to a thousandth of the largest gradient if that is more: below is rounding."""
     found = {name for gradients in by_rank for _, name in gradients}
     for name in expected.keys() - found:
         if expected[name].count_nonzero():
@@ -44,18 +44,18 @@ def compare_gradients(by_rank: ByRank, expected: Mapping[str, Tensor]) -> Differ
 
 
 def compare_weights(by_rank: ByRank, expected: Mapping[str, Tensor], unsteady: Iterable[str]) -> Difference:
-    """Of all but the `unsteady` parameters, which two correct runs need not have alike."""
-    passed_over = set(unsteady)
-    steady = [{p: t for p, t in weights.items() if p[1] not in passed_over} for weights in by_rank]
+    """Of all but the `unsteady` parameters, in which two correct runs may differ."""
+    left_out = set(unsteady)
+    steady = [{p: t for p, t in weights.items() if p[1] not in left_out} for weights in by_rank]
     return _compare(steady, expected, 0.01)
 
 
 def largest_difference(
     ours: Mapping[str, Tensor], theirs: Mapping[str, Tensor], scale: float = 0.01
 ) -> tuple[float, str]:
-    """The largest difference relative to the tensor, and where it is; nan differs infinitely.
+    """The largest difference relative to the tensor's size, or to `scale` if that is more, and its name.
 
-    A tensor that lies below `scale` throughout is compared with that.
+    The difference of nan is infinite.
     """
     worst = (0.0, "")
     for name, tensor in ours.items():
@@ -67,10 +67,10 @@ def largest_difference(
 
 
 def rounding_alone(gradients: Mapping[str, Tensor]) -> set[str]:
-    """Parameters whose gradient is nothing but rounding: it lies below the last digit of the largest one.
+    """Parameters whose gradient is rounding error only: it is below the last digit of the largest gradient.
 
     The bias of an attention's keys is the usual case. Adam divides such a gradient by its own size, so the
-    weights of two correct runs need not agree there.
+    weights of two correct runs may differ there.
     """
     sizes = {name: g.abs().max().item() for name, g in gradients.items() if g.numel()}
     largest = max(sizes.values(), default=0.0)
@@ -78,7 +78,7 @@ def rounding_alone(gradients: Mapping[str, Tensor]) -> set[str]:
 
 
 def _compare(by_rank: ByRank, expected: Mapping[str, Tensor], scale: float) -> Difference:
-    """Every copy that any rank holds; what the reference has no gradient for should be zero."""
+    """Compare every copy of every rank; a gradient that the reference does not have should be zero."""
     ours: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     for rank, tensors in enumerate(by_rank):

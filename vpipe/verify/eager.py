@@ -1,15 +1,15 @@
-"""The plain model, run eagerly beside its captured graph.
+"""The plain model, run eagerly, with the block and the stage of its operations from the captured graph.
 
-A reference must know two things that only the graph says: which block an operation that draws random numbers
-belongs to, because a block's dropout masks are defined by (seed, block, minibatch), and which stage an
-operation that reads a tied parameter belongs to, because asynchronous stages read it in different versions.
-Both are found by counting: the n-th draw, or read, of the eager run is the n-th of the graph.
+A reference needs two facts of the graph: the block of each operation that draws random numbers, because a
+block's dropout masks follow from (seed, block, minibatch), and the stage of each operation that reads a
+tied parameter, because asynchronous stages read it in different versions. Both are found by counting: the
+n-th draw, or read, of the eager run is the n-th of the graph.
 
     eager   embedding(W)  dropout  linear  dropout  linear  ...  linear(W)
     graph   block 0       block 0          block 1               block 8
                           seed 0           seed 1
 
-Of an `nn.Sequential` that cannot be exported a child is one operation: there the child that runs says both.
+In an `nn.Sequential` that cannot be exported a child is one operation: the running child gives both.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tied = Mapping[str, Mapping[int, Tensor]]
 
 
 class EagerModel:
-    """A model whose loss can be had with any values of its parameters; the model is not changed by that."""
+    """A model whose loss is computed with any values of its parameters; the model itself is not changed."""
 
     def __init__(
         self,
@@ -85,7 +85,7 @@ class EagerModel:
 
 @torch.no_grad()
 def check_runs(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None, dtype: str) -> None:
-    """Run the plain model once: what fails there is no matter of pipelines."""
+    """Run the plain model once: an error there has nothing to do with pipelines."""
     layout = BatchLayout.of(model, batch, loss_fn)
     entries = layout.entries(batch)
     try:
@@ -128,19 +128,19 @@ class _Follow(TorchFunctionMode):
         if not torch.equal(before, self._random_state()):
             self.drawn += 1
             self._seed_next()
-        # A call that returns no tensor has only asked for a size or a dtype.
+        # A call that returns no tensor reads only a size or a dtype.
         if reads and any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(result)):
             for name, _ in reads:
                 self.read[name] += 1
         return result
 
     def _random_state(self) -> Tensor:
-        """That of the generator which the model draws from."""
+        """The state of the generator that the model draws from."""
         device = self.eager.device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
 
     def check_end(self) -> None:
-        """Both runs must have drawn, and read tied parameters, equally often: else the count was no guide."""
+        """Raise unless both runs have drawn, and read tied parameters, equally often: counting needs that."""
         if self.eager.opaque:
             return
         graph = {"random numbers": len(self.eager.draws)}
@@ -173,7 +173,7 @@ class _Follow(TorchFunctionMode):
                 hook.remove()
 
     def _seed_next(self) -> None:
-        """Seed for the next draw as soon as the one before it is made: nothing draws between them."""
+        """Seed for the next draw right after the one before: nothing draws between them."""
         if self.drawn < len(self.eager.draws):
             self._seed(self.eager.draws[self.drawn])
 
@@ -192,7 +192,7 @@ class _Follow(TorchFunctionMode):
         return pytree.tree_map(value, (args, kwargs))
 
     def _reader(self, name: str) -> int:
-        """The stage that reads the parameter now."""
+        """The stage of the operation that reads the parameter now."""
         if self.stage is not None:
             return self.stage
         readers = self.eager.reads[name]
@@ -200,16 +200,16 @@ class _Follow(TorchFunctionMode):
 
 
 def _slots(module: LossModule, model: nn.Module) -> dict[str, str]:
-    """Each place that holds a parameter ▶ the parameter's first name in the model.
+    """Path of each parameter ▶ the parameter's first name in the model.
 
-    A module that stands in several places has one set of slots: to swap a value twice would not restore it.
+    A module that is used in several places counts once: `functional_call` would not restore a value swapped twice.
     """
     names = {id(p): name for name, p in model.named_parameters()}
     return {
         f"{path}.{own}": names[id(p)]
         for path, inner in module.named_modules()
         for own, p in inner.named_parameters(recurse=False, remove_duplicate=False)
-        if id(p) in names  # a loss function may have parameters, which nobody trains
+        if id(p) in names  # a loss function may have parameters, which are not trained
     }
 
 

@@ -1,33 +1,33 @@
 """Independent references: the plain model, trained in one process by the textbook's formulas.
 
-Nothing here uses the runtime, the stages' modules or the weights' versions of vpipe. Of the captured graph
-only this is read: which block draws random numbers, and which stage holds which parameter (`vpipe.verify.eager`).
+Nothing here uses vpipe's runtime, stage modules or weight versions. Only two facts come from the captured graph:
+the block of each random draw, and the stages of each parameter (`vpipe.verify.eager`).
 """
 
 from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.graph import tied as tied_parameters
 from vpipe.schedule import Op, Schedule
 from vpipe.verify.eager import EagerModel
 
+OptimizerFactory = Callable[[Any], Any]
 LossWeight = Callable[[dict[str, Tensor]], float]
-OptimizerFactory = Callable[[list[Any]], torch.optim.Optimizer]
 Versions = Mapping[tuple[int, int], int]
-"""(stage, minibatch) ▶ the number of updates that the stage has made when the minibatch passes forward."""
+"""(stage, minibatch) ▶ the number of updates that the stage has made before the minibatch's forward."""
 
 
 class Trained(NamedTuple):
-    """What a run leaves behind; gradients are those of the first update, as the optimizer got them."""
+    """The results of a run; gradients are those of the first update, as the optimizer got them."""
 
     losses: list[float]
     gradients: dict[str, Tensor]
@@ -40,7 +40,7 @@ def equal_weights(fields: dict[str, Tensor]) -> float:
 
 @dataclass(frozen=True)
 class Recipe:
-    """How a model is trained, whichever way: arguments of `Pipeline`, under the same names."""
+    """How a model is trained both ways: arguments of `Pipeline`, under the same names."""
 
     optimizer: OptimizerFactory
     loss_fn: Callable[..., Tensor] | None = None
@@ -55,7 +55,8 @@ def train_synchronously(
     """Gradient accumulation with a copy of the plain model."""
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed)
-    optimizer = recipe.optimizer(list(plain.parameters()))
+    values = _trained(plain)
+    optimizers = _make_optimizers(recipe.optimizer, values, values)
     losses: list[float] = []
     gradients: dict[str, Tensor] = {}
     for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
@@ -67,26 +68,29 @@ def train_synchronously(
         if recipe.clip_norm is not None:
             nn.utils.clip_grad_norm_(plain.parameters(), recipe.clip_norm)
         gradients = gradients or _gradients(plain.named_parameters())
-        optimizer.step()
-        optimizer.zero_grad()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
         losses.append(mean)
     return Trained(losses, gradients, {name: p.detach() for name, p in plain.named_parameters()})
 
 
 class WeightHistory:
-    """Some parameters through time: w(t + 1) = w(t) - update(gradient); each w(t) to be read is kept."""
+    """Versions of some parameters: w(t + 1) = w(t) - update(gradient); each w(t) that will be read is kept."""
 
-    def __init__(self, values: Mapping[str, Tensor], make_optimizer: OptimizerFactory) -> None:
-        self.now = {name: value.detach().clone().requires_grad_() for name, value in values.items()}
-        self.optimizer = make_optimizer(list(self.now.values())) if values else None
+    def __init__(
+        self, values: Mapping[str, Tensor], optimizer: OptimizerFactory, model_names: Collection[str]
+    ) -> None:
+        self.now = {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
+        self.optimizers = _make_optimizers(optimizer, self.now, model_names)
         self.versions = [self.newest()]
-        self.forgotten = 0
+        self.dropped = 0
 
     def newest(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.now.items()}
 
     def read(self, version: int) -> dict[str, Tensor]:
-        return self.versions[version - self.forgotten]
+        return self.versions[version - self.dropped]
 
     def update(self, gradients: Mapping[str, Tensor | None], clip_norm: float | None) -> dict[str, Tensor]:
         """Make the next version; returns the gradients as the optimizer got them."""
@@ -95,22 +99,22 @@ class WeightHistory:
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self.now.values(), clip_norm)
         used = _gradients(self.now.items())
-        if self.optimizer is not None:
-            self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.versions.append(self.newest())
         return used
 
-    def forget(self, before: int) -> None:
-        """No version before this one will be read."""
-        del self.versions[: max(0, before - self.forgotten)]
-        self.forgotten = max(self.forgotten, before)
+    def drop(self, before: int) -> None:
+        """Drop the versions before this one: they will not be read."""
+        del self.versions[: max(0, before - self.dropped)]
+        self.dropped = max(self.dropped, before)
 
 
 class StagedWeights:
-    """The weights of all stages through time: each stage updates on its own, at the schedule's instants.
+    """The versions of all stages' weights: each stage makes its own updates, when the schedule says.
 
-    A parameter that several stages hold is one parameter, updated with the sum of their gradients: its first
-    holder applies an update at once, the others `lag` updates later.
+    A parameter that several stages hold is one parameter, updated with the sum of their gradients. The first
+    of these stages applies an update at once, the others `lag` updates later.
     """
 
     def __init__(
@@ -119,21 +123,21 @@ class StagedWeights:
         stages: Sequence[StageGraph],
         versions: Versions,
         lag: int,
-        make_optimizer: OptimizerFactory,
+        optimizer: OptimizerFactory,
     ) -> None:
         self.versions = versions
         self.lag = lag
         self.holders = {name: where for name, where in tied_parameters(stages).items() if name in values}
         own = [[n for n in stage.parameters if n in values and n not in self.holders] for stage in stages]
-        self.stages = [WeightHistory({n: values[n] for n in names}, make_optimizer) for names in own]
-        self.tied = {name: WeightHistory({name: values[name]}, make_optimizer) for name in self.holders}
+        self.stages = [WeightHistory({n: values[n] for n in names}, optimizer, values) for names in own]
+        self.tied = {n: WeightHistory({n: values[n]}, optimizer, values) for n in self.holders}
 
     @property
     def histories(self) -> list[WeightHistory]:
         return [*self.stages, *self.tied.values()]
 
     def read(self, minibatch: int) -> tuple[dict[str, Tensor], dict[str, dict[int, Tensor]]]:
-        """Fresh leaves of what the minibatch sees: by name, and for tied parameters by name and stage."""
+        """New leaf tensors with the minibatch's weights: by name, and for tied parameters by name and stage."""
         own: dict[str, Tensor] = {}
         for stage, history in enumerate(self.stages):
             version = history.read(self.versions[stage, minibatch])
@@ -150,13 +154,13 @@ class StagedWeights:
             used |= history.update(gradients, clip_norm)
         return used
 
-    def forget(self, later: range) -> None:
-        """Only these minibatches are still to come."""
+    def drop(self, later: range) -> None:
+        """Drop the versions that none of these minibatches, which are still to come, will read."""
         for stage, history in enumerate(self.stages):
-            history.forget(min((self.versions[stage, m] for m in later), default=0))
+            history.drop(min((self.versions[stage, m] for m in later), default=0))
         for name, history in self.tied.items():
             oldest = (self._tied_version(name, s, m) for s in self.holders[name] for m in later)
-            history.forget(min(oldest, default=0))
+            history.drop(min(oldest, default=0))
 
     def newest(self) -> dict[str, Tensor]:
         return {name: value for history in self.histories for name, value in history.newest().items()}
@@ -177,13 +181,13 @@ def train_asynchronously(
     versions: Versions,
     lag: int,
 ) -> Trained:
-    """Each minibatch sees in each stage the version that the schedule says (`versions_read`).
+    """Each minibatch reads in each stage the version that follows from the schedule (`versions_read`).
 
-    A stage clips by the norm of its own gradients, a tied parameter by its own.
+    A stage clips by the norm of its own gradients, a tied parameter by the norm of its gradient.
     """
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
-    values = {name: p for name, p in plain.named_parameters() if p.requires_grad}
+    values = _trained(plain)
     weights = StagedWeights(values, stages, versions, lag, recipe.optimizer)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
@@ -202,13 +206,13 @@ def train_asynchronously(
         used = weights.update(sums, recipe.clip_norm)
         first = first or used
         losses.append(mean)
-        weights.forget(range(group[-1][0] + 1, len(minibatches)))
+        weights.drop(range(group[-1][0] + 1, len(minibatches)))
     frozen = {name: p.detach() for name, p in plain.named_parameters()}
     return Trained(losses, first, frozen | weights.newest())
 
 
 def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
-    """For the first `count` minibatches, read off the programs: STEP makes a version, F reads the newest."""
+    """The versions that the first `count` minibatches read, from the programs: STEP makes one, F reads the newest."""
     read: dict[tuple[int, int], int] = {}
     length = schedule.minibatches or count
     for rank in range(schedule.num_ranks):
@@ -241,8 +245,28 @@ def _groups(
 
 
 def _in_training(model: nn.Module) -> nn.Module:
-    """In training mode; a model that is already in it keeps the modes of its parts."""
+    """The model in training mode; if it is in it already, its modules keep their own modes."""
     return model if model.training else model.train()
+
+
+class _Parameters(list[nn.Parameter]):
+    """The argument of `optimizer=`: a list with names, as `vpipe.weights.NamedParameters` is one."""
+
+    def __init__(self, named: Mapping[str, nn.Parameter], model_names: Collection[str]) -> None:
+        super().__init__(named.values())
+        self.named = lambda: list(named.items())
+        self.model_names = model_names
+
+
+def _make_optimizers(
+    factory: OptimizerFactory, named: Mapping[str, nn.Parameter], model_names: Collection[str]
+) -> list[Optimizer]:
+    made = factory(_Parameters(named, model_names)) if named else None
+    return [o for o in (made if isinstance(made, list | tuple) else [made]) if o is not None]
+
+
+def _trained(model: nn.Module) -> dict[str, nn.Parameter]:
+    return {name: p for name, p in model.named_parameters() if p.requires_grad}
 
 
 def _gradients(named: Iterable[tuple[str, Tensor]]) -> dict[str, Tensor]:

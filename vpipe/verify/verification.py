@@ -1,6 +1,6 @@
-"""The proof, for a user's own model, that the pipeline trains it as the plain model would be trained.
+"""Verification that a pipeline trains a user's model as the plain model is trained.
 
-Both ways run in this process: the pipeline with a thread for each rank, the reference without any pipeline.
+Both run in this process: the pipeline with a thread for each rank, the reference without any pipeline.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime import Fields, count_samples
 from vpipe.schedule import Schedule
 from vpipe.stage import Stage
+from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
 from vpipe.train.models import build_model, synthetic_batch
 from vpipe.verify.comparison import (
@@ -73,7 +74,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _RankRun:
-    """What one rank's part of the pipeline leaves behind; tensors by stage and name."""
+    """The results of one rank of the pipeline; tensors by stage and name."""
 
     layout: Layout
     batches: list[Any]
@@ -87,8 +88,8 @@ def verify_config(
 ) -> Verification:
     """Verify the run that a configuration describes, on synthetic data.
 
-    Its precision, its `compile` and its learning-rate policy have no part in this: both ways compute in `dtype`, as
-    the blocks stand (compiled dropout draws other masks), and the learning rate stays as it is.
+    Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
+    (compiled dropout draws other masks), and the learning rate is constant.
     """
     model, _, loss_fn = build_model(config)
     arguments = pipeline_arguments(config)
@@ -122,9 +123,9 @@ def verify(
 ) -> Verification:
     """Train a copy of the model both ways and compare; `make_batch(number)` gives each minibatch.
 
-    Both compute on `device`: if none is given, on the GPU where there is one; all ranks share it.
-    `options` are those of Pipeline. Dropout stays on. Without a number of `updates` there are five, and in
-    an asynchronous schedule as many more as it takes until every stage works on stale weights.
+    Both compute on `device`, which all ranks share: by default the GPU, if there is one. `options` are those of
+    Pipeline. Dropout stays on. By default there are five `updates`, and in an asynchronous schedule as many more
+    as it takes until every stage reads stale weights.
     """
     kind = _read_dtype(dtype)
     if updates is not None and updates < 1:
@@ -158,7 +159,7 @@ def _read_dtype(name: str) -> torch.dtype:
 
 
 def _converted(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch)
+    return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, dtype), batch)
 
 
 def _moved(batch: Any, device: torch.device) -> Any:
@@ -170,7 +171,7 @@ def _on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
 
 
 def _count(layout: Layout, updates: int | None) -> int:
-    """Minibatches of all updates; a table that is run again and again is run to its end."""
+    """Minibatches of all updates; a schedule with a fixed number of them is run to its end."""
     schedule = layout.schedule
     wanted = (updates or UPDATES + layout.lag) * schedule.update_interval
     length = schedule.minibatches or 1
@@ -191,7 +192,7 @@ def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
 
 
 def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) -> None:
-    """Keep what each base optimizer of the stage is given for its first update."""
+    """Keep the gradients of each base optimizer of the stage at its first update."""
     weights = stage.optimizer
     places = {id(m): (stage.index, n) for n, m in zip(weights.names, weights.master_parameters, strict=True)}
     updated: set[Optimizer] = set()
@@ -202,9 +203,8 @@ def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) 
             given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
             gradients.update({places[id(p)]: p.grad.clone() for p in given})
 
-    for optimizer in (weights.base_optimizer, *weights.tied_optimizers.values()):
-        if optimizer is not None:
-            optimizer.register_step_pre_hook(keep)
+    for optimizer in weights.optimizers:
+        optimizer.register_step_pre_hook(keep)
 
 
 def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe) -> Trained:

@@ -1,13 +1,15 @@
 """The weights of a stage: versions, the stashing optimizer, base optimizers and learning-rate policies by name."""
 
-from vpipe.weights.optimizers import optimizer_factory
+from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, optimizer_factory, optimizer_groups
 from vpipe.weights.policies import learning_rate_policy
-from vpipe.weights.stashing import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
+from vpipe.weights.stashing import OptimizerWithWeightStashing, SchedulerFactory
 
 __all__ = [
+    "NamedParameters",
     "OptimizerFactory",
     "OptimizerWithWeightStashing",
     "SchedulerFactory",
     "learning_rate_policy",
     "optimizer_factory",
+    "optimizer_groups",
 ]

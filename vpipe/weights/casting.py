@@ -1,9 +1,9 @@
-"""Gradients on their way to the optimizer: cast to the dtype of the master tensors, many by one copy.
+"""Casting of gradients to the dtype of the master tensors, many by one copy.
 
-One cast a parameter would be one launch a parameter, and a GPU is done with most of them before the next is issued. So
-parameters are taken in order, in buckets: one flat tensor, a view of it for each master, one copy into all of them.
-A bucket's own gradients go before the next bucket is made, so that what lies there twice is never more than a bucket.
-On a GPU that is nearly full there may be room for all of it but in no one place: then half a bucket is cast at a time.
+A copy for each parameter would be a kernel launch for each, and a GPU finishes most of these before the host launches
+the next. So gradients are cast in buckets: one flat tensor, a view of it for each master, one copy into all views. A
+bucket's old gradients are freed before the next bucket is made, so at most one bucket is held twice. If a nearly full
+GPU has no contiguous memory for a bucket, its halves are cast one after the other.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,14 +14,14 @@ from torch import nn
 from vpipe.weights.versions import flat_tensors
 
 BUCKET = 16 * 2**20
-"""Elements that are cast by one copy, at most; a larger parameter is a bucket of its own."""
+"""Most elements that are cast by one copy; a larger parameter is a bucket of its own."""
 
 Pair = tuple[nn.Parameter, nn.Parameter]
 """A parameter and its master."""
 
 
 def hand_over_gradients(pairs: Iterable[Pair]) -> None:
-    """Let each parameter's gradient be its master's, in the master's dtype: itself, where that is its own."""
+    """Move each parameter's gradient to its master, in the master's dtype; one that has it already is not copied."""
     bucket: list[Pair] = []
     count = 0
     for parameter, master in pairs:

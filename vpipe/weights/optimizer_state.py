@@ -1,17 +1,17 @@
-"""The state of a base optimizer by the names of its parameters, so that it fits any other partition.
+"""The state of base optimizers by parameter name, so that it fits any other partition.
 
-Tensors (momenta) go by `<parameter>.<key>`. What is plain goes into a record that JSON can hold:
+Tensors (momenta) go by `<parameter>.<key>`. Plain values go into a record, one for each optimizer, that JSON can hold:
 
     {"optimizer": "AdamW",
      "groups": [{"parameters": ["a.weight", ...], "numbers": {"lr": 0.001, "betas": [0.9, 0.999], ...}}],
      "values": {"a.weight": {"trust_ratio": 1.0}},
-     "scheduler": {"last_epoch": 5, ...}}
+     "scheduler": {"last_epoch": 5, "base_lrs": [0.001], ...}}
 
-A stage of another partition has parameters of several records. What belongs to a group or to a scheduler
-it then takes from the record of the group's first parameter.
+An optimizer of another partition has parameters of several records. Each of its groups takes its numbers, and its
+entries in the scheduler's lists, from the record that holds the group's first parameter.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -24,13 +24,15 @@ Record = dict[str, Any]
 Names = Mapping[nn.Parameter, str]
 
 
-class _Saved(NamedTuple):
-    """What the records say of one parameter."""
+class _Origin(NamedTuple):
+    """Where the records hold a parameter."""
 
-    optimizer: str
-    numbers: dict[str, Any]
-    values: dict[str, Any]
-    scheduler: dict[str, Any] | None
+    record: Record
+    group: int
+
+    @property
+    def numbers(self) -> dict[str, Any]:
+        return self.record["groups"][self.group]["numbers"]
 
 
 def read_state(optimizer: Optimizer, scheduler: Any, names: Names) -> tuple[dict[str, Tensor], Record]:
@@ -66,7 +68,12 @@ def write_state(
     records: Iterable[Record],
 ) -> None:
     """Set the state from what `read_state` returned, here or for any other set of parameters."""
-    saved = _by_parameter(records)
+    saved = {
+        name: _Origin(record, index)
+        for record in records
+        for index, group in enumerate(record["groups"])
+        for name in group["parameters"]
+    }
     by_parameter: dict[str, dict[str, Tensor]] = {}
     for full_name, tensor in tensors.items():
         name, _, key = full_name.rpartition(".")
@@ -75,41 +82,94 @@ def write_state(
         raise VPipeError(f"the optimizer's state of parameter {lost[0]!r} belongs to no group of any record")
     packed = optimizer.state_dict()
     packed["state"] = {}
-    scheduler_state = None
     for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
-        known = [(n, names[p]) for n, p in zip(packed_group["params"], group["params"], strict=True)]
-        known = [(number, name) for number, name in known if name in saved]
-        for number, name in known:
-            _check_kind(optimizer, name, saved[name].optimizer)
-            # A copy: what was read may be a view of a file.
-            momenta = {key: tensor.clone() for key, tensor in by_parameter.get(name, {}).items()}
-            if both := sorted(momenta.keys() & saved[name].values.keys()):
-                raise VPipeError(f"{both[0]!r} of parameter {name!r} is a tensor and a number at once")
-            packed["state"][number] = momenta | saved[name].values
-        if known:
-            first = saved[known[0][1]]
-            told = {k: _like(group[k], value, k) for k, value in first.numbers.items() if k in group}
-            # Some keep a counter in the group from their first step on.
-            told |= {k: value for k, value in first.numbers.items() if k not in group and _is_number(value)}
-            packed_group.update(told)
-            _check_numbers(optimizer, {k: value for k, value in told.items() if k in optimizer.defaults})
-            scheduler_state = scheduler_state or first.scheduler
+        for number, name in zip(packed_group["params"], (names[p] for p in group["params"]), strict=True):
+            if name in saved:
+                record = saved[name].record
+                _check_kind(optimizer, name, record["optimizer"])
+                # A copy: what was read may be a view of a file.
+                momenta = {key: tensor.clone() for key, tensor in by_parameter.get(name, {}).items()}
+                values = record["values"].get(name, {})
+                if both := sorted(momenta.keys() & values.keys()):
+                    raise VPipeError(f"{both[0]!r} of parameter {name!r} is a tensor and a number at once")
+                packed["state"][number] = momenta | values
+    origins = _origins(optimizer, names, saved)
+    for group, packed_group, origin in zip(
+        optimizer.param_groups, packed["param_groups"], origins, strict=True
+    ):
+        if origin is not None:
+            packed_group.update(_restored_numbers(optimizer, group, origin.numbers))
     optimizer.load_state_dict(packed)
-    if scheduler is not None and scheduler_state is not None:
+    if scheduler is not None:
         own = scheduler.state_dict()
-        told = {k: _like(own[k], value, k) for k, value in scheduler_state.items() if k in own}
-        scheduler.load_state_dict(own | told)
+        scheduler.load_state_dict(own | _restored_schedule(own, origins))
 
 
-def _by_parameter(records: Iterable[Record]) -> dict[str, _Saved]:
-    return {
-        name: _Saved(
-            record["optimizer"], group["numbers"], record["values"].get(name, {}), record["scheduler"]
-        )
-        for record in records
-        for group in record["groups"]
-        for name in group["parameters"]
-    }
+def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -> list[_Origin | None]:
+    """For each group the saved one of its first parameter.
+
+    A group that has no parameters here takes the same place in the record of another, if that has as many groups.
+    """
+    groups = optimizer.param_groups
+    found: list[_Origin | None] = []
+    for group in groups:
+        members = [name for name in (names[p] for p in group["params"]) if name in saved]
+        for name in members:
+            _check_same_settings(members[0], name, saved, optimizer.defaults)
+        found.append(saved[members[0]] if members else None)
+    known = next((origin for origin in found if origin is not None), None)
+    if known is None or len(known.record["groups"]) != len(groups):
+        return found
+    return [
+        _Origin(known.record, index) if origin is None and not group["params"] else origin
+        for index, (group, origin) in enumerate(zip(groups, found, strict=True))
+    ]
+
+
+def _check_same_settings(
+    first: str, second: str, saved: Mapping[str, _Origin], defaults: Collection[str]
+) -> None:
+    """Raise if two parameters of one group were saved with other settings; those that schedulers set may differ."""
+    for key in sorted({*defaults, "initial_lr"} - {"lr", "momentum", "betas"}):
+        one, other = (saved[name].numbers.get(key) for name in (first, second))
+        if one != other:
+            raise VPipeError(
+                f"parameters {first!r} and {second!r} are in one optimizer group, but were saved with {key} {one} and "
+                f"{other}: resume with the groups of the run that was saved"
+            )
+
+
+def _restored_numbers(
+    optimizer: Optimizer, group: Mapping[str, Any], numbers: Mapping[str, Any]
+) -> dict[str, Any]:
+    restored = {k: _like(group[k], value, k) for k, value in numbers.items() if k in group}
+    # Some optimizers add a counter to the group at their first step.
+    restored |= {k: value for k, value in numbers.items() if k not in group and _is_number(value)}
+    _check_numbers(optimizer, {k: value for k, value in restored.items() if k in optimizer.defaults})
+    return restored
+
+
+def _restored_schedule(own: Mapping[str, Any], origins: Sequence[_Origin | None]) -> dict[str, Any]:
+    """The scheduler's state: that of the first group's record, and each group's own entry of lists with one a group."""
+    schedules = [origin.record["scheduler"] or {} if origin else {} for origin in origins]
+    first = next((origin for origin in origins if origin and origin.record["scheduler"]), None)
+    restored: dict[str, Any] = {}
+    for key, value in (first.record["scheduler"] if first else {}).items():
+        if key not in own:
+            continue
+        if first and _one_each(own[key], origins) and _one_each(value, first.record["groups"]):
+            value = [
+                schedule[key][origin.group]
+                if origin and _one_each(schedule.get(key), origin.record["groups"])
+                else entry
+                for entry, origin, schedule in zip(own[key], origins, schedules, strict=True)
+            ]
+        restored[key] = _like(own[key], value, key)
+    return restored
+
+
+def _one_each(value: Any, groups: Sequence[Any]) -> bool:
+    return isinstance(value, list) and len(value) == len(groups)
 
 
 def _check_kind(optimizer: Optimizer, name: str, saved: str) -> None:
@@ -121,9 +181,10 @@ def _check_kind(optimizer: Optimizer, name: str, saved: str) -> None:
 
 
 def _check_numbers(optimizer: Optimizer, numbers: dict[str, Any]) -> None:
-    """The optimizer itself knows which it takes, and says so when it is made."""
+    """The optimizer itself checks them when it is made, here for a parameter with as many dimensions as its own."""
+    own = next(p for group in optimizer.param_groups for p in group["params"])
     try:
-        type(optimizer)([nn.Parameter(torch.zeros(1))], **numbers)
+        type(optimizer)([nn.Parameter(torch.zeros((1,) * own.dim()))], **numbers)
     except ValueError as error:
         raise VPipeError(
             f"optimizer {type(optimizer).__name__} does not take what was saved: {error}"
@@ -133,7 +194,7 @@ def _check_numbers(optimizer: Optimizer, numbers: dict[str, Any]) -> None:
 
 
 def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
-    """The group's numbers: rates, counters, coefficients. Its flags are the run's own business."""
+    """The group's numbers: rates, counters, coefficients. Flags are not saved: each run sets its own."""
     found = {}
     for key, value in group.items():
         if isinstance(value, Tensor) and value.numel() == 1:
@@ -144,10 +205,10 @@ def _numbers(group: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _like(current: Any, value: Any, key: str) -> Any:
-    """The value in the form that the optimizer has it in: JSON knows neither tuples nor tensors."""
+    """The value in the optimizer's own form: JSON has neither tuples nor tensors."""
     if isinstance(current, Tensor) and _is_number(value):
         return torch.full_like(current, value)
-    if isinstance(current, list | tuple) and isinstance(value, list) and len(current) == len(value):
+    if isinstance(current, list | tuple) and isinstance(value, list | tuple) and len(current) == len(value):
         return type(current)(_like(old, new, key) for old, new in zip(current, value, strict=True))
     if _is_number(current) != _is_number(value) or isinstance(current, list | tuple | Tensor):
         raise VPipeError(
@@ -165,7 +226,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _is_plain(value: Any) -> bool:
-    """Whether JSON gives the value back as it is, but for tuples."""
+    """Whether JSON keeps the value, except that tuples become lists."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain, value))
     if isinstance(value, dict):

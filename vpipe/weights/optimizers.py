@@ -1,7 +1,11 @@
-"""Base optimizers by name."""
+"""Base optimizers: made for the parameters of a stage, in groups by parameter name, or by the optimizer's name."""
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
+from fnmatch import fnmatchcase
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -9,34 +13,164 @@ from torch.optim import Optimizer
 
 from vpipe.errors import VPipeError
 
-NAMES = ("sgd", "adam", "adamw", "lamb")
+EXAMPLE = "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
 
 
-def optimizer_factory(
-    name: str, learning_rate: float, weight_decay: float = 0.0, momentum: float = 0.9
-) -> Callable[[list[nn.Parameter]], Optimizer]:
-    """A function from parameters to the optimizer of this name; fused where torch has a fused one."""
-    if name == "sgd":
-        return lambda params: torch.optim.SGD(
-            params, learning_rate, momentum=momentum, weight_decay=weight_decay, fused=True
+class NamedParameters(list[nn.Parameter]):
+    """Parameters in a list, as torch's optimizers take it, with their names in the model.
+
+    `model_names` are those of all trained parameters of the model, of which one stage holds a part.
+    """
+
+    def __init__(
+        self, named: Iterable[tuple[str, nn.Parameter]], model_names: Collection[str] | None = None
+    ) -> None:
+        pairs = list(named)
+        super().__init__(parameter for _, parameter in pairs)
+        self.names = [name for name, _ in pairs]
+        self.model_names = model_names
+
+    def named(self) -> list[tuple[str, nn.Parameter]]:
+        """(name, parameter) pairs, which torch's optimizers take too."""
+        return list(zip(self.names, self, strict=True))
+
+
+OptimizerFactory = Callable[[NamedParameters], Optimizer | Sequence[Optimizer | None]]
+Rule = tuple[str | Sequence[str], OptimizerFactory]
+"""Patterns of parameter names, and what makes the optimizer of the parameters that match one of them."""
+
+
+def make_optimizers(factory: OptimizerFactory, parameters: NamedParameters) -> list[Optimizer]:
+    """The optimizers of some parameters, each of which must be in one group of one of them."""
+    if not parameters:
+        return []
+    if not callable(factory):
+        raise VPipeError(f"optimizer= is of type {type(factory).__name__}, not a function: {EXAMPLE}")
+    try:
+        made: Any = factory(parameters)
+    except VPipeError:
+        raise
+    except ValueError as error:
+        raise VPipeError(
+            f"optimizer= failed for {len(parameters)} parameters ({parameters.names[0]!r} and so on): {error}; it is "
+            "called for the parameters of one stage, of which a group may have none: leave that optimizer out there"
+        ) from error
+    optimizers = [o for o in made if o is not None] if isinstance(made, list | tuple) else [made]
+    for optimizer in optimizers:
+        if not isinstance(optimizer, Optimizer):
+            raise VPipeError(
+                f"optimizer= returned {type(optimizer).__name__}, not a torch.optim.Optimizer or a list of them: "
+                f"{EXAMPLE}"
+            )
+    _check_each_once(optimizers, parameters)
+    return [o for o in optimizers if any(group["params"] for group in o.param_groups)]
+
+
+def _check_each_once(optimizers: Iterable[Optimizer], parameters: NamedParameters) -> None:
+    counts = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
+    for name, parameter in parameters.named():
+        if (count := counts.pop(parameter, 0)) != 1:
+            raise VPipeError(
+                f"optimizer= put parameter {name!r} into {count or 'no'} groups: put each parameter that it is given "
+                "into one; to freeze one, call requires_grad_(False) on it"
+            )
+    if counts:
+        shape = tuple(next(iter(counts)).shape)
+        raise VPipeError(
+            f"optimizer= took a parameter of shape {shape} that it was not given: use the parameters of its argument "
+            "only, not those of the model"
         )
-    if name == "adam":
-        return lambda params: torch.optim.Adam(params, learning_rate, weight_decay=weight_decay, fused=True)
-    if name == "adamw":
-        return lambda params: torch.optim.AdamW(params, learning_rate, weight_decay=weight_decay, fused=True)
-    if name == "lamb":
-        return lambda params: _lamb(params, learning_rate, weight_decay)
-    hint = get_close_matches(name, NAMES, 1)
-    raise VPipeError(
-        f"unknown optimizer {name!r}" + (f", did you mean {hint[0]!r}?" if hint else f": choose from {NAMES}")
-    )
 
 
-def _lamb(params: list[nn.Parameter], learning_rate: float, weight_decay: float) -> Optimizer:
+def optimizer_groups(
+    *rules: Rule, rest: OptimizerFactory, place: str = "optimizer_groups"
+) -> OptimizerFactory:
+    """An `optimizer=` that makes optimizers by parameter name: the first rule that matches a name has it.
+
+        optimizer_groups(
+            (["*.bias", "*norm*"], lambda params: torch.optim.AdamW(params, 1e-3, weight_decay=0)),
+            ("*embeddings*", lambda params: torch.optim.AdamW(params, 1e-4)),
+            rest=lambda params: torch.optim.AdamW(params, 1e-3),
+        )
+
+    Patterns are those of `fnmatch`, in which * stands for any text, dots included. `place` begins error messages.
+    """
+    patterns = [[given] if isinstance(given, str) else list(given) for given, _ in rules]
+    factories = [*(factory for _, factory in rules), rest]
+
+    def rule_of(name: str) -> int:
+        matching = (n for n, group in enumerate(patterns) if any(fnmatchcase(name, p) for p in group))
+        return next(matching, len(patterns))
+
+    def make(parameters: NamedParameters) -> list[Optimizer]:
+        if parameters.model_names is not None:
+            _check_patterns(patterns, parameters.model_names, rule_of, place)
+        groups: list[list[tuple[str, nn.Parameter]]] = [[] for _ in factories]
+        for name, parameter in parameters.named():
+            groups[rule_of(name)].append((name, parameter))
+        # The rest first: its learning rate is the one that is reported.
+        return [
+            optimizer
+            for number in range(-1, len(patterns))
+            for optimizer in make_optimizers(factories[number], NamedParameters(groups[number]))
+        ]
+
+    return make
+
+
+def _check_patterns(
+    patterns: Sequence[Sequence[str]], names: Collection[str], rule_of: Callable[[str], int], place: str
+) -> None:
+    used = {rule_of(name) for name in names}
+    for number, group in enumerate(patterns):
+        for pattern in group:
+            if not any(fnmatchcase(name, pattern) for name in names):
+                raise VPipeError(
+                    f"{place}, entry {number}: {pattern!r} matches none of the model's {len(names)} trained "
+                    f"parameters: {_close_names(pattern, names)}"
+                )
+        if number not in used:
+            raise VPipeError(
+                f"{place}, entry {number}: earlier entries match every parameter that {', '.join(map(repr, group))} "
+                "matches, and the first match holds: move this entry before them, or leave it out"
+            )
+
+
+def _close_names(pattern: str, names: Collection[str]) -> str:
+    """Names that the pattern may have meant, by its text between wildcards."""
+    wanted = pattern.strip("*.?").lower()
+    containing = [name for name in names if wanted in name.lower()]
+    if not containing:
+        lower = [name.lower() for name in names]
+        pieces = {name[i : i + len(wanted)] for name in lower for i in range(len(name))}
+        close = get_close_matches(wanted, pieces.union(*(name.split(".") for name in lower)), 1)
+        containing = [name for name in names if close and close[0] in name.lower()]
+    found = [repr(name) for name in containing][:3]
+    if found:
+        return f"did you mean one of {', '.join(found)}?"
+    return f"their names are such as {', '.join(repr(name) for name in list(names)[:3])}"
+
+
+def optimizer_factory(name: str, learning_rate: float, weight_decay: float = 0.0) -> OptimizerFactory:
+    """A function from parameters to the optimizer of this name; fused where torch has a fused one."""
+    known: dict[str, Callable[..., Optimizer]] = {
+        "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
+        "adam": partial(torch.optim.Adam, fused=True),
+        "adamw": partial(torch.optim.AdamW, fused=True),
+        "lamb": _lamb,
+    }
+    if name not in known:
+        close = get_close_matches(name, known, 1)
+        hint = f", did you mean {close[0]!r}?" if close else f": choose from {', '.join(known)}"
+        raise VPipeError(f"unknown optimizer {name!r}{hint}")
+    return partial(known[name], lr=learning_rate, weight_decay=weight_decay)
+
+
+def _lamb(params: list[nn.Parameter], **options: Any) -> Optimizer:
     try:
         from pytorch_optimizer import Lamb
     except ImportError as error:
         raise VPipeError(
             "optimizer 'lamb' needs the package pytorch-optimizer: pip install 'vpipe[lamb]'"
         ) from error
-    return Lamb(params, lr=learning_rate, weight_decay=weight_decay)
+    return Lamb(params, **options)

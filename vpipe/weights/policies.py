@@ -28,7 +28,7 @@ Factor = Callable[[int], float]
 def learning_rate_policy(
     name: str, warmup: int, total: int, *, power: float = 1.0, step_size: int | None = None
 ) -> Callable[[Optimizer], LambdaLR]:
-    """What `Pipeline` takes as `lr_scheduler`: the policy of this name for a run of `total` updates."""
+    """The `lr_scheduler` of a Pipeline: the policy of this name for a run of `total` updates."""
     factor = learning_rate_factor(name, warmup, total, power=power, step_size=step_size)
     return lambda optimizer: LambdaLR(optimizer, factor)
 

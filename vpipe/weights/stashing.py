@@ -1,39 +1,38 @@
-"""The optimizer of one stage, which keeps the weights that a minibatch's forward saw for its backward.
+"""The optimizer of one stage: a minibatch's backward reads the weights that its forward read.
 
     F3 reads version 1      the newest                      queue: [v1]
     STEP2 makes version 2   v1 is kept: B3 will read it     queue: [v1, v2]
-    B3 reads version 1      then nobody needs it            queue: [v2]
+    B3 reads version 1      v1 is freed                     queue: [v2]
 
-Parameters are pointed at a version (`p.data = tensor`). The base optimizer never steps the parameters
-themselves: that would bump autograd's version counters and the backwards still pending would refuse. It
-steps *master* tensors of its own, which share the newest version's storage or, under mixed precision,
-are the float32 originals from which each version is cast. When no backward needs the newest version any
-more (the last stage, every synchronous schedule), the step happens in place and nothing is copied.
+Parameters are pointed at a version (`p.data = tensor`). The base optimizers never step the parameters
+themselves: that would raise autograd's version counters, and pending backwards would fail. They step
+*master* tensors, which share the newest version's storage or, under mixed precision, are the float32
+originals from which each version is cast. If no backward needs the newest version (the last stage,
+every synchronous schedule), the step is made in place and nothing is copied.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from vpipe.errors import VPipeError
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Record, read_state, write_state
+from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
 from vpipe.weights.versions import Version, VersionStore
 
-OptimizerFactory = Callable[[list[nn.Parameter]], Optimizer]
 SchedulerFactory = Callable[[Optimizer], Any]
 
 
 class OptimizerWithWeightStashing:
-    """Owns the weights of a stage: their versions, their masters, the base optimizer.
+    """Owns the weights of a stage: their versions, their masters, the base optimizers.
 
     `tied` names parameters that other stages hold too. Their updates may be applied some updates later
     than the stage's own (`vpipe.runtime.gradients` says why), so each has a base optimizer, and with it
-    a learning rate, of its own.
+    a learning rate, of its own. `model_names` are the trained parameters of the whole model.
     """
 
     def __init__(
@@ -44,14 +43,12 @@ class OptimizerWithWeightStashing:
         tied: Sequence[str] = (),
         master_values: Mapping[str, Tensor] | None = None,
         lr_scheduler: SchedulerFactory | None = None,
-        update_interval: int = 1,
         versions: int = 1,
+        model_names: Collection[str] | None = None,
     ) -> None:
-        """`versions`: the most that will be needed at a time; more are made when they are."""
+        """`versions`: how many to allocate now; more are allocated when they are needed."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
         self.model_parameters = [parameters[name] for name in self.names]
-        self.update_interval = update_interval
-        self.batch_counter = 0
         self._store = VersionStore(self.model_parameters)
         first = self._store.first([p.data for p in self.model_parameters])
         self._store.reserve(versions - 1)
@@ -62,10 +59,14 @@ class OptimizerWithWeightStashing:
         self.master_parameters = self._make_masters(first, master_values)
         self._master = dict(zip(self.names, self.master_parameters, strict=True))
         self._name_of = dict(zip(self.master_parameters, self.names, strict=True))
-        own = [self._master[name] for name in self.names if name not in set(tied)]
-        self.base_optimizer = _make_optimizer(optimizer, own) if own else None
-        self.tied_optimizers = {name: _make_optimizer(optimizer, [self._master[name]]) for name in tied}
-        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self._optimizers()} if lr_scheduler else {}
+
+        def made(names: Iterable[str]) -> list[Optimizer]:
+            named = NamedParameters(((name, self._master[name]) for name in names), model_names)
+            return make_optimizers(optimizer, named)
+
+        self.base_optimizers = made(name for name in self.names if name not in set(tied))
+        self.tied_optimizers = {name: made([name])[0] for name in tied}
+        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self.optimizers} if lr_scheduler else {}
         self.load_new_params()
 
     @property
@@ -75,7 +76,7 @@ class OptimizerWithWeightStashing:
 
     @property
     def newest(self) -> Version:
-        """What the next forward reads."""
+        """The version that the next forward reads."""
         return self.queue[-1]
 
     @property
@@ -86,8 +87,12 @@ class OptimizerWithWeightStashing:
 
     @property
     def learning_rate(self) -> float | None:
-        optimizers = self._optimizers()
-        return optimizers[0].param_groups[0]["lr"] if optimizers else None
+        return self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
+
+    @property
+    def optimizers(self) -> list[Optimizer]:
+        """Those of the stage's own parameters, and one for each tied parameter."""
+        return [*self.base_optimizers, *self.tied_optimizers.values()]
 
     @property
     def num_versions(self) -> int:
@@ -106,8 +111,7 @@ class OptimizerWithWeightStashing:
         self._point_at(self._read[minibatch])
 
     def release(self, minibatch: int) -> None:
-        """This minibatch's backward is done: its version dies if no other needs it."""
-        self.batch_counter += 1
+        """This minibatch's backward is done: recycle its version if no other needs it."""
         version = self._read.pop(minibatch)
         version.users -= 1
         if not version.users and version is not self.queue[-1]:
@@ -126,10 +130,11 @@ class OptimizerWithWeightStashing:
         self._publish()
 
     def optimizer_state(self, besides: Collection[str] = ()) -> tuple[dict[str, Tensor], list[Record]]:
-        """The base optimizers' state by parameter, without that of the tied parameters in `besides`."""
+        """The base optimizers' state by parameter, without the tied parameters in `besides`."""
         tensors: dict[str, Tensor] = {}
         records = []
-        for optimizer in self._optimizers(besides):
+        tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
+        for optimizer in (*self.base_optimizers, *tied):
             own, record = read_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of)
             tensors |= own
             records.append(record)
@@ -137,16 +142,16 @@ class OptimizerWithWeightStashing:
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> None:
         """Set the base optimizers' state, tied ones included, from records of any partition."""
-        for optimizer in self._optimizers():
+        for optimizer in self.optimizers:
             write_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of, tensors, records)
 
     @property
     def skips_by_flag(self) -> bool:
-        """Whether `step` may be given flags: fused optimizers read them, once they have a state."""
+        """Whether `step` takes flags: fused optimizers read them, once they have a state."""
         return all(
             all(group.get("fused") for group in optimizer.param_groups)
             and all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
-            for optimizer in self._optimizers()
+            for optimizer in self.optimizers
         )
 
     def step(
@@ -157,36 +162,31 @@ class OptimizerWithWeightStashing:
     ) -> None:
         """Make the next version: own parameters from their `.grad`, tied ones from the gradients given.
 
-        A flag, on the device, is 1 where the version is to hold the same weights as the one before.
+        A flag is a tensor on the device; 1 leaves weights and state as they are.
         """
-        self._make_room()
+        self._make_writable()
         parameters = zip(self.names, self.model_parameters, strict=True)
         hand_over_gradients(
             (p, self._master[name]) for name, p in parameters if name not in self.tied_optimizers
         )
-        self._forget_gradients()
-        if self.base_optimizer is not None:
-            self._apply(self.base_optimizer, flag)
+        self._drop_gradients()
+        for optimizer in self.base_optimizers:
+            self._apply(optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
         self._publish()
 
     def step_tied(self, gradients: Mapping[str, Tensor]) -> None:
-        """Apply updates of tied parameters that were still to come when the pipeline was drained."""
+        """Apply updates of tied parameters that were pending when the pipeline was drained."""
         self._apply_tied(gradients, {})
         self._publish()
 
     def skip(self) -> None:
-        """Forget the gradients: this update is not made."""
-        self._forget_gradients()
+        """Drop the gradients: this update is not made."""
+        self._drop_gradients()
 
-    def _forget_gradients(self) -> None:
+    def _drop_gradients(self) -> None:
         for parameter in self.model_parameters:
             parameter.grad = None
-
-    def _optimizers(self, besides: Collection[str] = ()) -> list[Optimizer]:
-        """The stage's own, if it has parameters of its own, and those of the tied parameters."""
-        tied = [optimizer for name, optimizer in self.tied_optimizers.items() if name not in besides]
-        return tied if self.base_optimizer is None else [self.base_optimizer, *tied]
 
     def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
         masters = []
@@ -204,8 +204,8 @@ class OptimizerWithWeightStashing:
                 parameter.data = tensor
             self._pointed_at = version
 
-    def _make_room(self) -> None:
-        """Let the newest version be one that may be written: a new one if a backward needs the old."""
+    def _make_writable(self) -> None:
+        """Make the newest version writable: a new one if a backward still needs it."""
         newest = self.queue[-1]
         number = newest.number + 1
         if not newest.users:
@@ -237,13 +237,3 @@ class OptimizerWithWeightStashing:
         if self.mixed:
             torch._foreach_copy_(self.queue[-1].tensors, list(self.master_parameters))
         self.load_new_params()
-
-
-def _make_optimizer(factory: OptimizerFactory, parameters: list[nn.Parameter]) -> Optimizer:
-    optimizer = factory(parameters)
-    if not isinstance(optimizer, Optimizer):
-        raise VPipeError(
-            f"optimizer returned {type(optimizer).__name__}, not a torch.optim.Optimizer: "
-            "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
-        )
-    return optimizer

@@ -1,8 +1,8 @@
 """Weight versions: storage that parameters are pointed at.
 
-A version is one flat tensor for each dtype, and the parameters' shapes as views of it. Making a version
-is one copy of the flat tensors; switching to one is `p.data = view` and copies nothing. The storage of a
-version that died is used again, so that the steady state allocates nothing.
+A version is one flat tensor for each dtype, with the parameters as views of it. Making a version is one
+copy of the flat tensors; switching to one is `p.data = view` and copies nothing. Storage is recycled, so
+the steady state allocates nothing.
 """
 
 from collections import defaultdict
@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._utils import _unflatten_dense_tensors
 
 ALIGNMENT = 64
-"""Bytes at whose multiples tensors begin: elsewhere kernels read them in smaller pieces, or copy them first."""
-FILLING = torch.empty(ALIGNMENT)
+"""Tensors begin at multiples of so many bytes: kernels read others in smaller pieces, or copy them first."""
+PADDING = torch.empty(ALIGNMENT)
 
 
 @dataclass
@@ -34,7 +34,7 @@ class VersionStore:
         self._spare: list[Version] = []
 
     def reserve(self, count: int) -> None:
-        """Storage for so many versions more, before activations divide the memory into pieces."""
+        """Allocate storage for more versions, before activations fragment the memory."""
         self._spare += [self._new(0) for _ in range(count - len(self._spare))]
 
     def first(self, values: Sequence[Tensor]) -> Version:
@@ -44,7 +44,7 @@ class VersionStore:
         return version
 
     def blank(self, number: int) -> Version:
-        """Storage for the next version, with anything in it."""
+        """Storage for the next version, not initialised."""
         if not self._spare:
             return self._new(number)
         version = self._spare.pop()
@@ -65,24 +65,24 @@ class VersionStore:
 
 
 def flat_tensors(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """A flat tensor for each dtype, with anything in it, and views of them with these tensors' shapes."""
+    """A flat tensor for each dtype, not initialised, and views of them with these tensors' shapes."""
     kinds: dict[tuple[torch.dtype, torch.device], list[int]] = defaultdict(list)
     for number, tensor in enumerate(like):
         kinds[tensor.dtype, tensor.device].append(number)
     flats, views = [], list(like)
     for (dtype, device), numbers in kinds.items():
         grain = ALIGNMENT // dtype.itemsize
-        pieces: list[Tensor] = []  # the tensors, and what fills them up to the next multiple
+        pieces: list[Tensor] = []  # the tensors, each padded to the next multiple
         places = []
         for number in numbers:
             places.append(len(pieces))
             pieces.append(like[number])
             if rest := -like[number].numel() % grain:
-                pieces.append(FILLING[:rest])
+                pieces.append(PADDING[:rest])
         flat = torch.empty(sum(piece.numel() for piece in pieces), dtype=dtype, device=device)
-        made = _unflatten_dense_tensors(flat, pieces)  # in one call: hosts of GPUs have little time
+        made = _unflatten_dense_tensors(flat, pieces)  # one call: the host must not delay the GPU
         for number, place in zip(numbers, places, strict=True):
-            # An empty one has lost its shape.
+            # An empty tensor comes back without its shape.
             views[number] = made[place] if like[number].numel() else made[place].view(like[number].shape)
         flats.append(flat)
     return flats, views
