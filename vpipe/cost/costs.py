@@ -7,48 +7,61 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, GetPydanticSchema, StrictBool
+from pydantic import Field as FileKey
+from pydantic_core import core_schema
+
+from vpipe.cost.fields import FileObject, Unit, mistake
+
+Seconds = Annotated[float, Unit("seconds")]
+Bytes = Annotated[int, Unit("bytes")]
+BytesPerSecond = Annotated[float, Unit("bytes a second", positive=True)]
+SecondsOfSamples = Annotated[float, Unit("seconds", scales=True)]
+BytesOfSamples = Annotated[int, Unit("bytes", scales=True)]
 
 
 @dataclass(frozen=True)
-class BlockCost:
+class BlockCost(FileObject):
     name: str
-    forward: float
-    input_gradient: float
+    forward: SecondsOfSamples
+    input_gradient: SecondsOfSamples
     """The part of backward that another stage waits for."""
-    weight_gradient: float
-    update: float
+    weight_gradient: SecondsOfSamples
+    update: Annotated[float, Unit("seconds", default=0.0)]
     """The optimizer's part for this block's parameters, once for each update."""
-    kept_bytes: int
+    kept_bytes: BytesOfSamples
     """What autograd keeps for backward and no earlier block has kept already; parameters are not counted."""
-    boundary_bytes: int
+    boundary_bytes: BytesOfSamples
     """What crosses the cut behind the block; its gradient is as large."""
-    parameter_bytes: int
-    spread: float = 0.0
-    """How far the measured times lie apart, as a share of their median."""
-    deferred_bytes: int | None = None
+    parameter_bytes: Bytes
+    spread: Annotated[float, Unit("a share of the median")] = 0.0
+    """How far the measured times lie apart."""
+    deferred_bytes: BytesOfSamples | None = None
     """What is left between the two parts of a split backward: inputs and output gradients of products. None: as
     much as is kept."""
-    version: float = 0.0
+    version: Seconds = 0.0
     """What an update takes more where the old weights are still read, so that they are copied."""
-    splitting: float = 0.0
+    splitting: SecondsOfSamples = 0.0
     """What a minibatch takes more where backward is split into its two parts."""
-    accumulating: float = 0.0
+    accumulating: Seconds = 0.0
     """What a backward takes more where it adds to the gradients of an earlier minibatch."""
-    recomputing: float | None = None
+    recomputing: SecondsOfSamples | None = None
     """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
-    split_recomputing: float | None = None
+    split_recomputing: SecondsOfSamples | None = None
     """The same where backward is split into its two parts. None: as long as where it is not."""
-    swapping: float = 0.0
-    """What a minibatch takes more where the block is swapped, beyond the copies, which run beside it: a host that asks
-    for them, packs and unpacks."""
-    working_bytes: int = 0
-    """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
-    allocator tells."""
-    forward_bytes: int = 0
+    swapping: Seconds = 0.0
+    """What a minibatch takes more where the block is swapped, beyond the copies, which run beside it: the host's work
+    to start them, and to pack and unpack tensors."""
+    working_bytes: BytesOfSamples = 0
+    """The most that its forward or backward allocates and frees again: gradients of activations, workspaces. 0 where
+    no allocator counts it."""
+    forward_bytes: BytesOfSamples = 0
     """The same of its forward alone."""
-    update_bytes: int = 0
-    """What its update makes, at most, and gives back, beyond the gradients that are there: under mixed precision these
-    in float32. 0 where no allocator tells."""
+    update_bytes: Bytes = 0
+    """The most that its update allocates and frees again, beyond the gradients that are there: under mixed precision
+    these in float32. 0 where no allocator counts it."""
 
     @property
     def deferred(self) -> int:
@@ -65,27 +78,28 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
-class DeviceCost:
-    memory: int
-    to_host: float
-    from_host: float
-    overhead: float = 0.0
+class DeviceCost(FileObject):
+    memory: Annotated[int, Unit("bytes", least=1)]
+    to_host: BytesPerSecond
+    from_host: BytesPerSecond
+    overhead: Seconds = 0.0
     """What each forward and each (part of a) backward of a stage takes beyond its blocks."""
-    shared_by: int = 1
-    """Ranks, one after the other, that share the device and its link to the host: those of one GPU."""
-    crowding: float = 1.0
-    """The blocks' times, which are those while all of these ranks compute, over the times of one rank alone."""
-    workspace: int = 0
-    """Bytes that libraries hold on the device for each rank, from its first product on."""
-    swapped_in: int = 2
+    shared_by: Annotated[int, Unit("ranks", least=1)] = 1
+    """Consecutive ranks that share the device and its link to the host: those of one GPU."""
+    crowding: Annotated[float, Unit("times as long as alone", least=1)] = 1.0
+    """Contention on a shared device: the blocks' times, measured while all of these ranks compute, over the times of
+    one rank alone."""
+    workspace: Bytes = 0
+    """What libraries hold on the device for each rank, from its first product on."""
+    swapped_in: Annotated[int, Unit("minibatches", least=2)] = 2
     """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
     that one which leaves stays until the next forward; 2 where they are done at once."""
-    adding: float = 0.0
-    """Seconds for each byte of a gradient that stages share: what it takes to add up its parts, beyond the messages."""
-    graphs: bool = False
-    """Whether stages are played from CUDA graphs: times are of that, and no memory of theirs is used for others."""
-    slack: int = 0
-    """Bytes that the memory of a minibatch in flight is larger there than it need be: it is taken in pieces."""
+    adding: Annotated[float, Unit("seconds a byte")] = 0.0
+    """The time to add up the parts of a gradient that stages share, beyond the messages."""
+    graphs: StrictBool = False
+    """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
+    slack: Bytes = 0
+    """What the memory of a minibatch in flight is larger with CUDA graphs than it need be: it is taken in pieces."""
 
     @property
     def lingering(self) -> int:
@@ -98,10 +112,10 @@ class DeviceCost:
 
 
 @dataclass(frozen=True)
-class LinkCost:
-    bandwidth: float
-    latency: float
-    sender_busy: bool = False
+class LinkCost(FileObject):
+    bandwidth: BytesPerSecond
+    latency: Annotated[float, Unit("seconds", default=0.0)]
+    sender_busy: StrictBool = False
     """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
 
     def seconds(self, count: float) -> float:
@@ -115,32 +129,69 @@ def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
     return max([copied, *(link.seconds(count) for link in links if not link.sender_busy)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairLink(LinkCost):
+    """An entry of a profile file's `links`."""
+
+    sender: Annotated[int, Unit("the sending rank"), FileKey(alias="from")]
+    receiver: Annotated[int, Unit("the receiving rank"), FileKey(alias="to")]
+
+
+def _by_pair(links: list[PairLink]) -> dict[tuple[int, int], LinkCost]:
+    found: dict[tuple[int, int], LinkCost] = {}
+    for link in links:
+        ends = link.sender, link.receiver
+        if ends in found or link.sender == link.receiver:
+            raise mistake(f"from {ends[0]} to {ends[1]}: expected two different ranks, and each pair once")
+        found[ends] = LinkCost(link.bandwidth, link.latency, link.sender_busy)
+    return found
+
+
+def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(blocks)) < max(2, len(blocks)):
+        raise ValueError("different numbers of two or more blocks")
+    return tuple(sorted(blocks))
+
+
 @dataclass(frozen=True)
-class Tie:
+class Tie(FileObject):
     """A parameter that several blocks share; each of them counts its bytes."""
 
-    bytes: int
-    blocks: tuple[int, ...]
+    bytes: Bytes
+    blocks: Annotated[tuple[Annotated[int, Unit("a block's number")], ...], AfterValidator(_different)]
 
     def inside(self, start: int, stop: int) -> int:
         """How many of its blocks are among those from `start` up to `stop`."""
         return sum(start <= block < stop for block in self.blocks)
 
 
+def _named(blocks: Any) -> Any:
+    """A block without a name is called by its number."""
+    if not isinstance(blocks, list):
+        return blocks
+    return [{"name": f"block {n}"} | b if isinstance(b, dict) else b for n, b in enumerate(blocks)]
+
+
 @dataclass(frozen=True)
-class Profile:
-    blocks: tuple[BlockCost, ...]
+class Profile(FileObject):
+    blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_named), FileKey(min_length=1)]
     device: DeviceCost
     link: LinkCost
     """Between any two ranks, unless `links` says otherwise."""
-    batch_size: int
-    optimizer_ratio: float = 2.0
-    """Bytes of optimizer state for each byte of parameters: 2 for Adam, 1 for SGD with momentum."""
-    links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
+    batch_size: Annotated[int, Unit("samples of a minibatch", least=1)]
+    optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
+    """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
+    links: Annotated[
+        Mapping[tuple[int, int], LinkCost],
+        GetPydanticSchema(
+            lambda _, handler: core_schema.no_info_after_validator_function(_by_pair, handler(list[PairLink]))
+        ),
+    ] = field(default_factory=dict)
     """By sending and receiving rank."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
     tied: tuple[Tie, ...] = ()
+    format: Literal["vpipe profile 1"] = "vpipe profile 1"
 
     def parameter_bytes(self, start: int, stop: int) -> int:
         """Of the blocks from `start` up to `stop`, what they share counted once."""

@@ -19,9 +19,10 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
-from vpipe.cost.json_fields import finite, shown
+from vpipe.cost.fields import finite
 from vpipe.errors import ConfigError
 from vpipe.system.files import read_text
+from vpipe.system.validation import shown
 
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")
@@ -113,7 +114,7 @@ def _number(name: str, text: str, place: str) -> float:
         values = [float("nan")]
     total = finite(sum(values))
     if total is None or min(values) < 0:
-        raise ConfigError(f"{place}: {name} is {shown(text)}: it must be a number, 0 or more")
+        raise ConfigError(f"{place}: {name} is {shown(text)}: expected a number, 0 or more")
     return total
 
 
