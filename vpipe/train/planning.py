@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.system.units import read_bytes
@@ -80,16 +79,6 @@ def profile_cache(config: RunConfig) -> Path:
     """Where the profiles of the configured runs lie."""
     directory = Path() if config.directory is None else config.path(config.directory)
     return directory / config.log_directory / "cache"
-
-
-def known_profile(config: RunConfig, cache: Path, model: str) -> Profile | None:
-    """What was measured before of the model with this fingerprint: beside the run's plan, or in the cache."""
-    beside = [] if config.planned is None else [config.planned[0].with_name("profile.json")]
-    for file in (*beside, cache / f"profile-{_fingerprint(config)}.json"):
-        with suppress(VPipeError):
-            if file.is_file() and (found := read_profile(file)).fingerprint in ("", model):
-                return found
-    return None
 
 
 def cached_profile(config: RunConfig, cache: Path) -> Profile:
