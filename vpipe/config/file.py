@@ -14,8 +14,8 @@ from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
-from vpipe.system.files import parse_yaml, read_text
-from vpipe.system.validation import first_mistake, shown, unknown_key
+from vpipe.system.files import parse_yaml, read_text, short_repr
+from vpipe.system.validation import first_mistake, unknown_key
 
 KEYS = tuple(RunConfig.model_fields)
 
@@ -64,7 +64,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
         own = getattr(config, key)
         if value is not None and own is not None and own != value:
             raise ConfigError(
-                f"{config.source}: {key} is {shown(own)}, but {path} says {shown(value)}: "
+                f"{config.source}: {key} is {short_repr(own)}, but {path} says {short_repr(value)}: "
                 "make the two equal, or leave one out"
             )
     given = config.model_dump(exclude_unset=True)
@@ -118,7 +118,7 @@ def _conflict(error: ValidationError, values: dict[str, Any]) -> str | None:
     if first["type"] != "conflict":
         return None
     key, problem = first["ctx"]["key"], first["ctx"]["problem"]
-    return f"{key} is {shown(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
+    return f"{key} is {short_repr(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
 
 
 def _kind(value: Any) -> str:

@@ -14,11 +14,10 @@ from collections import Counter
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
-from reprlib import Repr
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.system.files import read_json
+from vpipe.system.files import read_json, short_repr
 
 MODULES, RANKS, DEPTHS = KEYS = ("module_to_stage_map", "stage_to_rank_map", "stage_to_depth_map")
 
@@ -56,7 +55,9 @@ def read_maps(path: Path) -> Maps:
 
 def _maps(found: Any) -> Maps:
     if not isinstance(found, dict):
-        raise ValueError(f'holds {_shown(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}')
+        raise ValueError(
+            f'holds {short_repr(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}'
+        )
     for key in found:
         if key not in KEYS:
             close = get_close_matches(key, KEYS, n=1, cutoff=0.6)
@@ -82,14 +83,14 @@ def _maps(found: Any) -> Maps:
 def _modules(value: Any) -> tuple[int, ...]:
     if not isinstance(value, list) or not value:
         raise ValueError(
-            f"{MODULES} is {_shown(value)}: write one stage for each block, such as [0, 0, 1, 1]"
+            f"{MODULES} is {short_repr(value)}: write one stage for each block, such as [0, 0, 1, 1]"
         )
     allowed: tuple[int, ...] = (0,)  # the stages that the next block may be on
     for block, stage in enumerate(value):
         if not _whole(stage) or stage not in allowed:
             expected = " or ".join(map(str, allowed))
             raise ValueError(
-                f"{MODULES}, block {block}: the stage is {_shown(stage)}, expected {expected}: "
+                f"{MODULES}, block {block}: the stage is {short_repr(stage)}, expected {expected}: "
                 "stages start with 0 and rise by one, without gaps"
             )
         allowed = (stage, stage + 1)
@@ -103,12 +104,12 @@ def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
     for stage, ranks in enumerate(stages):
         if not isinstance(ranks, list) or not ranks:
             raise ValueError(
-                f"{RANKS}, stage {stage}: {_shown(ranks)} is no list of ranks: write {example} or the like"
+                f"{RANKS}, stage {stage}: {short_repr(ranks)} is no list of ranks: write {example} or the like"
             )
         for rank in ranks:
             if not _whole(rank) or rank != following:
                 raise ValueError(
-                    f"{RANKS}, stage {stage}: the rank is {_shown(rank)}, expected {following}: "
+                    f"{RANKS}, stage {stage}: the rank is {short_repr(rank)}, expected {following}: "
                     "every rank stands once, in order, from 0 on"
                 )
             following += 1
@@ -122,7 +123,7 @@ def _depths(value: Any) -> tuple[int, ...]:
         written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
         turned = " (it is the wrong way round)" if stages == right[::-1] else ""
         raise ValueError(
-            f"{DEPTHS} is {_shown(value)}{turned}: the first of {len(stages)} stages runs {right[0]} forwards "
+            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(stages)} stages runs {right[0]} forwards "
             f"before its first backward, the last none: write {written}"
         )
     return tuple(right)
@@ -131,11 +132,11 @@ def _depths(value: Any) -> tuple[int, ...]:
 def _by_stage(name: str, value: Any, example: str) -> list[Any]:
     """The values in the order of the stages that they belong to."""
     if not isinstance(value, dict) or not value:
-        raise ValueError(f"{name} is {_shown(value)}: write {example} or the like")
+        raise ValueError(f"{name} is {short_repr(value)}: write {example} or the like")
     for stage in map(str, range(len(value))):
         if stage not in value:
             raise ValueError(
-                f'{name} is {_shown(value)}: it has {len(value)} stages, but no "{stage}": '
+                f'{name} is {short_repr(value)}: it has {len(value)} stages, but no "{stage}": '
                 f'number them from "0" to "{len(value) - 1}"'
             )
     return [value[str(stage)] for stage in range(len(value))]
@@ -143,12 +144,3 @@ def _by_stage(name: str, value: Any, example: str) -> list[Any]:
 
 def _whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
-
-
-_REPR = Repr()
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict = 3, 20, 20
-
-
-def _shown(value: Any) -> str:
-    text = _REPR.repr(value)  # of something nested thousands deep the plain one would fail
-    return text if len(text) <= 60 else text[:57] + "..."

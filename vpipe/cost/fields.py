@@ -17,8 +17,8 @@ from pydantic.fields import FieldInfo
 from pydantic_core import CoreSchema, PydanticCustomError, core_schema
 
 from vpipe.errors import ConfigError
-from vpipe.system.files import read_json
-from vpipe.system.validation import first_mistake, shown, unknown_key
+from vpipe.system.files import read_json, short_repr
+from vpipe.system.validation import first_mistake, unknown_key
 
 LARGEST = 1e18
 """Of any figure: seconds, bytes, bytes a second. A larger one is a typing error."""
@@ -114,7 +114,7 @@ def read_object(kind: type[Read], path: Path) -> Read:
     """A dataclass from a JSON file; a mistake in it is an error of one line."""
     values, adapter = read_json(path), _adapter(cast(Any, kind))
     if not isinstance(values, dict):
-        raise ConfigError(f"{path}: holds {shown(values)}, not an object: expected {_expected(kind)}")
+        raise ConfigError(f"{path}: holds {short_repr(values)}, not an object: expected {_expected(kind)}")
     try:
         return cast(Read, adapter.validate_python(values))
     except ValidationError as error:

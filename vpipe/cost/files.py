@@ -10,8 +10,7 @@ from vpipe.cost.costs import Profile
 from vpipe.cost.fields import read_object
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
 from vpipe.errors import ConfigError
-from vpipe.system.files import read_text, write_json
-from vpipe.system.validation import shown
+from vpipe.system.files import read_text, short_repr, write_json
 
 
 def read_any_profile(path: Path) -> Profile:
@@ -32,7 +31,7 @@ def read_profile(path: Path) -> Profile:
     for number, tie in enumerate(profile.tied):
         if tie.blocks[-1] >= len(profile.blocks):
             raise ConfigError(
-                f"{path}: tied, entry {number}: blocks is {shown(list(tie.blocks))}: "
+                f"{path}: tied, entry {number}: blocks is {short_repr(list(tie.blocks))}: "
                 f"expected numbers from 0 to {len(profile.blocks) - 1}"
             )
     return profile

@@ -17,8 +17,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 from vpipe.cost.fields import FileObject, Unit, finite, not_in_file, read_object
 from vpipe.errors import ConfigError
 from vpipe.schedule import NAMES
-from vpipe.system.files import write_json
-from vpipe.system.validation import shown
+from vpipe.system.files import short_repr, write_json
 
 KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
 MOST_BLOCKS = 1_000_000
@@ -111,7 +110,7 @@ def read_plan(path: Path) -> Plan:
     file = read_object(_PlanFile, path)
     if sum(file.partition) > MOST_BLOCKS:
         raise ConfigError(
-            f"{path}: partition is {shown(list(file.partition))}: expected {MOST_BLOCKS:,} blocks at most"
+            f"{path}: partition is {short_repr(list(file.partition))}: expected {MOST_BLOCKS:,} blocks at most"
         )
     values = {entry.name: getattr(file, entry.name) for entry in fields(Plan)}
     return Plan(
@@ -164,7 +163,7 @@ def _policies(file: _PlanFile, path: Path) -> tuple[str, ...]:
     policies = recomputed_from_end(file.partition, ratios)
     if file.policies and file.policies != policies:
         raise ConfigError(
-            f"{path}: recompute_ratio is {shown(list(ratios))}, but the policies say otherwise: "
+            f"{path}: recompute_ratio is {short_repr(list(ratios))}, but the policies say otherwise: "
             "remove one of the two"
         )
     return policies

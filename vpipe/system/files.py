@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from reprlib import Repr
 from typing import Any
 
 import yaml
@@ -15,6 +16,14 @@ import yaml
 from vpipe.errors import ConfigError, VPipeError
 
 DEEPEST = 20
+_REPR = Repr()
+_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 3, 30, 30, 100, 60
+
+
+def short_repr(value: Any) -> str:
+    """At most 60 characters, however large or deep the value is."""
+    text = _REPR.repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def read_text(path: Path) -> str:

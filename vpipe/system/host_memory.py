@@ -19,6 +19,13 @@ def free_memory(root: Path = Path("/")) -> int | None:
     return min(known) if known else None
 
 
+def total_memory(root: Path = Path("/")) -> int:
+    """Bytes of this machine, or the smallest limit of its cgroups."""
+    limits = [_text(folder / limit).strip() for folder, limit, _ in _groups(root)]
+    machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min([machine, *(int(limit) for limit in limits if limit.isdigit())])  # "max": no limit
+
+
 def cores(root: Path = Path("/")) -> float:
     """Cores that this process may run on; a cgroup may allow a part of one."""
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -37,18 +44,17 @@ def _available(root: Path) -> int | None:
 
 
 def _groups(root: Path) -> list[tuple[Path, str, str]]:
-    """The group of this process and those around it: each may have a limit."""
-    found = []
+    """The cgroup of this process and those around it (each may have a limit), with the names of limit and use."""
+    found = [(root / mount, limit, use) for mount, limit, use in _CGROUPS]
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, own = [*line.split(":", 2), "", ""][:3]
         if number != "0" and "memory" not in controllers.split(","):
             continue
         mount, limit, use = _CGROUPS[0 if number == "0" else 1]
         folder = root / mount / own.strip("/")
-        while folder != root / mount and (root / mount) in folder.parents:
+        while (root / mount) in folder.parents:
             found.append((folder, limit, use))
             folder = folder.parent
-        found.append((root / mount, limit, use))
     return found
 
 

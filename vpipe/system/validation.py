@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from difflib import get_close_matches
-from reprlib import Repr
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
-_REPR = Repr()
-_REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 4, 30, 30, 100, 60
+from vpipe.system.files import short_repr
 
 _EXPECTED = {
     "int_type": "a whole number",
@@ -35,16 +33,10 @@ _EXPECTED = {
 """The words for pydantic's types of errors, with what their context holds; others are shown in pydantic's words."""
 
 
-def shown(value: Any) -> str:
-    """A value as a message shows it: in short, however large or deep it is."""
-    text = _REPR.repr(value)
-    return text if len(text) <= 60 else text[:57] + "..."
-
-
 def unknown_key(key: Any, value: Any, known: Collection[str]) -> str:
     close = get_close_matches(str(key)[:40], known, n=1, cutoff=0.6)
     hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
-    return f"unknown key {shown(key)} (its value is {shown(value)}): {hint}"
+    return f"unknown key {short_repr(key)} (its value is {short_repr(value)}): {hint}"
 
 
 def first_mistake(error: ValidationError, values: Any) -> str:
@@ -63,7 +55,7 @@ def first_mistake(error: ValidationError, values: Any) -> str:
         value = value[part]
     *places, field = _places(path, values)
     expected = " or ".join(dict.fromkeys(map(_expected, here)))
-    return ": ".join([*places, f"{field} is {shown(value)}", f"expected {expected}"])
+    return ": ".join([*places, f"{field} is {short_repr(value)}", f"expected {expected}"])
 
 
 def _path(details: ErrorDetails, values: Any) -> list[Any]:
@@ -86,7 +78,9 @@ def _places(path: list[Any], values: Any) -> list[str]:
         values = values[part]
         if isinstance(part, int) and places:
             name = values.get("name") if isinstance(values, dict) else None
-            places[-1] += f", entry {part}" + (f" ({shown(name)[1:-1]})" if isinstance(name, str) else "")
+            places[-1] += f", entry {part}" + (
+                f" ({short_repr(name)[1:-1]})" if isinstance(name, str) else ""
+            )
         else:
             places.append(str(part))
     return places

@@ -1,6 +1,6 @@
-"""A run's plan: the model is profiled, unless it was before, and planned for the ranks that the run has.
+"""The plan of a run: the model is profiled, unless it was before, and planned for the ranks of the run.
 
-`vpipe plan CONFIG` shows it; with `partition: auto` the run follows it.
+`vpipe plan CONFIG` shows it; with `partition: auto` the run uses it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ MEASURED = (
     "batch_size", "sequence_length", "optimizer", "precision", "compile", "cuda_graphs",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 4
-"""How profiles are measured: those of another method are not found in the cache."""
+METHOD = 5
+"""The number of the way in which profiles are measured: the cache finds none of another one."""
 
 
 def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
@@ -39,9 +39,8 @@ def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
                 "leave one of the two out"
             )
     write_plan(plan_run(config, cache).to_plan(), path)
-    write_profile(
-        cached_profile(config, cache), path.with_name("profile.json")
-    )  # what the report predicts with
+    # The report makes its predictions from it.
+    write_profile(cached_profile(config, cache), path.with_name("profile.json"))
 
 
 def plan_run(
@@ -76,7 +75,7 @@ def plan_run(
 
 
 def profile_cache(config: RunConfig) -> Path:
-    """Where the profiles of the configured runs lie."""
+    """The folder of the profiles of configured runs."""
     directory = Path() if config.directory is None else config.path(config.directory)
     return directory / config.log_directory / "cache"
 
@@ -101,7 +100,7 @@ def cached_profile(config: RunConfig, cache: Path) -> Profile:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """Of what the profile depends on: the model, the minibatch, the machine."""
+    """A hash of all that the profile depends on: the model, the minibatch, the machine."""
     import torch
 
     settings = config.model_dump(mode="json", include=set(MEASURED))

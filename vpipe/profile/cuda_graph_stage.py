@@ -1,4 +1,4 @@
-"""A stage on the bench whose rounds are played from CUDA graphs, as stages are in a run that asks for them."""
+"""A measured stage whose rounds replay CUDA graphs, as the stages of a run with `cuda_graphs` do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.profile.bench import Bench
-from vpipe.profile.clocks import Lap
+from vpipe.profile.measured_stage import Interval, MeasuredStage
 from vpipe.stage import StageModule
 from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.stage.swap import Swap
 
 
-class TapedBench(Bench):
-    """What is swapped is issued as ever, and so is everything before the rounds, when sizes are measured."""
+class MeasuredGraphStage(MeasuredStage):
+    """Swapping modules run eagerly, and so does everything before the rounds, when bytes are measured."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -23,10 +22,10 @@ class TapedBench(Bench):
         self._tapes: dict[StageModule, GraphPool] = {}
         self._played: tuple[GraphPool, GraphSlot] | None = None
 
-    def begin(self) -> None:
+    def begin_rounds(self) -> None:
         self._begun = True
 
-    def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
+    def forward(self, module: StageModule, swap: Swap | None = None) -> Interval:
         if self._played:
             tapes, seat = self._played
             tapes.finished(seat)
@@ -43,7 +42,7 @@ class TapedBench(Bench):
         self._played = tapes, found
         return start, self.clock()
 
-    def backward(self) -> Lap:
+    def backward(self) -> Interval:
         if self._played is None:
             return super().backward()
         tapes, seat = self._played
@@ -55,14 +54,14 @@ class TapedBench(Bench):
         seat.backward(0, self._gradients, 1.0)
         return start, self.clock()
 
-    def weight_gradients(self) -> Lap:
+    def weight_gradients(self) -> Interval:
         if self._played is None:
             return super().weight_gradients()
         start = self.clock()
         self._played[1].weight_gradients()
         return start, self.clock()
 
-    def gradients_that_stay(self) -> list[Tensor]:
+    def static_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.weights.model_parameters if parameter.grad is not None]
 
     def _warm_tapes(self, module: StageModule) -> GraphPool:
