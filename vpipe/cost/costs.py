@@ -1,6 +1,7 @@
-"""What blocks, devices and links cost: times in seconds, sizes in bytes, bandwidths in bytes a second.
+"""The costs of blocks, devices and links, which a profile holds.
 
-All of a block's figures are those of one minibatch of `Profile.batch_size` samples.
+All figures of a block are those of one minibatch of `Profile.batch_size` samples. Each field states its unit, and
+whether it scales with the samples of a minibatch.
 """
 
 from __future__ import annotations
@@ -32,28 +33,27 @@ class BlockCost(FileObject):
     update: Annotated[float, Unit("seconds", default=0.0)]
     """The optimizer's part for this block's parameters, once for each update."""
     kept_bytes: BytesOfSamples
-    """What autograd keeps for backward and no earlier block has kept already; parameters are not counted."""
+    """Kept by autograd for backward, without parameters and without what an earlier block keeps already."""
     boundary_bytes: BytesOfSamples
-    """What crosses the cut behind the block; its gradient is as large."""
+    """Size of the values that cross the cut behind the block; their gradient is as large."""
     parameter_bytes: Bytes
     spread: Annotated[float, Unit("a share of the median")] = 0.0
-    """How far the measured times lie apart."""
+    """Range of the middle half of the measured times, or the noise that hides a time, if that is larger."""
     deferred_bytes: BytesOfSamples | None = None
-    """What is left between the two parts of a split backward: inputs and output gradients of products. None: as
-    much as is kept."""
+    """Left between the two parts of a split backward: inputs and output gradients of products. None: `kept_bytes`."""
     version: Seconds = 0.0
-    """What an update takes more where the old weights are still read, so that they are copied."""
+    """Additional time of an update when the old weights are still read, so that they are copied."""
     splitting: SecondsOfSamples = 0.0
-    """What a minibatch takes more where backward is split into its two parts."""
+    """Additional time of a minibatch when backward is split into its two parts."""
     accumulating: Seconds = 0.0
-    """What a backward takes more where it adds to the gradients of an earlier minibatch."""
+    """Additional time of a backward that adds to the gradients of an earlier minibatch."""
     recomputing: SecondsOfSamples | None = None
-    """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
+    """Additional time of a minibatch when the block is recomputed. None: as long as its forward."""
     split_recomputing: SecondsOfSamples | None = None
-    """The same where backward is split into its two parts. None: as long as where it is not."""
+    """The same when backward is split into its two parts. None: `recomputing`."""
     swapping: Seconds = 0.0
-    """What a minibatch takes more where the block is swapped, beyond the copies, which run beside it: the host's work
-    to start them, and to pack and unpack tensors."""
+    """Additional time of a minibatch when the block is swapped: the host's work to start copies, to pack and unpack.
+    The copies themselves overlap with computing."""
     working_bytes: BytesOfSamples = 0
     """The most that its forward or backward allocates and frees again: gradients of activations, workspaces. 0 where
     no allocator counts it."""
@@ -69,7 +69,7 @@ class BlockCost(FileObject):
 
     @property
     def again(self) -> float:
-        """What recomputing it takes."""
+        """Seconds to recompute it."""
         return self.forward if self.recomputing is None else self.recomputing
 
     @property
@@ -83,31 +83,31 @@ class DeviceCost(FileObject):
     to_host: BytesPerSecond
     from_host: BytesPerSecond
     overhead: Seconds = 0.0
-    """What each forward and each (part of a) backward of a stage takes beyond its blocks."""
+    """Additional time of each forward and each (part of a) backward of a stage, beyond its blocks."""
     shared_by: Annotated[int, Unit("ranks", least=1)] = 1
     """Consecutive ranks that share the device and its link to the host: those of one GPU."""
     crowding: Annotated[float, Unit("times as long as alone", least=1)] = 1.0
     """Contention on a shared device: the blocks' times, measured while all of these ranks compute, over the times of
     one rank alone."""
     workspace: Bytes = 0
-    """What libraries hold on the device for each rank, from its first product on."""
+    """Held by libraries on the device for each rank, from its first product on."""
     swapped_in: Annotated[int, Unit("minibatches", least=2)] = 2
-    """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
-    that one which leaves stays until the next forward; 2 where they are done at once."""
+    """The most minibatches of a swapped block that are on the device: 3 where copies overlap with computing (GPUs), so
+    that one which is copied out stays until the next forward; 2 where they do not."""
     adding: Annotated[float, Unit("seconds a byte")] = 0.0
     """The time to add up the parts of a gradient that stages share, beyond the messages."""
     graphs: StrictBool = False
     """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
     slack: Bytes = 0
-    """What the memory of a minibatch in flight is larger with CUDA graphs than it need be: it is taken in pieces."""
+    """Additional memory of a minibatch in flight with CUDA graphs, because memory is reserved in large pieces."""
 
     @property
     def lingering(self) -> int:
-        """Of these the ones that have left but still lie there, also when no other is in flight."""
+        """Of these the ones that were copied out but are not freed yet, even when no other is in flight."""
         return self.swapped_in - 2
 
     def lying(self, in_flight: int) -> int:
-        """Minibatches of a swapped block that lie on the device at most, of so many in flight."""
+        """The most minibatches of a swapped block that are on the device, of so many in flight."""
         return min(in_flight + self.lingering, self.swapped_in)
 
 
@@ -119,12 +119,12 @@ class LinkCost(FileObject):
     """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
 
     def seconds(self, count: float) -> float:
-        """How long so many bytes are under way."""
+        """The time to send so many bytes."""
         return self.latency + count / self.bandwidth
 
 
 def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
-    """How long a rank sends the same bytes over each link: at the same time, unless it copies them itself."""
+    """The time to send the same bytes over each link: at the same time, unless the rank copies them itself."""
     copied = sum(link.seconds(count) for link in links if link.sender_busy)
     return max([copied, *(link.seconds(count) for link in links if not link.sender_busy)])
 
@@ -194,12 +194,12 @@ class Profile(FileObject):
     format: Literal["vpipe profile 1"] = "vpipe profile 1"
 
     def parameter_bytes(self, start: int, stop: int) -> int:
-        """Of the blocks from `start` up to `stop`, what they share counted once."""
+        """Of the blocks from `start` up to `stop`, shared parameters counted once."""
         counted = sum(block.parameter_bytes for block in self.blocks[start:stop])
         return counted - sum(tie.bytes * max(0, tie.inside(start, stop) - 1) for tie in self.tied)
 
     def gradient_bytes(self, start: int, stop: int) -> list[int]:
-        """What a backward of these blocks leaves for each: its parameters, but those of a later one not again."""
+        """The gradients that a backward of these blocks makes in each, without those of a later one."""
         sizes = [block.parameter_bytes for block in self.blocks[start:stop]]
         for tie in self.tied:
             for block in [block for block in tie.blocks if start <= block < stop][:-1]:
@@ -207,15 +207,15 @@ class Profile(FileObject):
         return sizes
 
     def exchanged_bytes(self, start: int, stop: int) -> int:
-        """Gradients that a stage of these blocks and another one add up for each update."""
+        """Gradients that a stage of these blocks and another one add up at each update."""
         return sum(tie.bytes for tie in self.tied if 0 < tie.inside(start, stop) < len(tie.blocks))
 
     def exchange_buffers(self, start: int, stop: int, lag: int) -> int:
-        """What they hold for that, where the first of these stages may be so many updates behind the last.
+        """Bytes that they hold for that, where the first of these stages may be `lag` updates behind the last.
 
-        A part on its way and the sum; the first stage a second part on its way. The others, which apply the sum so
-        much later, have the parts of all updates between, on their way and their own. Their sum only lies there while
-        they update, when what the backward before needed is gone.
+        A part in flight and the sum; the first stage a second part in flight. The others apply the sum `lag` updates
+        later: they hold the parts of all updates between, those in flight and their own. Their sum only exists while
+        they update, when the backward before has freed its memory.
         """
         size = 0
         for tie in self.tied:
@@ -225,7 +225,7 @@ class Profile(FileObject):
         return size
 
     def exchange_seconds(self, count: int) -> float:
-        """How long a rank that copies its messages itself sends gradients and adds those of another stage."""
+        """The time of a rank to add the gradients of another stage, and to send its own where it copies messages."""
         copying = 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
         return copying + count * self.device.adding
 

@@ -61,7 +61,7 @@ class Unit:
 
         def check(value: Any) -> float:
             number = finite(value)
-            if number is None or not least <= number <= self.most or (whole and number != int(value)):
+            if number is None or not least <= number <= self.most or (whole and value != int(value)):
                 raise PydanticCustomError("unit", "{expected}", {"expected": self.expected(whole)})
             return int(value) if whole else number
 
@@ -100,13 +100,12 @@ class FileObject:
         for key, entry in known.items():
             if entry.required and key not in values:
                 raise mistake(f"{key} is missing: expected {_expected(entry.hint)}")
-        return {
-            e.name: e.unit.default for e in known.values() if e.unit and e.unit.default is not None
-        } | values
+        units = {entry.name: entry.unit for entry in known.values() if entry.unit is not None}
+        return {name: unit.default for name, unit in units.items() if unit.default is not None} | values
 
 
 def mistake(text: str) -> PydanticCustomError:
-    """What is wrong with a whole object, in words that follow its place."""
+    """An error of a whole object, with words that follow its place."""
     return PydanticCustomError("mistake", "{text}", {"text": text})
 
 

@@ -1,4 +1,4 @@
-"""The plan as a JSON file: where the blocks lie, what is kept of each, and how it is all run.
+"""The plan and its JSON file: partition, memory policy of each block, schedule, replicas.
 
 The guides' file of two keys is a plan: {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}.
 docs/formats.md describes the rest.
@@ -24,7 +24,7 @@ MOST_BLOCKS = 1_000_000
 """More than any model has: a typing error must not fill the memory."""
 
 
-def _policy(name: str) -> str:
+def _policy(name: Any) -> Any:
     if name not in POLICIES:
         raise ValueError(f"one of {', '.join(POLICIES)}")
     return name
@@ -42,7 +42,7 @@ def _figure(value: Any) -> Any:
     return value
 
 
-Policies = Annotated[tuple[Annotated[str, AfterValidator(_policy)], ...], Field(min_length=1)]
+Policies = Annotated[tuple[Annotated[str, PlainValidator(_policy)], ...], Field(min_length=1)]
 ScheduleName = Annotated[str, AfterValidator(_schedule)]
 Share = Annotated[float, Unit("a number", most=1)]
 
@@ -102,7 +102,7 @@ class _PlanFile(Plan):
 
     policies: Policies = ()
     schedule: ScheduleName = ""
-    recompute_ratio: Share | tuple[Share, ...] | None = None
+    recompute_ratio: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = ()
     """For each stage, or one for all: the share of its blocks, counted from its end, that is recomputed."""
 
 
@@ -151,7 +151,7 @@ def _policies(file: _PlanFile, path: Path) -> tuple[str, ...]:
             f"{path}: policies has {len(file.policies)} entries, but the partition holds {blocks} blocks: "
             "give one for each"
         )
-    if ratios is None:
+    if ratios == ():
         return file.policies or (KEEP,) * blocks
     if not isinstance(ratios, tuple):
         ratios = (ratios,) * len(file.partition)

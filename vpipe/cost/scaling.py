@@ -1,4 +1,4 @@
-"""The same profile for minibatches of another size, or for a schedule."""
+"""A profile for minibatches of another size, or for a schedule."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
 
 
 def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile:
-    """With what backward takes more in a schedule, counted with the weight gradient, and recomputing as it is there.
+    """The additional time of a backward in a schedule is added to the weight gradient; recomputing is chosen.
 
-    All but the first minibatch of an update add to gradients: each gets its share of that.
+    All but the first minibatch of an update add to gradients: the time for that is divided among all of them.
     """
     adding = 1 - 1 / update_interval
     blocks = tuple(
