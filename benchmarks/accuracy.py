@@ -35,10 +35,10 @@ from peers import ENVIRONMENT
 import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
 from vpipe.observe.figures import RankFigures, figures_of
-from vpipe.profile.bench import run_rounds
 from vpipe.profile.device import measure_device
 from vpipe.profile.links import measure_link
-from vpipe.profile.model import ModelBench
+from vpipe.profile.model import MeasuredModel
+from vpipe.profile.rounds import run_rounds
 from vpipe.schedule import ASYNCHRONOUS, NAMES
 from vpipe.simulate import Simulation, simulate
 
@@ -228,22 +228,22 @@ def work_as_rank(
     world = {"RANK": rank, "WORLD_SIZE": cases[0].ranks, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ |= {name: str(value) for name, value in world.items()}
     device, link = measure_device(), measure_link()
-    bench = ModelBench(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
-    runners = [Runner(case, case.plan(len(bench.shapes))) for case in cases]
-    run_rounds(bench.everything, 1, 1, 0.0)
+    measured = MeasuredModel(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
+    runners = [Runner(case, case.plan(len(measured.shapes))) for case in cases]
+    run_rounds(measured.stages, 1, 1, 0.0)
     for _ in range(rounds):
         for runner in runners:
-            bench.forget()
-            profile_for_a_moment(bench)
+            measured.clear()
+            profile_for_a_moment(measured)
             runner.turn()
-            profile_for_a_moment(bench)
-            runner.profiles.append(bench.profile(device, link))
+            profile_for_a_moment(measured)
+            runner.profiles.append(measured.profile(device, link))
     files[rank].write_bytes(pickle.dumps([runner.end() for runner in runners]))
 
 
-def profile_for_a_moment(bench: ModelBench) -> None:
+def profile_for_a_moment(measured: MeasuredModel) -> None:
     for _ in range(PROFILED):
-        bench.round()
+        measured.run_round()
 
 
 class Runner:

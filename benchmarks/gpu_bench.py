@@ -24,9 +24,9 @@ from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.observe.figures import figures_of
-from vpipe.profile.clocks import clock_of, seconds
-from vpipe.profile.model import ModelBench
-from vpipe.profile.together import profile_together
+from vpipe.profile.contention import profile_shared_device
+from vpipe.profile.measured_stage import clock_of, seconds
+from vpipe.profile.model import MeasuredModel
 from vpipe.record.status import TIMES
 from vpipe.simulate import simulate
 from vpipe.system.device_memory import forget_peak, peak_on_device
@@ -166,7 +166,7 @@ class Bench:
     def profile(self, size: int, *, compiled: bool = False) -> Profile:
         """Rank 0's, while all compute."""
         self.begin(None)
-        bench = ModelBench(
+        measured = MeasuredModel(
             self.model(self.layers),
             self.batches(size)[0],
             optimizer=self.optimizer,
@@ -176,7 +176,7 @@ class Bench:
             place=self.device,
         )
         name = f".profile{size}{'c' if compiled else ''}.json"
-        made = profile_together(self.world, bench, self.file.with_suffix(name), seconds=3.0)
+        made = profile_shared_device(self.world, measured, self.file.with_suffix(name), seconds=3.0)
         self.tell(case="profile", batch=size, compile=compiled, issuing_us=self.issuing())
         return made
 

@@ -97,7 +97,7 @@ def main() -> None:
 def profiled(batch_size: int, ranks: int) -> Profile:
     work.MINIBATCH = batch_size
     return profile_model(
-        work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, company=ranks - 1
+        work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, other_processes=ranks - 1
     )
 
 

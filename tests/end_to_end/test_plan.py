@@ -13,7 +13,7 @@ from vpipe.profile import model
 
 
 def measure_briefly() -> None:
-    """For the process that plans: few rounds on the bench, and no link, which a new interpreter would answer."""
+    """For the process that plans: few rounds of measurements, and no link, which a new interpreter would answer."""
     model.capture = capture_unknown
     model.MOST_ROUNDS = model.LEAST_ROUNDS
     model.measure_link = lambda place: LinkCost(1e10, 1e-5)

@@ -14,11 +14,11 @@ from tests.multiprocess.pool import Pool
 from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.cost import DeviceCost, LinkCost, Profile
-from vpipe.profile import model, together
+from vpipe.profile import contention, model
 from vpipe.train.profiling import profile_by_ranks
 
 LAP = 0.25
-"""Seconds that everything takes by the clock of these ranks, alone and together."""
+"""Seconds that everything takes by the clock of these ranks, alone and with the others."""
 
 
 @pytest.fixture
@@ -29,22 +29,22 @@ def config(tmp_path: Path) -> RunConfig:
 
 
 def measure(config: RunConfig, device: str | None) -> Profile:
-    """In a moment: what else the bench measures is looked at elsewhere. Its ranks are forked from this process,
-    which has never trained: torch would refuse to train in the fork of one that has."""
+    """In a moment: device and link are tested elsewhere. The ranks are forked from this process, which has never
+    trained: torch would refuse to train in the fork of one that has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", ForkedRank)
         patch.setattr(model, "capture", capture_unknown)
-        patch.setattr("vpipe.profile.bench.clock_of", lambda device: FakeClock(step=LAP))
-        patch.setattr(together, "MARGIN", 0.1)
-        patch.setattr(together.profile_together, "__defaults__", (0.4,))
-        patch.setattr(together, "measure_device", lambda place: DeviceCost(2**34, 1e10, 1e10))
-        patch.setattr(together, "measure_link", lambda place: LinkCost(1e10, 1e-5))
+        patch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=LAP))
+        patch.setattr(contention, "MARGIN", 0.1)
+        patch.setattr(contention.profile_shared_device, "__defaults__", (0.4,))
+        patch.setattr(contention, "measure_device", lambda place: DeviceCost(2**34, 1e10, 1e10))
+        patch.setattr(contention, "measure_link", lambda place: LinkCost(1e10, 1e-5))
         if device is not None:
             patch.setenv("VPIPE_DEVICE", device)
         return profile_by_ranks(config, 2, None)
 
 
-def test_ranks_measure_alone_and_together(own_pool: Pool, config: RunConfig) -> None:
+def test_one_rank_measures_alone_and_all_at_once(own_pool: Pool, config: RunConfig) -> None:
     (profile,) = own_pool.run(1, measure, config, None)
     assert len(profile.blocks) == 5
     assert profile.batch_size == 4

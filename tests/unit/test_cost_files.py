@@ -17,10 +17,13 @@ from vpipe.cost import (
     LinkCost,
     Profile,
     Tie,
+    for_batch_size,
     read_any_profile,
     read_profile,
     write_profile,
 )
+from vpipe.cost.costs import PairLink
+from vpipe.cost.fields import file_fields
 from vpipe.errors import VPipeError
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -78,7 +81,7 @@ def test_what_is_written_is_read(file: Path) -> None:
             BlockCost("a", 1.5, 0.25, 0.5, 0.125, 100, 10, 40, 0.02, 0, 0.0625),
             BlockCost("b", 1, 1, 1, 0, 0, 0, 0, swapping=0.375, working_bytes=3, update_bytes=4),
         ),
-        device=DeviceCost(2**40, 1e10, 2e10, 1e-4, workspace=2**26, swapped_in=3),
+        device=DeviceCost(2**53 + 1, 1e10, 2e10, 1e-4, workspace=2**26, swapped_in=3),
         link=LinkCost(1e9, 1e-6, sender_busy=True),
         batch_size=16,
         optimizer_ratio=1.0,
@@ -100,62 +103,123 @@ def test_what_may_be_left_out(file: Path) -> None:
     assert found.blocks[0].swapping == 0
 
 
+@pytest.mark.parametrize("kind", [Profile, BlockCost, DeviceCost, PairLink, Tie])
+def test_every_key_stands_in_the_docs(kind: type) -> None:
+    text = DOCS.read_text(encoding="utf-8").split("## Plan")[0]
+    for key in file_fields(kind):
+        assert f"`{key}`" in text or f'"{key}": ' in text
+
+
+@pytest.mark.parametrize("size", [1, 6])
+def test_figures_of_samples_scale_with_the_minibatch(size: int) -> None:
+    """As docs/formats.md says: not the update, its bytes, the parameters and what does not depend on samples."""
+    times = {"update": 8.0, "version": 16.0, "accumulating": 32.0, "swapping": 64.0, "spread": 0.5}
+    constant = times | {"parameter_bytes": 2**10, "update_bytes": 2**11}
+    scaled = {
+        "forward": 1.0,
+        "input_gradient": 2.0,
+        "weight_gradient": 4.0,
+        "splitting": 128,
+        "recomputing": 256.0,
+    }
+    scaled |= {
+        "kept_bytes": 10,
+        "boundary_bytes": 20,
+        "deferred_bytes": 30,
+        "working_bytes": 40,
+        "forward_bytes": 50,
+    }
+    block = BlockCost(name="a", **constant, **scaled)
+    bare = BlockCost("b", 1, 1, 1, 0, 1, 1, 1)  # whole numbers, of which the times are not rounded
+    found = for_batch_size(Profile((block, bare), DeviceCost(1, 1.0, 1.0), LinkCost(1.0, 0.0), 2), size)
+    factor = size / 2
+    assert found.batch_size == size
+    assert found.blocks[0] == BlockCost(
+        name="a", **constant, **{key: v * factor for key, v in scaled.items()}
+    )
+    assert found.blocks[1].forward == factor
+    assert found.blocks[1].kept_bytes == round(factor)
+    assert found.blocks[1].deferred_bytes is None
+    assert found.blocks[1].recomputing is None
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"blocks": []}, "blocks is []: it must be a list with an object for each block"),
-        ({"blocks": 3}, "blocks is 3: it must be a list"),
-        ({"blocks": [block(), 7]}, "block 1: holds 7, not an object: write {"),
+        ({"blocks": []}, "blocks is []: expected a list with something in it"),
+        ({"blocks": 3}, "blocks is 3: expected a list"),
+        (
+            {"blocks": [block(), 7]},
+            "blocks, entry 1 is 7: expected an object with name, forward, input_gradient, ",
+        ),
         (
             {"blocks": [block(), block(forward=-1)]},
-            "block 1: forward is -1: it must be seconds, 0 or more",
+            "blocks, entry 1: forward is -1: expected seconds, 0 or more",
         ),
         (
             {"blocks": [block(name="head", forward=float("nan"))]},
-            "block 0 (head): forward is nan: it must be seconds, 0 or more",
+            "blocks, entry 0 (head): forward is nan: expected seconds, 0 or more",
         ),
-        ({"blocks": [block(weight_gradient=float("inf"))]}, "block 0: weight_gradient is inf"),
+        ({"blocks": [block(weight_gradient=float("inf"))]}, "blocks, entry 0: weight_gradient is inf"),
         # Found by `make fuzz`: what is computed from such figures is infinite.
-        ({"blocks": [block(forward=1e308)]}, "block 0: forward is 1e+308: it must be seconds, 0 or more"),
-        ({"link": {"bandwidth": 1e-320}}, "link: bandwidth is 1e-320: it must be bytes a second"),
-        ({"blocks": [block(kept_bytes=1.5)]}, "block 0: kept_bytes is 1.5: it must be bytes: a whole number"),
-        ({"blocks": [block(kept_bytes=True)]}, "block 0: kept_bytes is true"),
-        ({"blocks": [block(deferred_bytes=-1)]}, "block 0: deferred_bytes is -1: it must be bytes"),
-        ({"blocks": [block(swapping=-1)]}, "block 0: swapping is -1: it must be seconds, 0 or more"),
-        ({"blocks": [block(working_bytes=-1)]}, "block 0: working_bytes is -1: it must be bytes"),
-        ({"blocks": [block(update_bytes=-1)]}, "block 0: update_bytes is -1: it must be bytes"),
-        ({"blocks": [block(splitting=-1)]}, "block 0: splitting is -1: it must be seconds, 0 or more"),
-        ({"blocks": [block(forward="1")]}, 'block 0: forward is "1"'),
-        ({"blocks": [block(foward=1)]}, "block 0: unknown key \"foward\": did you mean 'forward'?"),
-        ({"blocks": [{"forward": 1}]}, "block 0: input_gradient is missing: it must be seconds, 0 or more"),
-        ({"link": {"bandwidth": 0}}, "link: bandwidth is 0: it must be bytes a second, more than 0"),
+        (
+            {"blocks": [block(forward=1e308)]},
+            "blocks, entry 0: forward is 1e+308: expected seconds, 0 or more",
+        ),
+        ({"link": {"bandwidth": 1e-320}}, "link: bandwidth is 1e-320: expected bytes a second"),
+        (
+            {"blocks": [block(kept_bytes=1.5)]},
+            "blocks, entry 0: kept_bytes is 1.5: expected bytes: a whole number",
+        ),
+        ({"blocks": [block(kept_bytes=True)]}, "blocks, entry 0: kept_bytes is True"),
+        ({"blocks": [block(deferred_bytes=-1)]}, "blocks, entry 0: deferred_bytes is -1: expected bytes"),
+        ({"blocks": [block(swapping=-1)]}, "blocks, entry 0: swapping is -1: expected seconds, 0 or more"),
+        ({"blocks": [block(working_bytes=-1)]}, "blocks, entry 0: working_bytes is -1: expected bytes"),
+        ({"blocks": [block(update_bytes=-1)]}, "blocks, entry 0: update_bytes is -1: expected bytes"),
+        ({"blocks": [block(splitting=-1)]}, "blocks, entry 0: splitting is -1: expected seconds, 0 or more"),
+        ({"blocks": [block(forward="1")]}, "blocks, entry 0: forward is '1'"),
+        (
+            {"blocks": [block(foward=1)]},
+            "blocks, entry 0: unknown key 'foward' (its value is 1): did you mean 'forward'?",
+        ),
+        (
+            {"blocks": [{"forward": 1}]},
+            "blocks, entry 0: input_gradient is missing: expected seconds, 0 or more",
+        ),
+        ({"link": {"bandwidth": 0}}, "link: bandwidth is 0: expected bytes a second, more than 0"),
         ({"link": {}}, "link: bandwidth is missing"),
-        ({"link": {"bandwidth": 1, "sender_busy": 1}}, "link: sender_busy is 1: it must be true or false"),
-        ({"device": {"memory": 0}}, "device: memory is 0: it must be bytes: a whole number, 1 or more"),
+        ({"link": {"bandwidth": 1, "sender_busy": 1}}, "link: sender_busy is 1: expected true or false"),
+        (
+            {"device": {"memory": 0, "to_host": 1, "from_host": 1}},
+            "device: memory is 0: expected bytes: a whole number, 1 or more",
+        ),
         (
             {"device": {"memory": 1, "to_host": 1, "from_host": 1, "swapped_in": 1}},
-            "device: swapped_in is 1: it must be minibatches: a whole number, 2 or more",
+            "device: swapped_in is 1: expected minibatches: a whole number, 2 or more",
         ),
-        ({"device": None}, "device: holds null, not an object"),
-        ({"batch_size": 0}, "batch_size is 0: it must be samples of a minibatch: a whole number, 1 or more"),
+        ({"device": None}, "device is None: expected an object with memory, to_host, from_host"),
+        ({"batch_size": 0}, "batch_size is 0: expected samples of a minibatch: a whole number, 1 or more"),
         ({"batch_size": 10**400}, "batch_size is 100000"),
-        ({"links": {}}, "links is {}: it must be a list"),
+        ({"links": {}}, "links is {}: expected a list"),
         (
             {"links": [{"from": 1, "to": 1, "bandwidth": 1}]},
-            "link 0 of links: to is 1: it must be another rank",
+            "links: from 1 to 1: expected two different ranks",
         ),
-        ({"format": "other"}, "format is \"other\": it must be 'vpipe profile 1', or left out"),
+        ({"format": "other"}, "format is 'other': expected 'vpipe profile 1'"),
         (
             {"tied": [{"bytes": 1, "blocks": [0, 2]}]},
-            "parameter 0 of tied: blocks is [0, 2]: it must be different",
+            "tied, entry 0: blocks is [0, 2]: expected numbers from 0 to 1",
         ),
         (
             {"tied": [{"bytes": 1, "blocks": [1, 1]}]},
-            "parameter 0 of tied: blocks is [1, 1]: it must be different",
+            "tied, entry 0: blocks is [1, 1]: expected different",
         ),
-        ({"tied": [{"bytes": 1, "blocks": ["0", 1]}]}, "parameter 0 of tied: blocks is ['0', 1]: it must be"),
-        ({"tied": [{"blocks": [0, 1]}]}, "parameter 0 of tied: bytes is missing"),
-        ({"blocs": 1}, "unknown key \"blocs\": did you mean 'blocks'?"),
+        (
+            {"tied": [{"bytes": 1, "blocks": ["0", 1]}]},
+            "tied, entry 0: blocks, entry 0 is '0': expected a block's number",
+        ),
+        ({"tied": [{"blocks": [0, 1]}]}, "tied, entry 0: bytes is missing"),
+        ({"blocs": 1}, "unknown key 'blocs' (its value is 1): did you mean 'blocks'?"),
     ],
 )
 def test_mistakes(file: Path, changes: dict[str, Any], message: str) -> None:

@@ -89,15 +89,15 @@ def test_raw_inputs_are_never_sent(file: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        (node(1) + node(1), 'line 2: node "node1" stands twice'),
-        (node(1) + edge(1, 2), 'line 2: the edge names "node2", which is no node'),
+        (node(1) + node(1), "line 2: node 'node1' stands twice"),
+        (node(1) + edge(1, 2), "line 2: the edge names 'node2', which is no node"),
         (node(1) + "\tnode1 node2\n", "line 2: "),
-        (node(1) + "node2\n", 'line 2: "node2" is no node: write `node1 -- name -- forward'),
-        (node(1, forward=-1), 'line 1: forward_compute_time is "-1": it must be a number, 0 or more'),
-        (node(1, size="[1; x]"), 'line 1: activation_size is "[1; x]"'),
-        (node(1, size="nan"), 'line 1: activation_size is "nan"'),
+        (node(1) + "node2\n", "line 2: 'node2' is no node: write `node1 -- name -- forward"),
+        (node(1, forward=-1), "line 1: forward_compute_time is '-1': expected a number, 0 or more"),
+        (node(1, size="[1; x]"), "line 1: activation_size is '[1; x]'"),
+        (node(1, size="nan"), "line 1: activation_size is 'nan'"),
         (node(1).replace("parameter_size", "size"), "line 1: "),
-        (node(1) + node(2) + edge(1, 2) + edge(2, 1), 'the edges form a circle through "Layer1(a, b)"'),
+        (node(1) + node(2) + edge(1, 2) + edge(2, 1), "the edges form a circle through 'Layer1(a, b)'"),
     ],
 )
 def test_mistakes(file: Path, text: str, message: str) -> None:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from tests.drawing import draws
 from tests.unit.test_cost_files import anything, examples
 from vpipe.cost import POLICIES, Plan, read_plan, write_plan
-from vpipe.cost.plan_file import KEYS
+from vpipe.cost.fields import file_fields
 from vpipe.errors import VPipeError
 
 
@@ -88,36 +88,42 @@ def test_what_is_written_is_read(file: Path, partition: list[int], data: st.Data
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ([], "holds [], not an object: write {"),
-        ({}, "partition is missing: it must be the number of blocks of each stage"),
-        ({"partition": [3, 0]}, "partition, entry 1 is 0: it must be a whole number, 1 or more"),
+        ([], "holds [], not an object: expected an object with partition"),
+        (
+            {},
+            "partition is missing: expected a list, each entry blocks of a stage: a whole number, 1 or more",
+        ),
+        (
+            {"partition": [3, 0]},
+            "partition, entry 1 is 0: expected blocks of a stage: a whole number, 1 or more",
+        ),
         (
             {"partition": [1], "recompute_ratio": [0, 0]},
-            "recompute_ratio [0, 0] has 2 entries, the partition 1",
+            "recompute_ratio has 2 entries, but the partition has 1 stages: give one for each",
         ),
         (
             {"partition": [1], "recompute_ratio": [1.5]},
-            "recompute_ratio of stage 0 is 1.5: it must be a number",
+            "recompute_ratio, entry 0 is 1.5: expected a number, from 0 to 1",
         ),
         (
             {"partition": [2], "policies": ["keep"]},
             "policies has 1 entries, but the partition holds 2 blocks",
         ),
-        ({"partition": [1], "policies": ["kept"]}, 'policies, block 0 is "kept": it must be one of keep, '),
+        ({"partition": [1], "policies": ["kept"]}, "policies, entry 0 is 'kept': expected one of keep, "),
         (
             {"partition": [2], "policies": ["keep", "keep"], "recompute_ratio": [0.5]},
             "recompute_ratio is [0.5], but the policies say otherwise: remove one of the two",
         ),
-        ({"partition": [1], "schedule": "1f1"}, 'schedule is "1f1": it must be one of gpipe, 1f1b'),
-        ({"partition": [1], "replicas": "2"}, 'replicas is "2": it must be the number of ranks'),
-        ({"partition": [1], "minibatches": 0}, "minibatches is 0: it must be minibatches of a run"),
+        ({"partition": [1], "schedule": "1f1"}, "schedule is '1f1': expected one of gpipe, 1f1b"),
+        ({"partition": [1], "replicas": "2"}, "replicas is '2': expected a list"),
+        ({"partition": [1], "minibatches": 0}, "minibatches is 0: expected minibatches of a run"),
         (
             {"partition": [1], "prediction": {"time": "1"}},
-            'prediction, "time" is "1": it must be a number or a list',
+            "prediction: time is '1': expected a number or a list",
         ),
         (
             {"partition": [1], "recompute_ratios": 0},
-            "unknown key \"recompute_ratios\": did you mean 'recompute_ratio'?",
+            "unknown key 'recompute_ratios' (its value is 0): did you mean 'recompute_ratio'?",
         ),
     ],
 )
@@ -128,7 +134,9 @@ def test_mistakes(file: Path, values: Any, message: str) -> None:
 
 
 @draws(60)
-@given(anything | st.dictionaries(st.sampled_from(KEYS), anything | counts))
+@given(
+    anything | st.dictionaries(st.sampled_from([*file_fields(Plan), "recompute_ratio"]), anything | counts)
+)
 def test_anything_else_is_a_clear_error(file: Path, values: Any) -> None:
     with suppress(VPipeError):
         read(file, values)

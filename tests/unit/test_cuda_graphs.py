@@ -22,8 +22,8 @@ from vpipe.pipeline import assembly
 from vpipe.pipeline.threads import run_ranks
 from vpipe.plan import plan as make_plan
 from vpipe.profile import model as profiled
-from vpipe.profile.cuda_graph_bench import TapedBench
-from vpipe.profile.model import ModelBench
+from vpipe.profile.cuda_graph_stage import MeasuredGraphStage
+from vpipe.profile.model import MeasuredModel
 from vpipe.simulate import RankMemory, simulate
 from vpipe.stage import RandomContext
 from vpipe.stage import graph_pool as module
@@ -285,16 +285,16 @@ def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.Mo
     monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
     monkeypatch.setattr(profiled, "capture", capture_once)
     monkeypatch.setattr(module, "StageCudaGraphs", TimedGraphs)
-    monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: CLOCK)
-    monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=1.0))
+    monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: CLOCK)
+    monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=1.0))
     batch = (torch.randint(11, (4,)), torch.randint(11, (4,)))
-    bench = ModelBench(
+    bench = MeasuredModel(
         small,
         batch,
         nn.functional.cross_entropy,
         optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0),
         cuda_graphs=True,
-        in_one_go=2,
+        run_length=2,
     )
     device, link = DeviceCost(1000, 100.0, 100.0), LinkCost(1e6, 0.0)
     made = bench.measure(0.0, device, link)
@@ -304,8 +304,8 @@ def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.Mo
     share = (CALL + BACKWARD) / (CALL + BACKWARD + CALL + WEIGHT_GRADIENT)
     expected = pytest.approx((FORWARD, BACKWARD, BACKWARD * share))
     assert all((cost.forward, cost.backward, cost.input_gradient) == expected for cost in made.blocks)
-    for own in bench.everything:
-        assert isinstance(own, TapedBench)
+    for own in bench.stages:
+        assert isinstance(own, MeasuredGraphStage)
         pools = list(own._pools.values())
         assert len(pools) == 4  # whole and split, kept and recomputed
         # A module's weights have two addresses in turn: an update makes a new version while one is read.
@@ -403,6 +403,6 @@ def test_cuda_graphs_on_a_cpu_are_refused() -> None:
     with pytest.raises(VPipeError, match="cuda_graphs are requested on the device cpu: leave them out"):
         run_ranks(1, work)
     with pytest.raises(VPipeError, match="cuda_graphs are requested on the device cpu: leave them out"):
-        ModelBench(
+        MeasuredModel(
             nn.Linear(4, 4), batch, nn.functional.mse_loss, optimizer=torch.optim.SGD, cuda_graphs=True
         )

@@ -93,7 +93,7 @@ def test_the_profile_says_how_many_share(tmp_path: Path) -> None:
     assert read_profile(path).device.shared_by == 4
     path.write_text(path.read_text().replace('"shared_by": 4', '"shared_by": 0'))
     with pytest.raises(
-        ConfigError, match="device: shared_by is 0: it must be ranks: a whole number, 1 or more"
+        ConfigError, match="device: shared_by is 0: expected ranks: a whole number, 1 or more"
     ):
         read_profile(path)
 

@@ -304,7 +304,7 @@ def test_after_numbers_that_are_not_finite_the_last_checkpoint_is(
     assert all(files.not_finite(file) is None for file in newest.glob("*.safetensors"))
 
 
-def test_out_of_memory_names_the_place_and_what_was_foreseen(
+def test_out_of_memory_names_the_place_and_what_was_predicted(
     train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run_out(stage: Stage, minibatch: int, seed: float) -> Any:
@@ -317,5 +317,5 @@ def test_out_of_memory_names_the_place_and_what_was_foreseen(
     ) as caught:
         train(**SYNCHRONOUS)
     said = str(caught.value)
-    assert "; no plan had foreseen what it needs; it had about " in said
+    assert "; no plan had predicted its memory; it had about " in said
     assert re.search(r"`vpipe plan config --memory \d+ -o fits.json`", said)

@@ -1,6 +1,6 @@
 """The profile: what it counts is exact, what it times adds up, and equal blocks are measured once.
 
-What real clocks say of a machine is shown by `benchmarks/accuracy.py`; here clocks are such as tests can foresee.
+What real clocks say of a machine is shown by `benchmarks/accuracy.py`; here clocks show what a test says.
 """
 
 import json
@@ -30,15 +30,27 @@ from vpipe.graph import ModelGraph, capture
 from vpipe.profile import device as device_module
 from vpipe.profile import links, profile_model
 from vpipe.profile import model as model_module
-from vpipe.profile.bench import BACKWARD, FORWARD, UPDATE, Bench, run_rounds
-from vpipe.profile.contention import company
-from vpipe.profile.device import COPIED, COUNT, measure_device
+from vpipe.profile.contention import busy_processes
+from vpipe.profile.device import COPIED, COUNT, MINIBATCHES, measure_device
 from vpipe.profile.kinds import shapes
 from vpipe.profile.links import measure_link
-from vpipe.profile.model import LEAST_ROUNDS, ModelBench, _set_up
-from vpipe.profile.overhead import MINIBATCHES
-from vpipe.profile.swapping import ISSUED, ISSUED_SWAPPED
-from vpipe.profile.times import Calls, Times
+from vpipe.profile.measured_stage import MeasuredStage
+from vpipe.profile.model import LEAST_ROUNDS, MeasuredModel, _set_up
+from vpipe.profile.rounds import (
+    BACKWARD,
+    FORWARD,
+    HOST,
+    HOST_SWAPPING,
+    INPUT_GRADIENT,
+    RECOMPUTING_BACKWARD,
+    RECOMPUTING_FORWARD,
+    SPLIT_FORWARD,
+    SPLIT_RECOMPUTING,
+    UPDATE,
+    WEIGHT_GRADIENT,
+    run_rounds,
+)
+from vpipe.profile.times import SMALLEST, CallTimes, block_times, call_times
 from vpipe.system.host_memory import total_memory
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
@@ -48,7 +60,7 @@ DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
 def _quick(captured: Callable[..., ModelGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model is captured once, and rounds seem so slow that one is enough."""
     monkeypatch.setattr(model_module, "capture", captured)
-    monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=11.0))
+    monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=11.0))
 
 
 def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -118,8 +130,8 @@ def test_a_value_is_counted_for_the_first_block_that_keeps_it(captured: Callable
     graph = captured(model, batch, loss_fn)
     profile = profiled((model, batch, loss_fn))
     (stage,) = graph.stages((len(graph.blocks),))
-    bench = Bench(stage, model, adamw, None, {}, graph.batch_fields(batch))
-    saved, _ = bench.saved_bytes()
+    measured = MeasuredStage(stage, model, adamw, None, {}, graph.batch_fields(batch))
+    saved, _ = measured.saved_bytes()
     assert sum(block.kept_bytes for block in profile.blocks) == sum(saved.values())
     # So are its embeddings: by encoder, decoder and head.
     (tie,) = profile.tied
@@ -176,101 +188,125 @@ class Slow(nn.Module):
 
 def test_block_times_add_up_to_those_of_their_stage(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks that are run one by one, and three of them as a stage, in which recomputing takes another forward."""
-    monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: CLOCK)
+    monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: CLOCK)
     model = nn.Sequential(*(Slow(seconds) for seconds in (1.0, 2.0, 4.0, 8.0)))
     batch = (torch.randn(2, 4), torch.randn(2, 4))
     graph = capture(model, batch, nn.functional.mse_loss)
     fields = graph.batch_fields(batch)
     found = shapes(graph)
     assert len(found) == 4
-    benches, _, _ = _set_up(graph, found, model, adamw, None, fields)
+    kinds, _, _ = _set_up(graph, found, model, adamw, None, fields)
     stage = graph.stages((3, 1))[0]
-    whole = Bench(stage, model, adamw, None, {}, {name: fields[name] for name in stage.fields})
-    run_rounds([*(bench for own in benches.values() for bench in own), whole], 1, 1, 0.0)
-    times = [Times(benches[shape.kind]) for shape in found]
+    whole = MeasuredStage(stage, model, adamw, None, {}, {name: fields[name] for name in stage.fields})
+    run_rounds([*(one for same in kinds.values() for one in same), whole], 1, 1, 0.0)
+    times = [block_times(kinds[shape.kind]) for shape in found]
     assert [time.forward for time in times] == [1.0, 2.0, 4.0, 8.0]
     assert [time.input_gradient + time.weight_gradient for time in times] == [2.0, 4.0, 8.0, 16.0]
-    together = Times([whole])
+    together = block_times([whole])
     assert together.forward == together.recomputing == 1.0 + 2.0 + 4.0
     assert together.input_gradient + together.weight_gradient == 2 * together.forward
 
 
 def test_of_slow_rounds_one_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: FakeClock(step=0.25))
+    monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=0.25))
     model, batch, _ = models.bert(layers=2)
-    bench = ModelBench(model, batch, optimizer=adamw)
+    measured = MeasuredModel(model, batch, optimizer=adamw)
     for round_takes, rounds in ((1.0, LEAST_ROUNDS), (11.0, 1)):
-        monkeypatch.setattr("vpipe.profile.bench.perf_counter", FakeClock(step=round_takes))
-        profile = bench.measure(0.0, DEVICE, LINK)
-        assert len(bench.everything[0].laps[BACKWARD]) == rounds
+        monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=round_takes))
+        profile = measured.measure(0.0, DEVICE, LINK)
+        assert len(measured.stages[0].intervals[BACKWARD]) == rounds
         assert all(block.forward == block.backward == 0.25 for block in profile.blocks)
-        bench.forget()
+        measured.clear()
 
 
-@pytest.mark.parametrize("in_one_go", [0, 3])
+@pytest.mark.parametrize("run_length", [0, 3])
 @pytest.mark.parametrize("share", [0.0, 0.5])
-def test_kinds_come_as_often_as_in_the_model(in_one_go: int, share: float) -> None:
+def test_kinds_come_as_often_as_in_the_model(run_length: int, share: float) -> None:
     model, batch, _ = models.bert(layers=5)
-    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=in_one_go)
-    rounds = bench.rounds_as_often(share)
+    measured = MeasuredModel(model, batch, optimizer=adamw, run_length=run_length)
+    rounds = measured.weighted_rounds(share)
     for _ in range(2):
-        bench.forget()
+        measured.clear()
         while not next(rounds):
             pass
         come: Counter[str] = Counter()
-        for each in bench.everything:
+        for each in measured.stages:
             for number in each.stage.blocks:
-                come[bench.shapes[number].kind] += len(each.laps[BACKWARD])
-        wanted = Counter(shape.kind for shape in bench.shapes)
+                come[measured.shapes[number].kind] += len(each.intervals[BACKWARD])
+        wanted = Counter(shape.kind for shape in measured.shapes)
         # So often, or up to so much more that a round's members and run are whole.
-        assert all(wanted[kind] <= come[kind] < wanted[kind] + 2 + in_one_go for kind in wanted)
-    assert (bench.run is None) == (not in_one_go)
-    if bench.run is not None:
-        assert len(bench.run.stage.blocks) == in_one_go
+        assert all(wanted[kind] <= come[kind] < wanted[kind] + 2 + run_length for kind in wanted)
+    assert (measured.run is None) == (not run_length)
+    if measured.run is not None:
+        assert len(measured.run.stage.blocks) == run_length
 
 
-def test_what_a_call_takes_beyond_its_blocks_is_not_theirs() -> None:
-    """Blocks of 3 and 5 ms that run one by one, each call 1 ms more, and in one go: 3 + 5 + 3 + 1."""
+def test_the_cost_of_a_call_is_not_that_of_its_blocks() -> None:
+    """Blocks of 3 and 5 ms that run one by one, each call 1 ms more, and as one stage: 3 + 5 + 3 + 1."""
     model, batch, _ = models.bert(layers=5)
-    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=3)
-    assert bench.run is not None
-    first, second = list(bench.kinds.values())[:2]
+    measured = MeasuredModel(model, batch, optimizer=adamw, run_length=3)
+    assert measured.run is not None
+    first, second = list(measured.kinds.values())[:2]
     for phase in (FORWARD, BACKWARD, UPDATE):
         for each in (*first, *second):
-            each.laps[phase] = [(0.0, 0.004 if each in first else 0.006)]
-        bench.run.laps[phase] = [(0.0, 0.012)]
-    calls = Calls.beyond([first, second, first], bench.run)
+            each.intervals[phase] = [(0.0, 0.004 if each in first else 0.006)]
+        measured.run.intervals[phase] = [(0.0, 0.012)]
+    calls = call_times([first, second, first], measured.run)
     assert calls == pytest.approx((0.001, 0.001, 0.001))
-    # One go that takes longer than one by one says nothing of calls.
-    bench.run.laps[FORWARD] = [(0.0, 0.1)]
-    assert Calls.beyond([first, second, first], bench.run).forward == 0.0
+    # A run that takes longer than its blocks one by one says nothing of calls.
+    measured.run.intervals[FORWARD] = [(0.0, 0.1)]
+    assert call_times([first, second, first], measured.run).forward == 0.0
 
 
-def test_swapping_takes_what_the_host_is_slower_then() -> None:
+def test_swapping_costs_the_time_that_the_host_is_slower() -> None:
     """A block whose forward and backward the device computes in 10 ms, or a host issues in 14."""
     model, batch, _ = models.bert(layers=2)
-    bench = ModelBench(model, batch, optimizer=adamw)
-    bench.work_for(0.0)
-    bench.swap()
-    own = next(iter(bench.kinds.values()))
-    assert Times(own).swapping == 0.0  # on a CPU copies do not run beside computing
+    measured = MeasuredModel(model, batch, optimizer=adamw)
+    measured.run_for(0.0)
+    measured.measure_swapping()
+    own = next(iter(measured.kinds.values()))
+    assert block_times(own).swapping == 0.0  # on a CPU copies do not run beside computing
     for each in own:
-        each.laps[FORWARD], each.laps[BACKWARD] = [(0.0, 0.004)], [(0.0, 0.006)]
-    for issued, swapped, expected in [(0.005, 0.009, 0.0), (0.005, 0.012, 0.002), (0.014, 0.02, 0.006)]:
-        own[0].laps[ISSUED], own[0].laps[ISSUED_SWAPPED] = [(0.0, issued)], [(0.0, swapped)]
-        assert Times(own).swapping == pytest.approx(expected)
+        each.intervals[FORWARD], each.intervals[BACKWARD] = [(0.0, 0.004)], [(0.0, 0.006)]
+    for host, swapped, expected in [(0.005, 0.009, 0.0), (0.005, 0.012, 0.002), (0.014, 0.02, 0.006)]:
+        own[0].intervals[HOST], own[0].intervals[HOST_SWAPPING] = [(0.0, host)], [(0.0, swapped)]
+        assert block_times(own).swapping == pytest.approx(expected)
 
 
-def test_profile_with_blocks_in_one_go_adds_up() -> None:
+def test_no_block_is_free_where_noise_is_larger_than_its_time() -> None:
+    """A block of 2 + 4 ms where calls seem to take 3 ms, and where recomputing seems to take 1.5 ms less."""
+    model, batch, _ = models.bert(layers=2)
+    measured = MeasuredModel(model, batch, optimizer=adamw)
+    measured.run_for(0.0)
+    own = next(iter(measured.kinds.values()))
+    taken = {FORWARD: 0.002, BACKWARD: 0.004, RECOMPUTING_FORWARD: 0.001, RECOMPUTING_BACKWARD: 0.0035}
+    taken |= dict(zip(SPLIT_RECOMPUTING, (0.0, 0.0, 0.0), strict=True))
+    taken |= {SPLIT_FORWARD: 0.0, INPUT_GRADIENT: 0.0, WEIGHT_GRADIENT: 0.0}
+    for each in own:
+        for phase, time_taken in taken.items():
+            each.intervals[phase] = [(0.0, time_taken)] * (2 if phase == FORWARD else 1)
+    times = block_times(own, CallTimes(forward=0.003, backward=0.003))
+    assert times.forward == SMALLEST > 0
+    assert times.input_gradient + times.weight_gradient == pytest.approx(0.001)
+    # What the planner would take for free is not known: it counts as long as a forward.
+    assert times.recomputing is times.split_recomputing is None
+    assert times.spread == pytest.approx(0.0015 / 0.006)
+    exact = block_times(own)
+    assert (exact.forward, exact.spread) == pytest.approx((0.002, 0.0015 / 0.006))
+
+
+def test_a_profile_with_a_run_of_blocks_adds_up() -> None:
     model, batch, _ = models.bert(layers=5)
-    bench = ModelBench(model, batch, optimizer=adamw, in_one_go=3)
-    bench.work_for(0.0)
-    profile = bench.profile(DEVICE, LINK)
-    kinds = [bench.kinds[bench.shapes[number].kind] for number in bench.run.stage.blocks]
-    calls = Calls.beyond(kinds, bench.run)
+    measured = MeasuredModel(model, batch, optimizer=adamw, run_length=3)
+    measured.run_for(0.0)
+    profile = measured.profile(DEVICE, LINK)
+    kinds = [measured.kinds[measured.shapes[number].kind] for number in measured.run.stage.blocks]
+    calls = call_times(kinds, measured.run)
     assert profile.device.overhead == pytest.approx((calls.forward + calls.backward) / 2)
-    for own, block in zip(kinds, (profile.blocks[number] for number in bench.run.stage.blocks), strict=True):
-        assert block.forward == pytest.approx(max(0.0, Times(own).forward - calls.forward))
+    for own, block in zip(
+        kinds, (profile.blocks[number] for number in measured.run.stage.blocks), strict=True
+    ):
+        assert block.forward == pytest.approx(max(SMALLEST, block_times(own).forward - calls.forward))
 
 
 def test_compiled_blocks_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -288,7 +324,7 @@ def test_compiled_blocks_are_profiled_as_they_run(monkeypatch: pytest.MonkeyPatc
     assert [block.kept_bytes for block in found.blocks] == [block.kept_bytes for block in plain.blocks]
 
 
-def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
+def test_busy_processes_work_until_the_end_and_are_gone_then(tmp_path: Path) -> None:
     done = tmp_path / "done"
 
     def work() -> None:
@@ -296,7 +332,7 @@ def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
             file.write(f"{os.getpid()}\n")
         time.sleep(0.01)
 
-    with company(2, work):
+    with busy_processes(2, work):
         wait_until(lambda: done.exists() and len(set(done.read_text().split())) >= 2)
     children = set(map(int, done.read_text().split()))
     assert os.getpid() not in children
@@ -306,8 +342,8 @@ def test_company_works_until_the_end_and_is_gone_then(tmp_path: Path) -> None:
 def test_a_device_is_what_its_clocks_say(monkeypatch: pytest.MonkeyPatch) -> None:
     """Half a second for the tensors to go out, and as much to come back; 4 ms of a minibatch are not its blocks'."""
     monkeypatch.setattr(device_module, "perf_counter", FakeClock(step=0.5))
-    monkeypatch.setattr("vpipe.profile.overhead.thread_time", FakeClock(step=0.006 * MINIBATCHES))
-    monkeypatch.setattr("vpipe.profile.bench.clock_of", lambda device: FakeClock(step=0.001))
+    monkeypatch.setattr("vpipe.profile.device.thread_time", FakeClock(step=0.006 * MINIBATCHES))
+    monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=0.001))
     device = measure_device()
     assert (device.to_host, device.from_host) == pytest.approx((COUNT * COPIED / 0.5,) * 2)
     assert device.overhead == pytest.approx((0.006 - 0.001 - 0.001) / 2)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 import yaml
 from pydantic import ValidationError
-from pydantic_core import ErrorDetails
 
 from vpipe.config.keys import MODEL_SIZES, OptimizerGroup, RunConfig
 from vpipe.config.maps import read_maps
@@ -17,6 +15,7 @@ from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml, read_text, short_repr
+from vpipe.system.validation import first_mistake, unknown_key
 
 KEYS = tuple(RunConfig.model_fields)
 
@@ -37,31 +36,31 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
 
 
 def _with_plan(config: RunConfig, path: Path) -> RunConfig:
-    """What the plan says, except where the file says it itself."""
+    """The plan's values for the keys that the file does not give."""
     plan = read_plan(path)
-    told: dict[str, Any] = {"partition": list(plan.partition)}
+    planned: dict[str, Any] = {"partition": list(plan.partition)}
     if config.recompute_ratio is None and config.recompute is not False:
-        told["policies"] = list(plan.policies)
+        planned["policies"] = list(plan.policies)
     if config.schedule is None and config.sync_mode is None and not config.macrobatch and plan.scheduled:
-        told["schedule"] = plan.schedule
-    if plan.schedule == told.get("schedule", config.chosen_schedule):
-        told |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
-    told["replicas"] = list(plan.replicas) or None
+        planned["schedule"] = plan.schedule
+    if plan.schedule == planned.get("schedule", config.chosen_schedule):
+        planned |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
+    planned["replicas"] = list(plan.replicas) or None
     given = config.model_dump(exclude_unset=True)
     kept = {key: value for key, value in given.items() if key != "partition"}
     if sum(plan.replicas) == config.stages and config.replicas is None:
         del kept["stages"]  # as many ranks, but some of them are replicas
-    checked = check_values({key: v for key, v in told.items() if v is not None} | kept, config.source)
+    checked = check_values({key: v for key, v in planned.items() if v is not None} | kept, config.source)
     checked._source = config.source
     checked._planned = (path, plan.fingerprint)
     return checked
 
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
-    """The maps say again what other keys say, or say it instead of them."""
+    """The partition and the replicas of the maps, which must not contradict the keys."""
     maps = read_maps(path)
-    told = {"partition": maps.partition, "replicas": maps.replicas}
-    for key, value in told.items():
+    mapped = {"partition": maps.partition, "replicas": maps.replicas}
+    for key, value in mapped.items():
         own = getattr(config, key)
         if value is not None and own is not None and own != value:
             raise ConfigError(
@@ -69,7 +68,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
                 "make the two equal, or leave one out"
             )
     given = config.model_dump(exclude_unset=True)
-    checked = check_values(given | {key: value for key, value in told.items() if value is not None}, path)
+    checked = check_values(given | {key: value for key, value in mapped.items() if value is not None}, path)
     checked._source = config.source
     checked._planned = config.planned
     return checked
@@ -106,69 +105,26 @@ def check_values(values: dict[str, Any], path: Path) -> RunConfig:
     """The configuration of these keys and values, as they stand in the file `path`."""
     for key, value in values.items():
         if key not in KEYS:
-            close = get_close_matches(str(key)[:40], KEYS, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(KEYS)}"
-            raise ConfigError(
-                f"{path}: unknown key {short_repr(key)} (its value is {short_repr(value)}): {hint}"
-            )
+            raise ConfigError(f"{path}: {unknown_key(key, value, KEYS)}")
+    groups = values.get("optimizer_groups")
+    for number, group in enumerate(groups if isinstance(groups, list) else ()):
+        for key in group if isinstance(group, dict) else ():
+            if key not in OptimizerGroup.model_fields:
+                mistake = unknown_key(key, group[key], OptimizerGroup.model_fields)
+                raise ConfigError(f"{path}: optimizer_groups, entry {number}: {mistake}")
     try:
         return RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_describe(error, values)}") from None
+        raise ConfigError(f"{path}: {_conflict(error, values) or first_mistake(error, values)}") from None
 
 
-def _describe(error: ValidationError, values: dict[str, Any]) -> str:
-    """The first mistake in one line: key, value, what was expected."""
+def _conflict(error: ValidationError, values: dict[str, Any]) -> str | None:
+    """Keys that contradict each other; None if that is not the mistake."""
     first = error.errors()[0]
-    if first["type"] == "conflict":
-        key, problem = first["ctx"]["key"], first["ctx"]["problem"]
-        return f"{key} is {short_repr(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
-    key = str(first["loc"][0])
-    # A key that may be of several types has an error for each of them; one inside a list tells the most.
-    mistakes = [e for e in error.errors() if str(e["loc"][0]) == key]
-    inside = [e for e in mistakes if _entry(e) is not None]
-    expected = list(dict.fromkeys(_expected(e) for e in inside or mistakes))
-    place = f", entry {_entry(inside[0])}" if inside else ""
-    place += f", {field}" if inside and (field := _field(inside[0])) else ""
-    return f"{key} is {short_repr(values[key])}{place}: expected {' or '.join(expected)}"
-
-
-def _entry(error: ErrorDetails) -> int | None:
-    """The place in a list where the mistake is."""
-    return next((part for part in error["loc"] if isinstance(part, int)), None)
-
-
-def _field(error: ErrorDetails) -> str | None:
-    """The key of that entry, where the list is one of mappings."""
-    following = zip(error["loc"], error["loc"][1:], strict=False)
-    return next((str(field) for entry, field in following if isinstance(entry, int)), None)
-
-
-_EXPECTED = {
-    "missing": "a value",
-    "extra_forbidden": f"one of {', '.join(OptimizerGroup.model_fields)}",
-    "model_type": 'a mapping such as {{match: "*.bias", weight_decay: 0}}',
-    "int_type": "a whole number",
-    "float_type": "a number",
-    "bool_type": "true or false",
-    "string_type": "text",
-    "list_type": "a list",
-    "string_too_short": "some text",
-    "too_short": "a list with something in it",
-    "finite_number": "a number that is not infinite",
-    "greater_than": "more than {gt:g}",
-    "greater_than_equal": "{ge:g} or more",
-    "less_than": "less than {lt:g}",
-    "less_than_equal": "{le:g} or less",
-    "string_pattern_mismatch": "text such as 'vgpus=4'",
-    "literal_error": "{expected}",
-    "value_error": "{error}",
-}
-
-
-def _expected(error: ErrorDetails) -> str:
-    template = _EXPECTED.get(error["type"])
-    return error["msg"] if template is None else template.format(**error.get("ctx", {}))
+    if first["type"] != "conflict":
+        return None
+    key, problem = first["ctx"]["key"], first["ctx"]["problem"]
+    return f"{key} is {short_repr(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
 
 
 def _kind(value: Any) -> str:

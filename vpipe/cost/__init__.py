@@ -1,4 +1,4 @@
-"""The numbers that a profile holds, the plan that is made from them, and the files of both."""
+"""Profiles, plans, and the files of both."""
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, broadcast_seconds
 from vpipe.cost.files import read_any_profile, read_profile, write_profile

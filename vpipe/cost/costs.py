@@ -1,54 +1,67 @@
-"""What blocks, devices and links cost: times in seconds, sizes in bytes, bandwidths in bytes a second.
+"""The costs of blocks, devices and links, which a profile holds.
 
-All of a block's figures are those of one minibatch of `Profile.batch_size` samples.
+All figures of a block are those of one minibatch of `Profile.batch_size` samples. Each field states its unit, and
+whether it scales with the samples of a minibatch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from pydantic import AfterValidator, BeforeValidator, GetPydanticSchema, StrictBool
+from pydantic import Field as FileKey
+from pydantic_core import core_schema
+
+from vpipe.cost.fields import FileObject, Unit, mistake
+
+Seconds = Annotated[float, Unit("seconds")]
+Bytes = Annotated[int, Unit("bytes")]
+BytesPerSecond = Annotated[float, Unit("bytes a second", positive=True)]
+SecondsOfSamples = Annotated[float, Unit("seconds", scales=True)]
+BytesOfSamples = Annotated[int, Unit("bytes", scales=True)]
 
 
 @dataclass(frozen=True)
-class BlockCost:
+class BlockCost(FileObject):
     name: str
-    forward: float
-    input_gradient: float
+    forward: SecondsOfSamples
+    input_gradient: SecondsOfSamples
     """The part of backward that another stage waits for."""
-    weight_gradient: float
-    update: float
+    weight_gradient: SecondsOfSamples
+    update: Annotated[float, Unit("seconds", default=0.0)]
     """The optimizer's part for this block's parameters, once for each update."""
-    kept_bytes: int
-    """What autograd keeps for backward and no earlier block has kept already; parameters are not counted."""
-    boundary_bytes: int
-    """What crosses the cut behind the block; its gradient is as large."""
-    parameter_bytes: int
-    spread: float = 0.0
-    """How far the measured times lie apart, as a share of their median."""
-    deferred_bytes: int | None = None
-    """What is left between the two parts of a split backward: inputs and output gradients of products. None: as
-    much as is kept."""
-    version: float = 0.0
-    """What an update takes more where the old weights are still read, so that they are copied."""
-    splitting: float = 0.0
-    """What a minibatch takes more where backward is split into its two parts."""
-    accumulating: float = 0.0
-    """What a backward takes more where it adds to the gradients of an earlier minibatch."""
-    recomputing: float | None = None
-    """What a minibatch takes more where the block is recomputed. None: as long as its forward."""
-    split_recomputing: float | None = None
-    """The same where backward is split into its two parts. None: as long as where it is not."""
-    swapping: float = 0.0
-    """What a minibatch takes more where the block is swapped, beyond the copies, which run beside it: a host that asks
-    for them, packs and unpacks."""
-    working_bytes: int = 0
-    """What its forward or backward makes, at most, and gives back: gradients of activations, workspaces. 0 where no
-    allocator tells."""
-    forward_bytes: int = 0
+    kept_bytes: BytesOfSamples
+    """Kept by autograd for backward, without parameters and without what an earlier block keeps already."""
+    boundary_bytes: BytesOfSamples
+    """Size of the values that cross the cut behind the block; their gradient is as large."""
+    parameter_bytes: Bytes
+    spread: Annotated[float, Unit("a share of the median")] = 0.0
+    """Range of the middle half of the measured times, or the noise that hides a time, if that is larger."""
+    deferred_bytes: BytesOfSamples | None = None
+    """Left between the two parts of a split backward: inputs and output gradients of products. None: `kept_bytes`."""
+    version: Seconds = 0.0
+    """Additional time of an update when the old weights are still read, so that they are copied."""
+    splitting: SecondsOfSamples = 0.0
+    """Additional time of a minibatch when backward is split into its two parts."""
+    accumulating: Seconds = 0.0
+    """Additional time of a backward that adds to the gradients of an earlier minibatch."""
+    recomputing: SecondsOfSamples | None = None
+    """Additional time of a minibatch when the block is recomputed. None: as long as its forward."""
+    split_recomputing: SecondsOfSamples | None = None
+    """The same when backward is split into its two parts. None: `recomputing`."""
+    swapping: Seconds = 0.0
+    """Additional time of a minibatch when the block is swapped: the host's work to start copies, to pack and unpack.
+    The copies themselves overlap with computing."""
+    working_bytes: BytesOfSamples = 0
+    """The most that its forward or backward allocates and frees again: gradients of activations, workspaces. 0 where
+    no allocator counts it."""
+    forward_bytes: BytesOfSamples = 0
     """The same of its forward alone."""
-    update_bytes: int = 0
-    """What its update makes, at most, and gives back, beyond the gradients that are there: under mixed precision these
-    in float32. 0 where no allocator tells."""
+    update_bytes: Bytes = 0
+    """The most that its update allocates and frees again, beyond the gradients that are there: under mixed precision
+    these in float32. 0 where no allocator counts it."""
 
     @property
     def deferred(self) -> int:
@@ -56,7 +69,7 @@ class BlockCost:
 
     @property
     def again(self) -> float:
-        """What recomputing it takes."""
+        """Seconds to recompute it."""
         return self.forward if self.recomputing is None else self.recomputing
 
     @property
@@ -65,90 +78,128 @@ class BlockCost:
 
 
 @dataclass(frozen=True)
-class DeviceCost:
-    memory: int
-    to_host: float
-    from_host: float
-    overhead: float = 0.0
-    """What each forward and each (part of a) backward of a stage takes beyond its blocks."""
-    shared_by: int = 1
-    """Ranks, one after the other, that share the device and its link to the host: those of one GPU."""
-    crowding: float = 1.0
-    """The blocks' times, which are those while all of these ranks compute, over the times of one rank alone."""
-    workspace: int = 0
-    """Bytes that libraries hold on the device for each rank, from its first product on."""
-    swapped_in: int = 2
-    """Minibatches of a swapped block that lie on the device at most: 3 where copies run beside computing (GPUs), so
-    that one which leaves stays until the next forward; 2 where they are done at once."""
-    adding: float = 0.0
-    """Seconds for each byte of a gradient that stages share: what it takes to add up its parts, beyond the messages."""
-    graphs: bool = False
-    """Whether stages are played from CUDA graphs: times are of that, and no memory of theirs is used for others."""
-    slack: int = 0
-    """Bytes that the memory of a minibatch in flight is larger there than it need be: it is taken in pieces."""
+class DeviceCost(FileObject):
+    memory: Annotated[int, Unit("bytes", least=1)]
+    to_host: BytesPerSecond
+    from_host: BytesPerSecond
+    overhead: Seconds = 0.0
+    """Additional time of each forward and each (part of a) backward of a stage, beyond its blocks."""
+    shared_by: Annotated[int, Unit("ranks", least=1)] = 1
+    """Consecutive ranks that share the device and its link to the host: those of one GPU."""
+    crowding: Annotated[float, Unit("times as long as alone", least=1)] = 1.0
+    """Contention on a shared device: the blocks' times, measured while all of these ranks compute, over the times of
+    one rank alone."""
+    workspace: Bytes = 0
+    """Held by libraries on the device for each rank, from its first product on."""
+    swapped_in: Annotated[int, Unit("minibatches", least=2)] = 2
+    """The most minibatches of a swapped block that are on the device: 3 where copies overlap with computing (GPUs), so
+    that one which is copied out stays until the next forward; 2 where they do not."""
+    adding: Annotated[float, Unit("seconds a byte")] = 0.0
+    """The time to add up the parts of a gradient that stages share, beyond the messages."""
+    graphs: StrictBool = False
+    """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
+    slack: Bytes = 0
+    """Additional memory of a minibatch in flight with CUDA graphs, because memory is reserved in large pieces."""
 
     @property
     def lingering(self) -> int:
-        """Of these the ones that have left but still lie there, also when no other is in flight."""
+        """Of these the ones that were copied out but are not freed yet, even when no other is in flight."""
         return self.swapped_in - 2
 
     def lying(self, in_flight: int) -> int:
-        """Minibatches of a swapped block that lie on the device at most, of so many in flight."""
+        """The most minibatches of a swapped block that are on the device, of so many in flight."""
         return min(in_flight + self.lingering, self.swapped_in)
 
 
 @dataclass(frozen=True)
-class LinkCost:
-    bandwidth: float
-    latency: float
-    sender_busy: bool = False
+class LinkCost(FileObject):
+    bandwidth: BytesPerSecond
+    latency: Annotated[float, Unit("seconds", default=0.0)]
+    sender_busy: StrictBool = False
     """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
 
     def seconds(self, count: float) -> float:
-        """How long so many bytes are under way."""
+        """The time to send so many bytes."""
         return self.latency + count / self.bandwidth
 
 
 def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
-    """How long a rank sends the same bytes over each link: at the same time, unless it copies them itself."""
+    """The time to send the same bytes over each link: at the same time, unless the rank copies them itself."""
     copied = sum(link.seconds(count) for link in links if link.sender_busy)
     return max([copied, *(link.seconds(count) for link in links if not link.sender_busy)])
 
 
+@dataclass(frozen=True, kw_only=True)
+class PairLink(LinkCost):
+    """An entry of a profile file's `links`."""
+
+    sender: Annotated[int, Unit("the sending rank"), FileKey(alias="from")]
+    receiver: Annotated[int, Unit("the receiving rank"), FileKey(alias="to")]
+
+
+def _by_pair(links: list[PairLink]) -> dict[tuple[int, int], LinkCost]:
+    found: dict[tuple[int, int], LinkCost] = {}
+    for link in links:
+        ends = link.sender, link.receiver
+        if ends in found or link.sender == link.receiver:
+            raise mistake(f"from {ends[0]} to {ends[1]}: expected two different ranks, and each pair once")
+        found[ends] = LinkCost(link.bandwidth, link.latency, link.sender_busy)
+    return found
+
+
+def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
+    if len(set(blocks)) < max(2, len(blocks)):
+        raise ValueError("different numbers of two or more blocks")
+    return tuple(sorted(blocks))
+
+
 @dataclass(frozen=True)
-class Tie:
+class Tie(FileObject):
     """A parameter that several blocks share; each of them counts its bytes."""
 
-    bytes: int
-    blocks: tuple[int, ...]
+    bytes: Bytes
+    blocks: Annotated[tuple[Annotated[int, Unit("a block's number")], ...], AfterValidator(_different)]
 
     def inside(self, start: int, stop: int) -> int:
         """How many of its blocks are among those from `start` up to `stop`."""
         return sum(start <= block < stop for block in self.blocks)
 
 
+def _named(blocks: Any) -> Any:
+    """A block without a name is called by its number."""
+    if not isinstance(blocks, list):
+        return blocks
+    return [{"name": f"block {n}"} | b if isinstance(b, dict) else b for n, b in enumerate(blocks)]
+
+
 @dataclass(frozen=True)
-class Profile:
-    blocks: tuple[BlockCost, ...]
+class Profile(FileObject):
+    blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_named), FileKey(min_length=1)]
     device: DeviceCost
     link: LinkCost
     """Between any two ranks, unless `links` says otherwise."""
-    batch_size: int
-    optimizer_ratio: float = 2.0
-    """Bytes of optimizer state for each byte of parameters: 2 for Adam, 1 for SGD with momentum."""
-    links: Mapping[tuple[int, int], LinkCost] = field(default_factory=dict)
+    batch_size: Annotated[int, Unit("samples of a minibatch", least=1)]
+    optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
+    """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
+    links: Annotated[
+        Mapping[tuple[int, int], LinkCost],
+        GetPydanticSchema(
+            lambda _, handler: core_schema.no_info_after_validator_function(_by_pair, handler(list[PairLink]))
+        ),
+    ] = field(default_factory=dict)
     """By sending and receiving rank."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
     tied: tuple[Tie, ...] = ()
+    format: Literal["vpipe profile 1"] = "vpipe profile 1"
 
     def parameter_bytes(self, start: int, stop: int) -> int:
-        """Of the blocks from `start` up to `stop`, what they share counted once."""
+        """Of the blocks from `start` up to `stop`, shared parameters counted once."""
         counted = sum(block.parameter_bytes for block in self.blocks[start:stop])
         return counted - sum(tie.bytes * max(0, tie.inside(start, stop) - 1) for tie in self.tied)
 
     def gradient_bytes(self, start: int, stop: int) -> list[int]:
-        """What a backward of these blocks leaves for each: its parameters, but those of a later one not again."""
+        """The gradients that a backward of these blocks makes in each, without those of a later one."""
         sizes = [block.parameter_bytes for block in self.blocks[start:stop]]
         for tie in self.tied:
             for block in [block for block in tie.blocks if start <= block < stop][:-1]:
@@ -156,15 +207,15 @@ class Profile:
         return sizes
 
     def exchanged_bytes(self, start: int, stop: int) -> int:
-        """Gradients that a stage of these blocks and another one add up for each update."""
+        """Gradients that a stage of these blocks and another one add up at each update."""
         return sum(tie.bytes for tie in self.tied if 0 < tie.inside(start, stop) < len(tie.blocks))
 
     def exchange_buffers(self, start: int, stop: int, lag: int) -> int:
-        """What they hold for that, where the first of these stages may be so many updates behind the last.
+        """Bytes that they hold for that, where the first of these stages may be `lag` updates behind the last.
 
-        A part on its way and the sum; the first stage a second part on its way. The others, which apply the sum so
-        much later, have the parts of all updates between, on their way and their own. Their sum only lies there while
-        they update, when what the backward before needed is gone.
+        A part in flight and the sum; the first stage a second part in flight. The others apply the sum `lag` updates
+        later: they hold the parts of all updates between, those in flight and their own. Their sum only exists while
+        they update, when the backward before has freed its memory.
         """
         size = 0
         for tie in self.tied:
@@ -174,7 +225,7 @@ class Profile:
         return size
 
     def exchange_seconds(self, count: int) -> float:
-        """How long a rank that copies its messages itself sends gradients and adds those of another stage."""
+        """The time of a rank to add the gradients of another stage, and to send its own where it copies messages."""
         copying = 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
         return copying + count * self.device.adding
 

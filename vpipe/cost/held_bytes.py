@@ -1,23 +1,22 @@
-"""The bytes that blocks hold between forward and backward: one statement, for the simulator and the planner.
+"""The bytes that blocks hold between forward and backward, for the simulator and the planner.
 
 A backward goes through a stage's blocks from the last to the first. Here the second of three is recomputed:
 
     block 0     block 1            block 2
-    kept        input ▶ kept       given back; of a split backward `deferred` is left, until W
+    kept        input ▶ kept       freed; of a split backward `deferred` is left, until W
                 + working
 
-Before it runs again it holds its input, which is among what it keeps. So that moment needs, beyond what the stage
-holds between forward and backward, its kept bytes less its input, what its backward makes for itself (working), less
-what the blocks behind it gave back. Its forward came no further: these were still to come then.
+Before block 1 is recomputed the stage holds its input, which is among its kept bytes. Its backward then needs, beyond
+what the stage holds between forward and backward: its kept bytes less its input, and its working bytes, less what the
+blocks behind it have freed.
 
-Gradients are there all the time where several backwards add to them between two updates. Where an update follows
-every backward they are `fresh`: none is there when it begins, each block that it is through with has left its own, and
-the update takes them all.
+Gradients are allocated all the time where several backwards add to them between two updates. Where an update follows
+every backward they are `fresh`: a backward begins with none, each block leaves its own, and the update frees them all.
 
-In an asynchronous schedule an update comes right behind a backward, while the other minibatches are in flight: it needs
-what it makes for itself (`update_bytes`) less what that backward gave back.
+In an asynchronous schedule an update follows a backward while other minibatches are in flight: it needs its
+`update_bytes` less what that backward has freed.
 
-On tape (`DeviceCost.graphs`) a backward is given none of what it gives back, unless it is split.
+With CUDA graphs (`DeviceCost.graphs`) a backward cannot use the memory that it frees, unless it is split.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ from vpipe.cost.plan_file import RECOMPUTE
 
 
 def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
-    """What a block reads of the one before it; the model's first reads the batch, which is not counted."""
+    """Bytes that a block reads of the one before it; the first block reads the batch, which is not counted."""
     return blocks[number - 1].boundary_bytes if number else 0
 
 
 def held_bytes(blocks: Sequence[BlockCost], number: int, policy: str) -> int:
-    """What a block holds of a minibatch that is on the device and whose backward has not come to it."""
+    """Bytes that a block holds of a minibatch on the device before its backward."""
     return input_bytes(blocks, number) if policy == RECOMPUTE else blocks[number].kept_bytes
 
 
@@ -47,29 +46,29 @@ def backward_bytes(
     fresh: bool = False,
     updated: bool = False,
 ) -> int:
-    """The most that the backward of a stage from block `start` on needs beyond what its minibatch held before.
+    """The most bytes that the backward of a stage from block `start` on needs beyond what its minibatch held before.
 
     `updated`: with the update that follows it.
     """
     blocks, stop = profile.blocks, start + len(policies)
     gradients = profile.gradient_bytes(start, stop) if fresh else [0] * len(policies)
-    used_again = split or not profile.device.graphs
-    most = gone = 0
+    reusable = split or not profile.device.graphs
+    most = freed = 0
     for number in range(stop - 1, start - 1, -1):
         policy = policies[number - start]
         held = held_bytes(blocks, number, policy)
         again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
-        most = max(most, blocks[number].working_bytes + again - gone)
-        if used_again:
-            gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
-        most = max(most, -gone)  # gradients, or what waits for them, may need more than was held
-    return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most
+        most = max(most, blocks[number].working_bytes + again - freed)
+        if reusable:
+            freed += held - gradients[number - start] - (blocks[number].deferred if split else 0)
+        most = max(most, -freed)  # gradients, or what waits for them, may need more than was held
+    return max(most, update_bytes(blocks[start:stop]) - freed) if updated else most
 
 
 def forward_bytes(profile: Profile, start: int, policies: Sequence[str]) -> int:
-    """The most that a forward on tape needs in its minibatch's place beyond what it leaves there.
+    """The most bytes that a forward with CUDA graphs needs in its minibatch's memory beyond what it keeps there.
 
-    A block's own lies beside what it and those before it leave; one that is recomputed has it elsewhere.
+    A block's own are allocated beside what it and the blocks before it keep; a recomputed block has them elsewhere.
     """
     blocks = profile.blocks
     most = behind = 0
@@ -82,5 +81,5 @@ def forward_bytes(profile: Profile, start: int, policies: Sequence[str]) -> int:
 
 
 def update_bytes(blocks: Sequence[BlockCost]) -> int:
-    """What the update of a stage of these blocks needs beyond its gradients."""
+    """Bytes that the update of a stage of these blocks needs beyond its gradients."""
     return sum(block.update_bytes for block in blocks)

@@ -19,9 +19,9 @@ from heapq import heapify, heappop, heappush
 from pathlib import Path
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
-from vpipe.cost.json_fields import finite, shown
+from vpipe.cost.fields import finite
 from vpipe.errors import ConfigError
-from vpipe.system.files import read_text
+from vpipe.system.files import read_text, short_repr
 
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")
@@ -73,16 +73,16 @@ def _read_layers(path: Path) -> list[_Layer]:
         if line.startswith("\t"):
             ends = line.strip().split(" -- ")
             if len(ends) != 2:
-                raise ConfigError(f"{place}: {shown(line)} is no edge: write a tab and `node1 -- node2`")
+                raise ConfigError(f"{place}: {short_repr(line)} is no edge: write a tab and `node1 -- node2`")
             edges.append((ends[0], ends[1], place))
             continue
         match = NODE.fullmatch(line.strip())
         if match is None:
             raise ConfigError(
-                f"{place}: {shown(line)} is no node: write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
+                f"{place}: {short_repr(line)} is no node: write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
             )
         if match[1] in numbers:
-            raise ConfigError(f"{place}: node {shown(match[1])} stands twice: give it another name")
+            raise ConfigError(f"{place}: node {short_repr(match[1])} stands twice: give it another name")
         numbers[match[1]] = len(layers)
         layers.append(_layer(match[2], match[3], place))
     if not layers:
@@ -90,7 +90,7 @@ def _read_layers(path: Path) -> list[_Layer]:
     for source, reader, place in edges:
         for end in (source, reader):
             if end not in numbers:
-                raise ConfigError(f"{place}: the edge names {shown(end)}, which is no node of the file")
+                raise ConfigError(f"{place}: the edge names {short_repr(end)}, which is no node of the file")
         layers[numbers[source]].readers.append(numbers[reader])
         layers[numbers[reader]].sources.append(numbers[source])
     return layers
@@ -99,7 +99,7 @@ def _read_layers(path: Path) -> list[_Layer]:
 def _layer(layer_name: str, text: str, place: str) -> _Layer:
     parts = [part.partition("=") for part in text.split(", ")]
     if [name for name, _, _ in parts] != list(COSTS):
-        raise ConfigError(f"{place}: {shown(text)} does not hold {', '.join(COSTS)}, in this order")
+        raise ConfigError(f"{place}: {short_repr(text)} does not hold {', '.join(COSTS)}, in this order")
     forward, backward, activation, parameters = (_number(name, value, place) for name, _, value in parts)
     return _Layer(layer_name, forward, backward, activation, parameters)
 
@@ -113,7 +113,7 @@ def _number(name: str, text: str, place: str) -> float:
         values = [float("nan")]
     total = finite(sum(values))
     if total is None or min(values) < 0:
-        raise ConfigError(f"{place}: {name} is {shown(text)}: it must be a number, 0 or more")
+        raise ConfigError(f"{place}: {name} is {short_repr(text)}: expected a number, 0 or more")
     return total
 
 
@@ -132,7 +132,9 @@ def _in_order(layers: list[_Layer], path: Path) -> list[_Layer]:
                 heappush(free, reader)
     if len(order) < len(layers):
         stuck = next(layer for layer, count in zip(layers, missing, strict=True) if count)
-        raise ConfigError(f"{path}: the edges form a circle through {shown(stuck.name)}: remove one of them")
+        raise ConfigError(
+            f"{path}: the edges form a circle through {short_repr(stuck.name)}: remove one of them"
+        )
     place = {number: position for position, number in enumerate(order)}
     for layer in layers:
         layer.sources = [place[number] for number in layer.sources]

@@ -1,4 +1,4 @@
-"""The plan as a JSON file: where the blocks lie, what is kept of each, and how it is all run.
+"""The plan and its JSON file: partition, memory policy of each block, schedule, replicas.
 
 The guides' file of two keys is a plan: {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]}.
 docs/formats.md describes the rest.
@@ -7,62 +7,74 @@ docs/formats.md describes the rest.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
-from vpipe.cost.json_fields import Fields, finite, shown
+from pydantic import AfterValidator, Field, PlainValidator
+
+from vpipe.cost.fields import FileObject, Unit, finite, not_in_file, read_object
 from vpipe.errors import ConfigError
 from vpipe.schedule import NAMES
-from vpipe.system.files import read_json, write_json
+from vpipe.system.files import short_repr, write_json
 
 KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
-FORMAT = "vpipe plan 1"
-KEYS = (
-    "format",
-    "partition",
-    "recompute_ratio",
-    "policies",
-    "schedule",
-    "replicas",
-    "minibatches",
-    "chunks",
-    "update_interval",
-    "batch_size",
-    "fingerprint",
-    "prediction",
-)
 MOST_BLOCKS = 1_000_000
-"""More than any model has: what follows from a slip of the pen must not fill the memory."""
-EXAMPLE = '{"partition": [12, 13], "recompute_ratio": [0.3, 0]}'
+"""More than any model has: a typing error must not fill the memory."""
+
+
+def _policy(name: Any) -> Any:
+    if name not in POLICIES:
+        raise ValueError(f"one of {', '.join(POLICIES)}")
+    return name
+
+
+def _schedule(name: str) -> str:
+    if name not in NAMES:
+        raise ValueError(f"one of {', '.join(NAMES)}")
+    return name
+
+
+def _figure(value: Any) -> Any:
+    if finite(value) is None and not isinstance(value, list):
+        raise ValueError("a number or a list")
+    return value
+
+
+Policies = Annotated[tuple[Annotated[str, PlainValidator(_policy)], ...], Field(min_length=1)]
+ScheduleName = Annotated[str, AfterValidator(_schedule)]
+Share = Annotated[float, Unit("a number", most=1)]
 
 
 @dataclass(frozen=True)
-class Plan:
-    partition: tuple[int, ...]
-    """Blocks of each stage."""
-    policies: tuple[str, ...]
-    """keep, recompute or swap, for each block."""
-    schedule: str = "vpipe"
-    replicas: tuple[int, ...] = ()
-    """Ranks of each pipeline position; empty: one each."""
-    minibatches: int | None = None
-    chunks: int | None = None
-    update_interval: int | None = None
-    batch_size: int = 0
-    """Samples of a minibatch; 0: as the profile's."""
+class Plan(FileObject):
+    partition: Annotated[tuple[Annotated[int, Unit("blocks of a stage", least=1)], ...], Field(min_length=1)]
+    policies: Policies
+    """For each block."""
+    schedule: ScheduleName = "vpipe"
+    replicas: Annotated[
+        tuple[Annotated[int, Unit("ranks of a pipeline position", least=1)], ...], Field(min_length=1)
+    ] = ()
+    """Empty: one each."""
+    minibatches: Annotated[int, Unit("minibatches of a run or an update", least=1)] | None = None
+    chunks: Annotated[int, Unit("stages on each rank", least=1)] | None = None
+    update_interval: Annotated[int, Unit("minibatches of an update", least=1)] | None = None
+    batch_size: Annotated[int, Unit("samples of a minibatch")] = 0
+    """0: as the profile's."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
-    prediction: dict[str, float | list[Any]] = field(default_factory=dict)
-    scheduled: bool = field(default=True, compare=False)
+    prediction: dict[str, Annotated[Any, PlainValidator(_figure)]] = field(default_factory=dict)
+    """Figures that were predicted when the plan was made: numbers or lists."""
+    scheduled: bool = not_in_file(True)
     """Whether it says which schedule it is for; the guides' file of two keys does not."""
+    format: Literal["vpipe plan 1"] = "vpipe plan 1"
 
     def stage_policies(self) -> list[tuple[str, ...]]:
         ends = list(accumulate(self.partition))
         return [self.policies[end - count : end] for count, end in zip(self.partition, ends, strict=True)]
 
-    def recompute_ratio(self) -> list[float] | None:
+    def ratios(self) -> list[float] | None:
         """For each stage the share of its blocks, from its end, that is recomputed; None: no such shape."""
         ratios = []
         for policies in self.stage_policies():
@@ -84,43 +96,40 @@ def recomputed_from_end(partition: Sequence[int], ratios: Sequence[float]) -> tu
     return tuple(policies)
 
 
+@dataclass(frozen=True)
+class _PlanFile(Plan):
+    """A plan as the file has it: policies may be given by `recompute_ratio`, and the schedule may be left out."""
+
+    policies: Policies = ()
+    schedule: ScheduleName = ""
+    recompute_ratio: Share | Annotated[tuple[Share, ...], Field(min_length=1)] = ()
+    """For each stage, or one for all: the share of its blocks, counted from its end, that is recomputed."""
+
+
 def read_plan(path: Path) -> Plan:
-    fields = Fields(read_json(path), str(path), KEYS, EXAMPLE)
-    if fields.text("format", FORMAT) != FORMAT:
-        raise fields.fault("format", f"{FORMAT!r}, or left out")
-    partition = _counts(fields, "partition", "the number of blocks of each stage, such as [12, 13]")
-    if sum(partition) > MOST_BLOCKS:
-        raise fields.fault("partition", f"the blocks of a model, which has {MOST_BLOCKS:,} at most")
-    schedule = fields.text("schedule", "vpipe")
-    if schedule not in NAMES:
-        raise fields.fault("schedule", f"one of {', '.join(NAMES)}")
-    replicas: tuple[int, ...] = ()
-    if "replicas" in fields:
-        replicas = _counts(
-            fields, "replicas", "the number of ranks of each pipeline position, such as [2, 1]"
+    file = read_object(_PlanFile, path)
+    if sum(file.partition) > MOST_BLOCKS:
+        raise ConfigError(
+            f"{path}: partition is {short_repr(list(file.partition))}: expected {MOST_BLOCKS:,} blocks at most"
         )
+    values = {entry.name: getattr(file, entry.name) for entry in fields(Plan)}
     return Plan(
-        partition=partition,
-        policies=_policies(fields, partition),
-        schedule=schedule,
-        replicas=replicas,
-        minibatches=fields.optional_count("minibatches", "minibatches of a run or an update"),
-        chunks=fields.optional_count("chunks", "stages on each rank"),
-        update_interval=fields.optional_count("update_interval", "minibatches of an update"),
-        batch_size=fields.count("batch_size", "samples of a minibatch", default=0),
-        fingerprint=fields.text("fingerprint", ""),
-        prediction=_prediction(fields),
-        scheduled="schedule" in fields,
+        **values
+        | {
+            "policies": _policies(file, path),
+            "schedule": file.schedule or Plan.schedule,
+            "scheduled": bool(file.schedule),
+        }
     )
 
 
 def write_plan(plan: Plan, path: Path) -> None:
     """The guides' keys come first: `recompute_ratio` only where the policies are of its shape."""
-    ratios = plan.recompute_ratio()
+    ratios = plan.ratios()
     values = {
         "partition": list(plan.partition),
         "recompute_ratio": ratios,
-        "format": FORMAT,
+        "format": plan.format,
         "policies": list(plan.policies),
         "schedule": plan.schedule,
         "replicas": list(plan.replicas) or None,
@@ -134,67 +143,27 @@ def write_plan(plan: Plan, path: Path) -> None:
     write_json(path, {key: value for key, value in values.items() if value is not None})
 
 
-def _counts(fields: Fields, key: str, expected: str) -> tuple[int, ...]:
-    counts = fields.items(key, expected)
-    for entry, count in enumerate(counts):
-        if isinstance(count, bool) or not isinstance(count, int) or count < 1:
-            raise ConfigError(
-                f"{fields.place}: {key}, entry {entry} is {shown(count)}: it must be a whole number, 1 or more"
-            )
-    return tuple(counts)
-
-
-def _policies(fields: Fields, partition: tuple[int, ...]) -> tuple[str, ...]:
-    blocks = sum(partition)
-    ratios = _ratios(fields, partition) if "recompute_ratio" in fields else None
-    if "policies" not in fields:
-        return (KEEP,) * blocks if ratios is None else recomputed_from_end(partition, ratios)
-    policies = fields.items("policies", f"{', '.join(POLICIES)} for each block")
-    if len(policies) != blocks:
+def _policies(file: _PlanFile, path: Path) -> tuple[str, ...]:
+    """Of each block, as `policies` or `recompute_ratio` say it; where both are given they must agree."""
+    blocks, ratios = sum(file.partition), file.recompute_ratio
+    if file.policies and len(file.policies) != blocks:
         raise ConfigError(
-            f"{fields.place}: policies has {len(policies)} entries, but the partition holds {blocks} blocks: "
+            f"{path}: policies has {len(file.policies)} entries, but the partition holds {blocks} blocks: "
             "give one for each"
         )
-    for block, policy in enumerate(policies):
-        if policy not in POLICIES:
-            raise ConfigError(
-                f"{fields.place}: policies, block {block} is {shown(policy)}: "
-                f"it must be one of {', '.join(POLICIES)}"
-            )
-    if ratios is not None and recomputed_from_end(partition, ratios) != tuple(policies):
+    if ratios == ():
+        return file.policies or (KEEP,) * blocks
+    if not isinstance(ratios, tuple):
+        ratios = (ratios,) * len(file.partition)
+    if len(ratios) != len(file.partition):
         raise ConfigError(
-            f"{fields.place}: recompute_ratio is {shown(ratios)}, but the policies say otherwise: "
+            f"{path}: recompute_ratio has {len(ratios)} entries, but the partition has {len(file.partition)} "
+            "stages: give one for each"
+        )
+    policies = recomputed_from_end(file.partition, ratios)
+    if file.policies and file.policies != policies:
+        raise ConfigError(
+            f"{path}: recompute_ratio is {short_repr(list(ratios))}, but the policies say otherwise: "
             "remove one of the two"
         )
-    return tuple(policies)
-
-
-def _ratios(fields: Fields, partition: tuple[int, ...]) -> list[float]:
-    """One for each stage; a single number is that of all stages."""
-    value = fields.values["recompute_ratio"]
-    ratios = value if isinstance(value, list) else [value] * len(partition)
-    if len(ratios) != len(partition):
-        raise ConfigError(
-            f"{fields.place}: recompute_ratio {shown(ratios)} has {len(ratios)} entries, the partition "
-            f"{len(partition)} stages: give one for each"
-        )
-    for stage, ratio in enumerate(ratios):
-        share = finite(ratio)
-        if share is None or not 0 <= share <= 1:
-            raise ConfigError(
-                f"{fields.place}: recompute_ratio of stage {stage} is {shown(ratio)}: "
-                "it must be a number from 0 to 1"
-            )
-    return ratios
-
-
-def _prediction(fields: Fields) -> dict[str, float | list[Any]]:
-    prediction = fields.values.get("prediction", {})
-    if not isinstance(prediction, dict):
-        raise fields.fault("prediction", "an object of figures, as `vpipe plan` writes it, or left out")
-    for key, value in prediction.items():
-        if finite(value) is None and not isinstance(value, list):
-            raise ConfigError(
-                f"{fields.place}: prediction, {shown(key)} is {shown(value)}: it must be a number or a list"
-            )
-    return prediction
+    return policies

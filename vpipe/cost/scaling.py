@@ -1,41 +1,37 @@
-"""The same profile for minibatches of another size, or for a schedule."""
+"""A profile for minibatches of another size, or for a schedule."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
-from vpipe.cost.costs import Profile
+from vpipe.cost.costs import BlockCost, Profile
+from vpipe.cost.fields import file_fields
 
 
 def for_batch_size(profile: Profile, batch_size: int) -> Profile:
-    """Times of blocks, and bytes kept and sent, grow with the number of samples; updates and weights do not."""
+    """The fields of blocks whose unit scales are taken in proportion to the samples."""
     if batch_size == profile.batch_size:
         return profile
     factor = batch_size / profile.batch_size
-    blocks = tuple(
-        replace(
-            block,
-            forward=block.forward * factor,
-            input_gradient=block.input_gradient * factor,
-            weight_gradient=block.weight_gradient * factor,
-            recomputing=_scaled(block.recomputing, factor),
-            split_recomputing=_scaled(block.split_recomputing, factor),
-            splitting=block.splitting * factor,  # accumulating and swapping do not depend on the samples
-            kept_bytes=round(block.kept_bytes * factor),
-            boundary_bytes=round(block.boundary_bytes * factor),
-            working_bytes=round(block.working_bytes * factor),
-            forward_bytes=round(block.forward_bytes * factor),
-            deferred_bytes=None if block.deferred_bytes is None else round(block.deferred_bytes * factor),
-        )
-        for block in profile.blocks
-    )
+    scaled = [entry for entry in file_fields(BlockCost).values() if entry.unit and entry.unit.scales]
+
+    def scaled_fields(block: BlockCost) -> dict[str, Any]:
+        found = {}
+        for entry in scaled:
+            value = getattr(block, entry.name)
+            if value is not None:
+                found[entry.name] = round(value * factor) if entry.whole else value * factor
+        return found
+
+    blocks = tuple(replace(block, **scaled_fields(block)) for block in profile.blocks)
     return replace(profile, blocks=blocks, batch_size=batch_size)
 
 
 def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile:
-    """With what backward takes more in a schedule, counted with the weight gradient, and recomputing as it is there.
+    """The additional time of a backward in a schedule is added to the weight gradient; recomputing is chosen.
 
-    All but the first minibatch of an update add to gradients: each gets its share of that.
+    All but the first minibatch of an update add to gradients: the time for that is divided among all of them.
     """
     adding = 1 - 1 / update_interval
     blocks = tuple(
@@ -54,7 +50,3 @@ def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile
         for block in profile.blocks
     )
     return replace(profile, blocks=blocks)
-
-
-def _scaled(seconds: float | None, factor: float) -> float | None:
-    return None if seconds is None else seconds * factor

@@ -15,7 +15,7 @@ from vpipe.system.units import show_bytes
 def describe(result: PlanResult) -> dict[str, Any]:
     """The plan as plain data; `recompute_ratio` is there only where the policies have its shape."""
     plan = result.to_plan()
-    ratios = plan.recompute_ratio()
+    ratios = plan.ratios()
     return {
         "partition": list(plan.partition),
         **({} if ratios is None else {"recompute_ratio": ratios}),

@@ -1,4 +1,4 @@
-"""What was measured of a model's kinds of blocks, told block by block: times, bytes, shared parameters."""
+"""The costs of each block from the measurements of its kind: times, bytes, shared parameters."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, NamedTuple
 from vpipe.cost import BlockCost, Tie
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph
-from vpipe.profile.bench import Bench
 from vpipe.profile.kinds import Shape
-from vpipe.profile.times import Times
+from vpipe.profile.measured_stage import MeasuredStage
+from vpipe.profile.times import BlockTimes
 from vpipe.stage.held import address
 
 
 class Kept(NamedTuple):
-    """What autograd saves in a block of some kind: bytes of its own, and which inputs and outputs are among it.
+    """Bytes that autograd saves in a block of some kind: its own, and which inputs and outputs are among them.
 
-    `deferred` are the bytes that remain of it and of its gradients for weight gradients that wait, `forward` and
-    `backward` those that only lie there while it runs, `updating` those of its update.
+    `deferred` remain of these and of gradients for deferred weight gradients; `forward`, `backward` and `updating` are
+    allocated and freed again while it runs and is updated.
     """
 
     own: int
@@ -52,12 +52,12 @@ def kept_in(
 
 
 def block_costs(
-    graph: ModelGraph, found: list[Shape], times: Mapping[str, Times], kept: Mapping[str, Kept]
+    graph: ModelGraph, found: list[Shape], times: Mapping[str, BlockTimes], kept: Mapping[str, Kept]
 ) -> tuple[BlockCost, ...]:
     already: set[str] = set()  # values that an earlier block has kept
     costs = []
     for block, shape in zip(graph.blocks, found, strict=True):
-        time, memory = times[shape.kind], kept[shape.kind]
+        memory = kept[shape.kind]
         new = {shape.inputs[number]: size for number, size in memory.inputs.items()}
         size = memory.own + sum(size for name, size in new.items() if name not in already)
         already.update(new, (shape.outputs[number] for number in memory.outputs))
@@ -65,24 +65,14 @@ def block_costs(
         costs.append(
             BlockCost(
                 name=block.name,
-                forward=time.forward,
-                input_gradient=time.input_gradient,
-                weight_gradient=time.weight_gradient,
-                update=time.update,
                 kept_bytes=size,
                 boundary_bytes=block.cut_bytes,
                 parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
-                spread=time.spread,
                 deferred_bytes=memory.deferred,
-                version=time.version,
-                splitting=time.splitting,
-                accumulating=time.accumulating,
-                recomputing=time.recomputing,
-                split_recomputing=time.split_recomputing,
-                swapping=time.swapping,
                 working_bytes=max(memory.forward, memory.backward),
                 forward_bytes=memory.forward,
                 update_bytes=memory.updating,
+                **times[shape.kind]._asdict(),
             )
         )
     return tuple(costs)
@@ -101,8 +91,8 @@ def ties(graph: ModelGraph) -> tuple[Tie, ...]:
     )
 
 
-def optimizer_ratio(benches: Sequence[Bench]) -> float:
-    trained = sum(p.nbytes for bench in benches for p in bench.weights.model_parameters)
+def optimizer_ratio(stages: Sequence[MeasuredStage]) -> float:
+    trained = sum(p.nbytes for stage in stages for p in stage.weights.model_parameters)
     if not trained:
         raise VPipeError("the model has no parameter that is trained: there is nothing to profile")
-    return round(sum(bench.state_bytes() for bench in benches) / trained, 4)
+    return round(sum(stage.state_bytes() for stage in stages) / trained, 4)

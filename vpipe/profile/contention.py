@@ -1,7 +1,12 @@
-"""Company on the bench: processes that do the same work meanwhile, as the other ranks of a run do.
+"""Contention while a model is measured: other processes do the same work, as the other ranks of a run do.
 
-Ranks of one host share its memory bandwidth, its last cache and its power: a process alone is quicker than any of
-them. The others are forks of this process, so that they have its modules and data without building them again.
+Ranks of one host share its memory bandwidth, its last cache and its power, and ranks of one GPU its memory and its
+power: each of them is slower than a rank alone. On the CPU the others are forks of the process that measures, which
+have its modules and data without building them again. On a GPU they are ranks, of which the first measures:
+
+    alone   rank 0 ▪▪▪▪▪▪▪▪      the others wait; the links to the host and to a peer are measured then too
+    shared  rank 0   ▪▪▪▪▪▪▪▪    ▪: rounds that count
+            rank 1 ············  the others start before and stop after
 """
 
 from __future__ import annotations
@@ -10,13 +15,27 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
+from vpipe.communication import World
+from vpipe.cost import Profile, read_profile, write_profile
+from vpipe.profile.device import measure_device
+from vpipe.profile.links import measure_link
+
+if TYPE_CHECKING:
+    from vpipe.profile.model import MeasuredModel
+
+MARGIN = 1.0
+"""Seconds that the other ranks work before rank 0 measures, and after it."""
+
 
 @contextmanager
-def company(count: int, work: Callable[[], None]) -> Iterator[None]:
-    """So many other processes repeat `work` until the end of the `with`."""
+def busy_processes(count: int, work: Callable[[], None]) -> Iterator[None]:
+    """So many forks of this process repeat `work` until the end of the `with`."""
     if not hasattr(os, "fork"):
         count = 0
     children = [_start(work) for _ in range(count)]
@@ -39,4 +58,54 @@ def _start(work: Callable[[], None]) -> int:
         while os.getppid() == parent:
             work()
     finally:
-        os._exit(0)  # nothing of the parent's is to be ended or flushed from here
+        os._exit(0)  # nothing of the parent's may be closed or flushed from here
+
+
+def profile_shared_device(world: World, model: MeasuredModel, file: Path, seconds: float = 5.0) -> Profile:
+    """The times of rank 0 while all ranks of the world work on this device; it writes the profile to `file`.
+
+    Kinds of blocks come as often as in the model: they differ in the memory bandwidth and power that they leave to
+    other ranks.
+    """
+    world.all_gather("profile: before the links", None)
+    if world.rank == 0:
+        device, link = measure_device(model.place), measure_link(model.place)
+    world.all_gather("profile: before the first round", None)
+    model.run_round()  # compiles, or captures graphs, before anybody waits for it
+    world.all_gather("profile: warm", None)
+    alone: Profile | None = None
+    if world.rank == 0:
+        model.run_for(seconds / 4)
+        model.clear()
+        model.run_for(seconds / 2)
+        alone = model.profile(device, link)
+    world.all_gather("profile: measured alone", None)
+    if world.size > 1:
+        model.start_at(world.rank / world.size)
+        model.run_for(MARGIN)
+        model.clear()
+        model.run_for(seconds)
+        if world.rank != 0:
+            model.run_for(MARGIN)
+    world.all_gather("profile: measured with all ranks", None)
+    model.measure_swapping()
+    if alone is not None:
+        write_profile(_with_contention(alone, model.profile(device, link), world.size), file)
+    world.all_gather("profile: written", None)
+    return read_profile(file)
+
+
+def _with_contention(alone: Profile, shared: Profile, ranks: int) -> Profile:
+    factor = max(1.0, _seconds(shared) / _seconds(alone) if _seconds(alone) else 1.0)
+    device = replace(
+        shared.device,
+        memory=shared.device.memory // ranks,
+        shared_by=ranks,
+        crowding=round(factor, 4),
+        adding=shared.device.adding * factor,
+    )
+    return replace(shared, device=device)
+
+
+def _seconds(profile: Profile) -> float:
+    return sum(block.forward + block.backward for block in profile.blocks)

@@ -1,15 +1,19 @@
-"""The device of a rank: its memory, and how fast saved tensors go to the host and back."""
+"""The device of a rank: its memory, its link to the host, and the runtime's own time for an action."""
 
 from __future__ import annotations
 
 from statistics import median
-from time import perf_counter
+from time import perf_counter, thread_time
 
 import torch
+from torch import nn
 
-from vpipe.communication import HOST
+from vpipe.communication import HOST, InProcessWorld
 from vpipe.cost import DeviceCost
-from vpipe.profile.overhead import measure_overhead
+from vpipe.graph import capture
+from vpipe.pipeline.threads import run_ranks
+from vpipe.profile.measured_stage import MeasuredStage, seconds
+from vpipe.profile.rounds import BACKWARD, FORWARD, run_rounds
 from vpipe.stage.host_store import make_store
 from vpipe.system.host_memory import total_memory
 
@@ -20,6 +24,8 @@ ADDED = 2**24
 """Elements of a gradient that stages share, such as an embedding's."""
 SLACK = 10 * 2**20
 """Half of a piece in which torch's allocator takes memory from a GPU for tensors of 1 to 10 MB."""
+MINIBATCHES, UPDATES, WARM = 8, 12, 2
+"""Of an update, and updates, by which the runtime's own time is measured."""
 
 
 def measure_device(device: torch.device = HOST) -> DeviceCost:
@@ -80,3 +86,50 @@ def _now(device: torch.device) -> float:
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return perf_counter()
+
+
+def measure_overhead() -> float:
+    """Seconds of the runtime for a forward or backward: a pipeline that computes nearly nothing, less its bare module.
+
+    Updates and messages are measured elsewhere.
+    """
+    with torch.random.fork_rng(devices=[]):
+        (update,) = run_ranks(1, _train)
+        model, batch = _tiny()
+        graph = capture(model, batch, nn.functional.mse_loss)
+        (stage,) = graph.stages((len(graph.blocks),))
+        module = MeasuredStage(stage, model, _optimizer, None, {}, graph.batch_fields(batch), HOST)
+        run_rounds([module], 50, 50, 0.0)
+    bare = sum(median(map(seconds, module.intervals[phase])) for phase in (FORWARD, BACKWARD))
+    return max(0.0, (update / MINIBATCHES - bare) / 2)
+
+
+def _train(world: InProcessWorld) -> float:
+    """Seconds of an update."""
+    from vpipe.pipeline import Pipeline
+
+    model, batch = _tiny()
+    with Pipeline(
+        model,
+        batch,
+        loss_fn=nn.functional.mse_loss,
+        device=HOST,
+        optimizer=_optimizer,
+        schedule="1f1b",
+        minibatches=MINIBATCHES,
+        world=world,
+    ) as pipe:
+        before, taken = thread_time(), []
+        for _ in pipe.train(batch for _ in range(MINIBATCHES * (WARM + UPDATES))):
+            now = thread_time()
+            taken.append(now - before)
+            before = now
+    return median(taken[WARM:])
+
+
+def _tiny() -> tuple[nn.Module, tuple[torch.Tensor, torch.Tensor]]:
+    return nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)), (torch.zeros(2, 8), torch.zeros(2, 8))
+
+
+def _optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, 0.0)

@@ -15,7 +15,7 @@ from vpipe.communication.channel import HOST, Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.cost import LinkCost
 from vpipe.errors import PeerError
-from vpipe.profile.clocks import Lap, clock_of, seconds
+from vpipe.profile.measured_stage import Interval, clock_of, seconds
 
 SMALL, LARGE = 64 * 2**10, 8 * 2**20
 REPEATS = 30
@@ -45,12 +45,12 @@ def _copy_bandwidth(device: torch.device) -> float:
     source = torch.zeros(LARGE, dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     clock = clock_of(device)
-    laps: list[Lap] = []
+    intervals: list[Interval] = []
     for _ in range(REPEATS):
         start = clock()
         target.copy_(source)
-        laps.append((start, clock()))
-    return LARGE / median(map(seconds, laps[WARM:]))
+        intervals.append((start, clock()))
+    return LARGE / median(map(seconds, intervals[WARM:]))
 
 
 def _measure() -> LinkCost:

@@ -1,4 +1,4 @@
-"""The profile of a model: each kind of block on the bench, each block's bytes, the device, the link."""
+"""The profile of a model: each kind of block measured, the bytes of each block, the device, the link."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from torch import Tensor, nn
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.graph import ModelGraph, StageGraph, capture
-from vpipe.profile.bench import Bench, run_round, run_rounds
 from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
-from vpipe.profile.contention import company as kept_company
-from vpipe.profile.cuda_graph_bench import TapedBench
+from vpipe.profile.contention import busy_processes
+from vpipe.profile.cuda_graph_stage import MeasuredGraphStage
 from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
-from vpipe.profile.swapping import measure_swapping
-from vpipe.profile.times import Calls, Times
+from vpipe.profile.measured_stage import MeasuredStage
+from vpipe.profile.rounds import measure_swapping, run_round, run_rounds
+from vpipe.profile.times import NO_CALLS, block_times, call_times
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype, skeleton
 from vpipe.system.device import check_cuda_graphs
@@ -32,7 +32,7 @@ from vpipe.weights import OptimizerFactory
 MEMBERS = 2
 """Blocks of a kind that are measured: with one alone, its weights would never leave the caches."""
 RUN = 4
-"""Blocks that are measured in one go as well, on a GPU: what a call takes beyond them is not theirs."""
+"""Consecutive blocks that are measured as one stage as well, on a GPU: it gives the cost of a call."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 
 
@@ -48,17 +48,17 @@ def profile_model(
     seconds: float = 5.0,
     device: DeviceCost | None = None,
     link: LinkCost | None = None,
-    company: int = 0,
+    other_processes: int = 0,
     place: torch.device = HOST,
 ) -> Profile:
     """Measure the model on this machine, on the CPU or a GPU (`place`), with minibatches like `example_batch`.
 
     The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
-    for about `seconds`, while so many processes as `company` says do the same work: the other ranks of this host.
-    `compile` names a backend of torch.compile for the blocks; with `cuda_graphs` a GPU's are played from those.
+    for about `seconds`, while `other_processes` do the same work, as the other ranks of this host would.
+    `compile` names a backend of torch.compile for the blocks; with `cuda_graphs` those on a GPU replay CUDA graphs.
     `device` and `link` are measured as well, unless they are given.
     """
-    bench = ModelBench(
+    measured = MeasuredModel(
         model,
         example_batch,
         loss_fn,
@@ -68,15 +68,15 @@ def profile_model(
         cuda_graphs=cuda_graphs,
         place=place,
     )
-    return bench.measure(seconds, device, link, company)
+    return measured.measure(seconds, device, link, other_processes)
 
 
-class ModelBench:
+class MeasuredModel:
     """One or two blocks of each of a model's kinds, to be measured round by round.
 
-    On a GPU kinds come as often as in the model, for they share its power and, with other ranks, its memory; and some
-    blocks run in one go as well. There a block alone may take the host longer to issue than the GPU to compute: what
-    that takes for each call is the action's (`DeviceCost.overhead`), not each block's.
+    On a GPU kinds come as often as in the model, since they share its power and, with other ranks, its memory. There a
+    single block may take the host longer to launch than the GPU to compute. A run of consecutive blocks is measured as
+    well, so that the cost of a call counts for the action (`DeviceCost.overhead`) and not for each block.
     """
 
     def __init__(
@@ -90,17 +90,17 @@ class ModelBench:
         compile: str | None = None,
         cuda_graphs: bool = False,
         place: torch.device = HOST,
-        in_one_go: int | None = None,
+        run_length: int | None = None,
     ) -> None:
-        """`in_one_go`: how many blocks run so as well; None: some on a GPU, none on the CPU."""
+        """`run_length`: consecutive blocks that are measured as one stage; None: some on a GPU, none on the CPU."""
         self.graphs = cuda_graphs
-        self._bench = TapedBench if cuda_graphs else Bench
+        self._make_stage = MeasuredGraphStage if cuda_graphs else MeasuredStage
         if cuda_graphs:
             check_cuda_graphs(place)
         self.place = place
         self.compiled = compile is not None
-        if in_one_go is None:
-            in_one_go = RUN if place.type == "cuda" else 0
+        if run_length is None:
+            run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
         self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
         fields = self.graph.batch_fields(example_batch)
@@ -109,74 +109,69 @@ class ModelBench:
         self.shapes = shapes(self.graph)
         with torch.random.fork_rng(devices=[]):
             self.kinds, self._kept, values = _set_up(
-                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, self._bench
+                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, self._make_stage
             )
             run = None
-            if min(in_one_go, len(self.shapes)) > 1:
-                stage = _commonest(self.graph, self.shapes, in_one_go)
+            if min(run_length, len(self.shapes)) > 1:
+                stage = _commonest(self.graph, self.shapes, run_length)
                 own = {name: fields[name] for name in stage.fields}
-                run = self._bench(stage, model, optimizer, dtype, values, own, place, compile)
+                run = self._make_stage(stage, model, optimizer, dtype, values, own, place, compile)
         self.run = run
-        singles = [bench for own in self.kinds.values() for bench in own]
-        self.everything = singles if run is None else [*singles, run]
-        for bench in self.everything:
-            bench.begin()
-        self._rounds = self.rounds_as_often()
+        singles = [single for same in self.kinds.values() for single in same]
+        self.stages = singles if run is None else [*singles, run]
+        for measured in self.stages:
+            measured.begin_rounds()
+        self._rounds = self.weighted_rounds()
 
     def measure(
         self,
         seconds: float = 5.0,
         device: DeviceCost | None = None,
         link: LinkCost | None = None,
-        company: int = 0,
+        other_processes: int = 0,
     ) -> Profile:
-        """Rounds for so many seconds, in `company`, and the device and the link, unless they are given."""
+        """Rounds for so many seconds, and the device and the link, unless they are given."""
         if self.compiled:
-            self.round()  # before the company comes
+            self.run_round()  # before there are other processes
         if self.place.type == "cuda":
-            self.work_for(seconds / 4)
-            self.forget()
-            self.work_for(seconds)
-            self.swap()
+            self.run_for(seconds / 4)
+            self.clear()
+            self.run_for(seconds)
+            self.measure_swapping()
         else:
-            with kept_company(company, self.round), torch.random.fork_rng(devices=[]):
-                run_rounds(self.everything, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+            with busy_processes(other_processes, self.run_round), torch.random.fork_rng(devices=[]):
+                run_rounds(self.stages, LEAST_ROUNDS, MOST_ROUNDS, seconds)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
 
-    def work_for(self, seconds: float) -> None:
-        """Rounds in which kinds come as often as in the model: so long, and until all have had their turn."""
+    def run_for(self, seconds: float) -> None:
+        """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds."""
         end = perf_counter() + seconds
         for whole in self._rounds:
             if whole and perf_counter() > end:
                 return
 
-    def swap(self) -> None:
-        """What swapping takes the host, of every kind. On a CPU copies do not run beside computing: nothing."""
+    def measure_swapping(self) -> None:
+        """The host's time to swap each kind on a GPU. On a CPU copies do not run beside computing: there is none."""
         if self.place.type != "cuda":
             return
         with torch.random.fork_rng(devices=[]):
-            measure_swapping(bench for own in self.kinds.values() for bench in own[:1])
+            measure_swapping(stage for same in self.kinds.values() for stage in same[:1])
 
-    def round(self) -> None:
+    def run_round(self) -> None:
         with torch.random.fork_rng(devices=[]):
-            run_round(self.everything)
+            run_round(self.stages)
 
-    def begin_at(self, share: float) -> None:
-        """Let these rounds begin behind this share of them, for company that is not to keep step."""
-        self._rounds = self.rounds_as_often(share)
+    def start_at(self, share: float) -> None:
+        """Start the cycle of rounds after this share of it, so that ranks on one device do not run in step."""
+        self._rounds = self.weighted_rounds(share)
 
-    def rounds_as_often(self, share: float = 0.0) -> Iterator[bool]:
-        """Rounds without end; True where each kind has come as often as the model has it."""
-        own = {kind: len(benches) for kind, benches in self.kinds.items()}
-        together = Counter(self._kinds_of(self.run) if self.run else ())
+    def weighted_rounds(self, share: float = 0.0) -> Iterator[bool]:
+        """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model."""
+        in_run = Counter(self._kinds_of(self.run) if self.run else ())
         count = Counter(shape.kind for shape in self.shapes)
-        often = {kind: -(-count[kind] // (own[kind] + together[kind])) for kind in own}
+        often = {kind: -(-count[kind] // (len(same) + in_run[kind])) for kind, same in self.kinds.items()}
         rounds = [
-            [
-                bench
-                for bench in self.everything
-                if max(often[kind] for kind in self._kinds_of(bench)) > number
-            ]
+            [stage for stage in self.stages if max(often[kind] for kind in self._kinds_of(stage)) > number]
             for number in range(max(often.values()))
         ]
         first = round(share * len(rounds))
@@ -185,20 +180,20 @@ class ModelBench:
                 run_round(rounds[number])
             yield number == (first or len(rounds)) - 1
 
-    def _kinds_of(self, bench: Bench) -> Sequence[str]:
-        return [self.shapes[number].kind for number in bench.stage.blocks]
+    def _kinds_of(self, stage: MeasuredStage) -> Sequence[str]:
+        return [self.shapes[number].kind for number in stage.stage.blocks]
 
-    def forget(self) -> None:
-        """The rounds so far."""
-        for bench in self.everything:
-            bench.laps.clear()
+    def clear(self) -> None:
+        """Drop the times of the rounds so far."""
+        for stage in self.stages:
+            stage.intervals.clear()
 
     def profile(self, device: DeviceCost, link: LinkCost) -> Profile:
-        """Of all rounds."""
-        calls = Calls()
+        """From all rounds so far."""
+        calls = NO_CALLS
         if self.run is not None:
-            calls = Calls.beyond([self.kinds[kind] for kind in self._kinds_of(self.run)], self.run)
-        times = {kind: Times(own, calls) for kind, own in self.kinds.items()}
+            calls = call_times([self.kinds[kind] for kind in self._kinds_of(self.run)], self.run)
+        times = {kind: block_times(same, calls) for kind, same in self.kinds.items()}
         return Profile(
             blocks=block_costs(self.graph, self.shapes, times, self._kept),
             device=replace(
@@ -210,7 +205,7 @@ class ModelBench:
             ),
             link=link,
             batch_size=self.batch_size,
-            optimizer_ratio=optimizer_ratio(self.everything),
+            optimizer_ratio=optimizer_ratio(self.stages),
             fingerprint=self.graph.plan_fingerprint,
             tied=ties(self.graph),
         )
@@ -225,40 +220,38 @@ def _set_up(
     fields: Mapping[str, Tensor],
     place: torch.device = HOST,
     compile: str | None = None,
-    make: type[Bench] = Bench,
-) -> tuple[dict[str, list[Bench]], dict[str, Kept], dict[str, Tensor]]:
-    """Benches for each kind, with the inputs that the blocks before made for them; and all these values."""
-    benches: dict[str, list[Bench]] = defaultdict(list)
+    make: type[MeasuredStage] = MeasuredStage,
+) -> tuple[dict[str, list[MeasuredStage]], dict[str, Kept], dict[str, Tensor]]:
+    """Stages of one block for each kind, with the inputs that earlier blocks made for them; and all these values."""
+    kinds: dict[str, list[MeasuredStage]] = defaultdict(list)
     kept: dict[str, Kept] = {}
     values: dict[str, Tensor] = {}
     for stage, shape in zip(graph.stages((1,) * len(found)), found, strict=True):
-        same = benches[shape.kind]
+        same = kinds[shape.kind]
         if len(same) < MEMBERS:
             own = {name: fields[name] for name in stage.fields}
-            bench = make(stage, model, optimizer, dtype, values, own, place, compile)
-            saved, made = bench.saved_bytes()
+            measured = make(stage, model, optimizer, dtype, values, own, place, compile)
+            saved, made = measured.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
-            known = {**bench.inputs, **bench.free, **made}
+            known = {**measured.inputs, **measured.free, **made}
             if shape.kind not in kept:
-                left = bench.deferred_bytes(), *bench.working_bytes(), bench.update_bytes()
-                kept[shape.kind] = kept_in(shape, saved, known, *left)
-            bench.discard()
-            same.append(bench)
+                sizes = measured.deferred_bytes(), *measured.working_bytes(), measured.update_bytes()
+                kept[shape.kind] = kept_in(shape, saved, known, *sizes)
+            measured.discard()
+            same.append(measured)
         else:
-            # What a block of the same kind made will do: only its type matters to those that read it.
-            values.update(zip(shape.outputs, (values[n] for n in _outputs_of(same[-1], found)), strict=True))
-    return benches, kept, values
+            # Values of a block of the same kind: only their types matter to their readers.
+            values.update(
+                zip(shape.outputs, (values[n] for n in found[same[-1].stage.index].outputs), strict=True)
+            )
+    return kinds, kept, values
 
 
 def _commonest(graph: ModelGraph, found: Sequence[Shape], length: int) -> StageGraph:
-    """The so many consecutive blocks whose kinds the model has most of."""
+    """So many consecutive blocks, of the kinds that the model has most of."""
     count = Counter(shape.kind for shape in found)
     length = min(length, len(found))
     starts = range(len(found) - length + 1)
     start = max(starts, key=lambda start: sum(count[shape.kind] for shape in found[start : start + length]))
     parts = [part for part in (start, length, len(found) - start - length) if part]
     return graph.stages(parts)[1 if start else 0]
-
-
-def _outputs_of(bench: Bench, found: list[Shape]) -> tuple[str, ...]:
-    return found[bench.stage.index].outputs

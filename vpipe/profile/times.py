@@ -1,4 +1,4 @@
-"""What the rounds on the bench come to: medians of each kind of block, and what a call takes beyond its blocks."""
+"""Times of blocks from the rounds that were measured: medians of each kind, and the cost of a call."""
 
 from __future__ import annotations
 
@@ -6,82 +6,113 @@ from collections.abc import Sequence
 from statistics import median, quantiles
 from typing import NamedTuple
 
-from vpipe.profile.bench import (
-    ADDING,
-    AGAIN_BACKWARD,
-    AGAIN_FORWARD,
-    AGAIN_SPLIT,
+from vpipe.profile.measured_stage import MeasuredStage, seconds
+from vpipe.profile.rounds import (
     BACKWARD,
     FORWARD,
+    HOST,
+    HOST_SWAPPING,
     INPUT_GRADIENT,
+    RECOMPUTING_BACKWARD,
+    RECOMPUTING_FORWARD,
+    SECOND_BACKWARD,
     SPLIT_FORWARD,
+    SPLIT_RECOMPUTING,
     UPDATE,
     VERSION,
     WEIGHT_GRADIENT,
-    Bench,
 )
-from vpipe.profile.clocks import seconds
-from vpipe.profile.swapping import ISSUED, ISSUED_SWAPPED
+
+SMALLEST = 5e-7
+"""Seconds that a GPU's events can tell apart: no forward and no backward counts as less."""
 
 
-class Calls(NamedTuple):
-    """Seconds that a call takes beyond those of the blocks that it runs."""
+class CallTimes(NamedTuple):
+    """Seconds that a call takes in addition to the blocks that it runs."""
 
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
 
-    @classmethod
-    def beyond(cls, singles: Sequence[Sequence[Bench]], run: Bench) -> Calls:
-        """From blocks that ran one by one, and some of the same kinds in one go."""
 
-        def apart(phase: str) -> float:
-            alone = sum(median(_pooled(benches, phase)) for benches in singles)
-            return max(0.0, (alone - median(_pooled([run], phase))) / (len(singles) - 1))
-
-        return cls(apart(FORWARD), apart(BACKWARD), apart(UPDATE))
+NO_CALLS = CallTimes()
 
 
-NO_CALLS = Calls()
+class BlockTimes(NamedTuple):
+    """Seconds of a kind of block, under the names of `BlockCost`."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    update: float
+    spread: float
+    version: float
+    splitting: float
+    accumulating: float
+    recomputing: float | None
+    split_recomputing: float | None
+    swapping: float
 
 
-def _pooled(benches: Sequence[Bench], phase: str) -> list[float]:
-    return [seconds(lap) for bench in benches for lap in bench.laps[phase]]
+def call_times(singles: Sequence[Sequence[MeasuredStage]], run: MeasuredStage) -> CallTimes:
+    """From blocks that were run one by one, and a stage of some of the same kinds."""
+
+    def of(phase: str) -> float:
+        one_by_one = sum(median(_pooled(stages, phase)) for stages in singles)
+        return max(0.0, (one_by_one - median(_pooled([run], phase))) / (len(singles) - 1))
+
+    return CallTimes(of(FORWARD), of(BACKWARD), of(UPDATE))
 
 
-class Times:
-    """Medians over the rounds of all benches of a kind, without what each call took beyond its blocks."""
+def block_times(stages: Sequence[MeasuredStage], calls: CallTimes = NO_CALLS) -> BlockTimes:
+    """Medians over the rounds of all stages of a kind, without the cost of the calls.
 
-    def __init__(self, benches: Sequence[Bench], calls: Calls = NO_CALLS) -> None:
-        def pooled(phase: str) -> list[float]:
-            return _pooled(benches, phase)
+    A time that is a difference of medians can come out negative: the noise is larger than the time. It then counts as
+    the smallest that can be measured, or as not known where the planner would take it for free, and `spread` shows how
+    far off it was.
+    """
 
-        self.forward = max(0.0, median(pooled(FORWARD)) - calls.forward)
-        whole = median(pooled(BACKWARD))
-        backward = max(0.0, whole - calls.backward)
-        first, second = median(pooled(INPUT_GRADIENT)), median(pooled(WEIGHT_GRADIENT))
-        # Most schedules run backward whole: the split one tells the shares, and what it takes more.
-        share = first / (first + second) if first + second else 1.0
-        self.input_gradient = backward * share
-        self.weight_gradient = backward - self.input_gradient
-        split = median(pooled(SPLIT_FORWARD)) + first + second
-        self.splitting = max(0.0, split - median(pooled(FORWARD)) - whole)
-        self.accumulating = max(0.0, median(pooled(ADDING)) - whole)
-        repeated = median(pooled(AGAIN_FORWARD)) + median(pooled(AGAIN_BACKWARD))
-        self.recomputing = max(0.0, repeated - median(pooled(FORWARD)) - whole)
-        in_parts = sum(median(pooled(phase)) for phase in AGAIN_SPLIT)
-        self.split_recomputing = max(0.0, in_parts - split)
-        self.swapping = 0.0
-        if swapped := pooled(ISSUED_SWAPPED):
-            plain = max(median(pooled(ISSUED)), median(pooled(FORWARD)) + whole)
-            self.swapping = max(0.0, median(swapped) - plain)
-        update = median(pooled(UPDATE))
-        self.update = max(0.0, update - calls.update)
-        self.version = max(0.0, median(pooled(VERSION)) - update)
-        both = [
-            seconds(f) + seconds(b)
-            for bench in benches
-            for f, b in zip(bench.laps[FORWARD][::2], bench.laps[BACKWARD], strict=True)
-        ]
-        quarters = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
-        self.spread = (quarters[2] - quarters[0]) / median(both) if median(both) else 0.0
+    def middle(phase: str) -> float:
+        return median(_pooled(stages, phase))
+
+    forward, backward, update = middle(FORWARD), middle(BACKWARD), middle(UPDATE)
+    first, second = middle(INPUT_GRADIENT), middle(WEIGHT_GRADIENT)
+    split = middle(SPLIT_FORWARD) + first + second
+    recomputing = middle(RECOMPUTING_FORWARD) + middle(RECOMPUTING_BACKWARD) - forward - backward
+    split_recomputing = sum(map(middle, SPLIT_RECOMPUTING)) - split
+    own_forward, own_backward = forward - calls.forward, backward - calls.backward
+    noise = -min(own_forward, own_backward, recomputing, split_recomputing)
+    # Most schedules run backward whole: the split one gives the shares, and its additional time.
+    share = first / (first + second) if first + second else 1.0
+    input_gradient = max(SMALLEST, own_backward) * share
+    swapping = 0.0
+    if swapped := _pooled(stages, HOST_SWAPPING):
+        swapping = max(0.0, median(swapped) - max(middle(HOST), forward + backward))
+    return BlockTimes(
+        forward=max(SMALLEST, own_forward),
+        input_gradient=input_gradient,
+        weight_gradient=max(SMALLEST, own_backward) - input_gradient,
+        update=max(0.0, update - calls.update),
+        spread=_spread(stages, noise),
+        version=max(0.0, middle(VERSION) - update),
+        splitting=max(0.0, split - forward - backward),
+        accumulating=max(0.0, middle(SECOND_BACKWARD) - backward),
+        recomputing=recomputing if recomputing > 0 else None,
+        split_recomputing=split_recomputing if split_recomputing > 0 else None,
+        swapping=swapping,
+    )
+
+
+def _spread(stages: Sequence[MeasuredStage], noise: float) -> float:
+    """The range of the middle half of the times of F and B, at least `noise`, as a share of their median."""
+    both = [
+        seconds(forward) + seconds(backward)
+        for stage in stages
+        for forward, backward in zip(stage.intervals[FORWARD][::2], stage.intervals[BACKWARD], strict=True)
+    ]
+    low, _, high = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
+    return max(high - low, noise) / median(both) if median(both) else 0.0
+
+
+def _pooled(stages: Sequence[MeasuredStage], phase: str) -> list[float]:
+    return [seconds(interval) for stage in stages for interval in stage.intervals[phase]]

@@ -1,4 +1,4 @@
-"""Out of memory, as an error that says who needed it, for what, and how much was there."""
+"""The error for a rank that is out of memory: rank, stage, action, bytes requested, held and free."""
 
 import re
 from contextlib import suppress
@@ -13,9 +13,9 @@ from vpipe.system.host_memory import free_memory
 from vpipe.system.units import read_bytes
 
 MEMORY_ERRORS = (MemoryError, RuntimeError)
-"""What allocators raise; torch's are RuntimeErrors, of which most are something else."""
-_SAID = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory", re.IGNORECASE)
-_WANTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
+"""The types that allocators raise; most RuntimeErrors are something else."""
+_OUT_OF_MEMORY = re.compile(r"can't allocate memory|not enough memory|Cannot allocate memory", re.IGNORECASE)
+_REQUESTED = re.compile(r"[Tt]ried to allocate ([\d.]+ ?[KMGT]?i?B|\d+ bytes)")
 
 
 class DeviceMemory(NamedTuple):
@@ -23,16 +23,16 @@ class DeviceMemory(NamedTuple):
 
     held: int | None
     free: int | None
-    """What this process may still have."""
+    """Still available to this process."""
     words: str
 
 
 def explain(error: BaseException, rank: int, action: Action | None) -> OutOfMemoryError | None:
     """The error to raise instead; None if it is not about memory."""
     known = isinstance(error, MemoryError | torch.OutOfMemoryError)
-    if not known and not _SAID.search(str(error)):
+    if not known and not _OUT_OF_MEMORY.search(str(error)):
         return None
-    found = _WANTED.search(str(error))
+    found = _REQUESTED.search(str(error))
     place = f"rank {rank}" if action is None else f"rank {rank}, stage {action.stage}, action {action}"
     need = "" if found is None else f": it tried to allocate {found[1]}"
     held, free, words = memory_now()

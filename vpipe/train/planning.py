@@ -1,6 +1,6 @@
-"""A run's plan: the model is profiled, unless it was before, and planned for the ranks that the run has.
+"""The plan of a run: the model is profiled, unless it was before, and planned for the ranks of the run.
 
-`vpipe plan CONFIG` shows it; with `partition: auto` the run follows it.
+`vpipe plan CONFIG` shows it; with `partition: auto` the run uses it.
 """
 
 from __future__ import annotations
@@ -8,13 +8,12 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.system.units import read_bytes
@@ -27,8 +26,8 @@ MEASURED = (
     "batch_size", "sequence_length", "optimizer", "optimizer_groups", "precision", "compile", "cuda_graphs",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 4
-"""How profiles are measured: those of another method are not found in the cache."""
+METHOD = 5
+"""The number of the way in which profiles are measured: the cache finds none of another one."""
 
 
 def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
@@ -40,9 +39,8 @@ def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
                 "leave one of the two out"
             )
     write_plan(plan_run(config, cache).to_plan(), path)
-    write_profile(
-        cached_profile(config, cache), path.with_name("profile.json")
-    )  # what the report predicts with
+    # The report makes its predictions from it.
+    write_profile(cached_profile(config, cache), path.with_name("profile.json"))
 
 
 def plan_run(
@@ -77,19 +75,9 @@ def plan_run(
 
 
 def profile_cache(config: RunConfig) -> Path:
-    """Where the profiles of the configured runs lie."""
+    """The folder of the profiles of configured runs."""
     directory = Path() if config.directory is None else config.path(config.directory)
     return directory / config.log_directory / "cache"
-
-
-def known_profile(config: RunConfig, cache: Path, model: str) -> Profile | None:
-    """What was measured before of the model with this fingerprint: beside the run's plan, or in the cache."""
-    beside = [] if config.planned is None else [config.planned[0].with_name("profile.json")]
-    for file in (*beside, cache / f"profile-{_fingerprint(config)}.json"):
-        with suppress(VPipeError):
-            if file.is_file() and (found := read_profile(file)).fingerprint in ("", model):
-                return found
-    return None
 
 
 def cached_profile(config: RunConfig, cache: Path) -> Profile:
@@ -112,7 +100,7 @@ def cached_profile(config: RunConfig, cache: Path) -> Profile:
 
 
 def _fingerprint(config: RunConfig) -> str:
-    """Of what the profile depends on: the model, the minibatch, the machine."""
+    """A hash of all that the profile depends on: the model, the minibatch, the machine."""
     import torch
 
     settings = config.model_dump(mode="json", include=set(MEASURED))

@@ -1,7 +1,7 @@
-"""A configured model on the bench: by processes of their own, as many as ranks share a GPU, each with its share of it.
+"""The measurement of a configured model: on a GPU by as many processes as ranks share it, each with its share of it.
 
-They are started as the ranks of a run are, watched and ended with it: by `vpipe profile` of the run's configuration,
-which a rank reads as "measure with the others".
+They are started, watched and ended as the ranks of a run are, with the command `vpipe profile`: in a process that is a
+rank it measures together with the other ranks.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from vpipe.system.host_memory import cores
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
-    from vpipe.profile.model import ModelBench
+    from vpipe.profile.model import MeasuredModel
 
 
 def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) -> Profile:
-    """So many processes measure at once, each with its share of the GPU, as the ranks of a run; they end with it."""
+    """Measured by so many processes at once, which share the GPU as the ranks of a run do."""
     with TemporaryDirectory(prefix="vpipe-profile-") as name:
         folder = Path(name)
         described, output = folder / "config.yml", folder / "profile.json"
@@ -39,7 +39,7 @@ def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) 
                 arguments,
                 count,
                 folder,
-                ["the bench"] * count,
+                ["profile"] * count,
                 quiet=True,
                 heartbeat_limit=config.heartbeat_limit,
                 patience=config.timeout,
@@ -50,23 +50,23 @@ def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) 
 
 
 def measure_as_rank(config: RunConfig, output: Path) -> None:
-    """One of these processes: the first writes what it has measured."""
+    """The work of one of these processes; the first writes the profile."""
     end_with_launcher()
     from vpipe.communication import ProcessWorld
-    from vpipe.profile.together import profile_together
+    from vpipe.profile.contention import profile_shared_device
 
     start_heartbeat()
-    profile_together(ProcessWorld(timeout=config.timeout), bench_of(config), output)
+    profile_shared_device(ProcessWorld(timeout=config.timeout), measured_model(config), output)
 
 
-def bench_of(config: RunConfig) -> ModelBench:
-    from vpipe.profile.model import ModelBench
+def measured_model(config: RunConfig) -> MeasuredModel:
+    from vpipe.profile.model import MeasuredModel
     from vpipe.system.device import choose_device
     from vpipe.train.models import build_model
 
     place = choose_device(None, 0)
     model, batch, loss_fn = build_model(config, "meta")
-    return ModelBench(
+    return MeasuredModel(
         model,
         batch,
         loss_fn,
@@ -79,7 +79,7 @@ def bench_of(config: RunConfig) -> ModelBench:
 
 
 def profile_config(config: RunConfig) -> Profile:
-    """Measured here, or on a GPU by processes of their own, as many as ranks share it."""
+    """Measured in this process, or on a GPU by as many processes as ranks share it."""
     gpus = gpus_of(config)
     if gpus is None:
         return profile_here(config)
@@ -94,11 +94,11 @@ def profile_here(config: RunConfig) -> Profile:
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
     threads = int(os.environ.get("OMP_NUM_THREADS", share))
     torch.set_num_threads(threads)
-    # As many processes of one thread as the other ranks have threads, and as there are cores for.
-    company = max(0, min(config.ranks * threads, int(cores())) - threads)
+    # Processes of one thread: as many as the other ranks have threads, and as there are cores for.
+    others = max(0, min(config.ranks * threads, int(cores())) - threads)
     try:
-        bench = bench_of(config)
-        # CUDA does not survive the fork that brings company.
-        return bench.measure(company=0 if bench.place.type == "cuda" else company)
+        model = measured_model(config)
+        # CUDA does not survive the fork of the other processes.
+        return model.measure(other_processes=0 if model.place.type == "cuda" else others)
     finally:
         torch.set_num_threads(before)

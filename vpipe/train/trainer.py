@@ -27,10 +27,10 @@ from vpipe.system.device import choose_device, limit_memory, make_deterministic
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
-from vpipe.train.description import describe, plan_of, write_description
+from vpipe.train.description import describe, write_description
+from vpipe.train.memory_advice import memory_advice
 from vpipe.train.models import build_model
 from vpipe.train.position import Position
-from vpipe.train.predicted_memory import telling_memory
 from vpipe.train.same_config import check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
@@ -119,7 +119,7 @@ class Trainer:
             with SavePolicy(pipe, self.folder, self.config, recorder.say) as saves:
                 saves.resume(self.position_found)
                 signals.listen()
-                with telling_memory(self.config, self.folder, pipe, plan_of(pipe, self.config)):
+                with memory_advice(self.config, self.folder, pipe):
                     self._train(recorder, saves)
                 saves.save(self._position_here)
                 summary = self._summary(recorder) | {"checkpoint": str(saves.finish())}

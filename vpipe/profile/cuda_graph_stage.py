@@ -1,4 +1,4 @@
-"""A stage on the bench whose rounds replay CUDA graphs, as the stages of a run with `cuda_graphs` do."""
+"""A measured stage whose rounds replay CUDA graphs, as the stages of a run with `cuda_graphs` do."""
 
 from __future__ import annotations
 
@@ -7,15 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.profile.bench import Bench
-from vpipe.profile.clocks import Lap
+from vpipe.profile.measured_stage import Interval, MeasuredStage
 from vpipe.stage import StageModule
 from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.stage.swap import Swap
 
 
-class TapedBench(Bench):
-    """Swapping modules run eagerly, and so does everything before the rounds, when sizes are measured."""
+class MeasuredGraphStage(MeasuredStage):
+    """Swapping modules run eagerly, and so does everything before the rounds, when bytes are measured."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -23,10 +22,10 @@ class TapedBench(Bench):
         self._pools: dict[StageModule, GraphPool] = {}
         self._replayed: tuple[GraphPool, GraphSlot] | None = None
 
-    def begin(self) -> None:
+    def begin_rounds(self) -> None:
         self._begun = True
 
-    def forward(self, module: StageModule, swap: Swap | None = None) -> Lap:
+    def forward(self, module: StageModule, swap: Swap | None = None) -> Interval:
         if self._replayed:
             pool, slot = self._replayed
             pool.finish(slot)
@@ -43,7 +42,7 @@ class TapedBench(Bench):
         self._replayed = pool, taken
         return start, self.clock()
 
-    def backward(self) -> Lap:
+    def backward(self) -> Interval:
         if self._replayed is None:
             return super().backward()
         pool, slot = self._replayed
@@ -55,18 +54,18 @@ class TapedBench(Bench):
         slot.backward(0, self._gradients, 1.0)
         return start, self.clock()
 
-    def weight_gradients(self) -> Lap:
+    def weight_gradients(self) -> Interval:
         if self._replayed is None:
             return super().weight_gradients()
         start = self.clock()
         self._replayed[1].weight_gradients()
         return start, self.clock()
 
-    def gradients_that_stay(self) -> list[Tensor]:
+    def static_gradients(self) -> list[Tensor]:
         return [parameter.grad for parameter in self.weights.model_parameters if parameter.grad is not None]
 
     def _warm_pool(self, module: StageModule) -> GraphPool:
-        """With graphs captured already, so that the first lap is like the others."""
+        """With graphs captured already, so that the first round is like the others."""
         pool = GraphPool(module, self.weights, 0)
         super().forward(module)
         super().backward()
