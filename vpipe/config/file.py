@@ -60,7 +60,7 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
     """The maps say again what other keys say, or say it instead of them."""
-    maps = read_maps(path)
+    maps = read_maps(path, config.replicas)
     told = {"partition": maps.partition, "replicas": maps.replicas}
     for key, value in told.items():
         own = getattr(config, key)

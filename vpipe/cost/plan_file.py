@@ -14,7 +14,7 @@ from typing import Any
 
 from vpipe.cost.json_fields import Fields, finite, shown
 from vpipe.errors import ConfigError
-from vpipe.schedule import NAMES
+from vpipe.schedule import KINDS
 from vpipe.system.files import read_json, write_json
 
 KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
@@ -92,8 +92,8 @@ def read_plan(path: Path) -> Plan:
     if sum(partition) > MOST_BLOCKS:
         raise fields.fault("partition", f"the blocks of a model, which has {MOST_BLOCKS:,} at most")
     schedule = fields.text("schedule", "vpipe")
-    if schedule not in NAMES:
-        raise fields.fault("schedule", f"one of {', '.join(NAMES)}")
+    if schedule not in KINDS and not schedule.endswith(".csv"):
+        raise fields.fault("schedule", f"one of {', '.join(KINDS)}, or the path of a .csv file")
     replicas: tuple[int, ...] = ()
     if "replicas" in fields:
         replicas = _counts(
