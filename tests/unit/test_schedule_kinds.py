@@ -1,14 +1,17 @@
 """What is stated of the named schedules, against their programs; and a new one that states nothing."""
 
+import ast
 from collections.abc import Iterator
 from functools import partial
 from itertools import product
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import vpipe
 from tests import models
 from tests.drawing import draws
 from tests.schedules import ASYNCHRONOUS
@@ -115,6 +118,18 @@ def test_auto_tries_every_kind_once() -> None:
     """`pipedream` is `vpipe` by another name."""
     tried = [kind.name for kind in kinds_of("auto")]
     assert tried == [name for name in KINDS if name != "pipedream"]
+
+
+def test_nobody_else_decides_by_a_name() -> None:
+    """Outside vpipe/schedule/ a schedule's name is a default, or shown; it is compared with nothing."""
+    root = Path(vpipe.__file__).parent
+    for path in root.rglob("*.py"):
+        if path.parent.name == "schedule":
+            continue
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.Compare):
+                texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
+                assert texts.isdisjoint(KINDS), f"{path}, line {node.lineno}"
 
 
 def pairs(shape: PipelineShape, rank: int, exists: Exists) -> Iterator[Action]:

@@ -90,22 +90,15 @@ def in_line(schedule: Schedule) -> bool:
 @lru_cache(maxsize=64)
 def schedule_loads(schedule: Schedule) -> tuple[Load, ...]:
     """The load of each stage, read from the programs."""
-    shown, interval = sample(schedule), schedule.update_interval
-    fresh = fresh_gradients(schedule)
+    shown, interval, fresh = sample(schedule), schedule.update_interval, fresh_gradients(schedule)
+    versions = [1] * schedule.num_stages
+    if not schedule.synchronous:
+        versions = [held.versions for held in holdings(shown)]
     loads = []
-    for ranks, held, found in zip(shown.placement, holdings(shown), _counts(shown), strict=True):
-        per_update = -(-interval // len(ranks)) if schedule.synchronous else max(1.0, interval / len(ranks))
+    for ranks, live, most in zip(shown.placement, versions, _counts(shown), strict=True):
+        own = -(-interval // len(ranks)) if schedule.synchronous else max(1.0, interval / len(ranks))
         loads.append(
-            Load(
-                len(ranks),
-                found.in_flight,
-                held.versions,
-                found.waiting,
-                found.split,
-                per_update,
-                schedule.lag,
-                fresh,
-            )
+            Load(len(ranks), most.in_flight, live, most.waiting, most.split, own, schedule.lag, fresh)
         )
     return tuple(loads)
 
