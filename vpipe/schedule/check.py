@@ -1,4 +1,4 @@
-"""The check: a schedule that could not be run is refused before any process starts, with the place shown."""
+"""The check of a schedule before any process starts: one that cannot run is refused, with the place shown."""
 
 from __future__ import annotations
 
