@@ -23,7 +23,7 @@ from vpipe.schedule.kind import PipelineShape, ScheduleKind
 from vpipe.schedule.program import Exists, Schedule
 from vpipe.schedule.staircase import last_existing
 
-MOST_STEPPED = 2**18
+MOST_STEPPED = 2**16
 """Forwards of all ranks, beyond which a short last round is taken: it is a small part of so many."""
 Sequences = tuple[list[tuple[int, int]], list[tuple[int, int]]]
 """(chunk, minibatch) in the order of the forwards, and in that of the backwards."""

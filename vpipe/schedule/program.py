@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import lcm
 from typing import Protocol
 
 from vpipe.errors import ScheduleError
@@ -98,13 +99,18 @@ class Schedule:
         total, interval = self.representative, self.update_interval
         made = lag = reached = 0
         before: dict[int, int] = {}  # update: those that stand before the last forward for it
+        # A generated program repeats itself once it updates: all is seen when all replicas have had their turns.
+        enough = 1 + lcm(interval, *map(len, self.placement)) // interval if self.lazy else total
         for own, op, minibatch in self.program(rank, range(total).__contains__):
             if own == stage and op is Op.F:
                 before[minibatch // interval] = made
             elif own == stage and op is Op.STEP:
                 made += 1
-        # A lazy program is cut off here, and its last update with it.
-        for update in range(total // interval if self.lazy else -(-total // interval)):
+                if made > enough:
+                    break
+        # Forwards for the last update are seen in part only, if the program goes on.
+        ends = total // interval if self.lazy else -(-total // interval)
+        for update in range(min(ends, max(before, default=0)) if made > enough else ends):
             reached = max(reached, before.get(update, 0))
             lag = max(lag, update + 1 - reached)
         return lag

@@ -265,13 +265,13 @@ class _Run:
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""
         total = self.profile.device.workspace
-        rules = self.network.rules
+        rules, lag = self.network.rules, self.schedule.lag if self.profile.tied else 0
         for stage in self.schedule.stages_of(rank):
             cost, ranks = self.costs[stage], self.schedule.placement[stage]
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
-            total += self.profile.exchange_buffers(*cost.blocks, self.schedule.lag)
+            total += self.profile.exchange_buffers(*cost.blocks, lag)
         return total
 
     def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
