@@ -17,14 +17,13 @@ from tests.unit.test_plan_optimal import FREE, MINIBATCHES, made_of, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, as_scheduled
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
-from vpipe.plan.loads import CHUNKED
 from vpipe.plan.one_schedule import _layouts, _of_stages, _timed
-from vpipe.plan.planner import TRIED
+from vpipe.plan.planner import kinds_of
 from vpipe.plan.reach import all_moves, reach
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.task import Task, loads_of
 from vpipe.plan.windows import least_step, step_floors
-from vpipe.schedule import ASYNCHRONOUS, SPLIT
+from vpipe.schedule import kind_of
 
 UPDATED = replace(FREE, update=1 / 16, version=1 / 32)
 FAR = {(0, 1): LinkCost(2.0, 0.0), (1, 0): LinkCost(50.0, 0.0, sender_busy=True)}
@@ -32,8 +31,8 @@ FAR = {(0, 1): LinkCost(2.0, 0.0), (1, 0): LinkCost(50.0, 0.0, sender_busy=True)
 
 
 def task_of(profile: Profile, ranks: int, cap: int, name: str, minibatches: int) -> Task:
-    task = Task(profile, ranks, cap, name, minibatches, None)
-    return task._replace(profile=as_scheduled(profile, name in SPLIT, task.update_interval))
+    task = Task(profile, ranks, cap, kind_of(name), minibatches, None)
+    return task._replace(profile=as_scheduled(profile, task.kind.splits_backward, task.update_interval))
 
 
 def every_plan(task: Task) -> list[PlanResult]:
@@ -51,7 +50,7 @@ def check_auto(profile: Profile, ranks: int, cap: int, minibatches: int) -> str 
     """The schedule that is the first of the fastest, as `auto` must say."""
     found = [
         (name, min((result.seconds for result in every_plan(task)), default=inf))
-        for name in TRIED
+        for name in [kind.name for kind in kinds_of("auto")]
         for task in [task_of(profile, ranks, cap, name, minibatches)]
     ]
     result, least = auto(profile, ranks, cap, minibatches), min(seconds for _, seconds in found)
@@ -97,7 +96,7 @@ def test_auto_is_the_fastest_of_all_on_more_ranks(count: int, different: int) ->
 @draws(40)
 @given(
     problems(),
-    st.sampled_from([name for name in TRIED if name not in ASYNCHRONOUS]),
+    st.sampled_from([kind.name for kind in kinds_of("auto") if kind.synchronous]),
     st.integers(1, 12),
     st.booleans(),
     st.sampled_from([1.0, 1.5]),
@@ -113,7 +112,7 @@ def test_no_simulated_step_is_below_its_floor(
     task = task_of(profile, ranks, cap, name, minibatches)
     for result in every_plan(task):
         assert least_step(task.profile, result.positions, minibatches) <= result.seconds * (1 + 1e-9)
-    if name not in CHUNKED:
+    if task.in_line:
         for loads in loads_of(task):
             find = partial(_of_stages, task, loads)
             for result in _timed(task, find, inf):

@@ -17,12 +17,13 @@ from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.plan import branch
 from vpipe.plan.branch import Search, efficiency
 from vpipe.plan.exact import BlockSearch
-from vpipe.plan.loads import staircase_loads
+from vpipe.plan.loads import loads_by_place
 from vpipe.plan.model import Load, Slice, host_bandwidth, stage_memory, stage_time
 from vpipe.plan.policies import compute_seconds, fixed_bytes
 from vpipe.plan.prices import Group, best_prices
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.sums import Span
+from vpipe.schedule import kind_of
 
 POLICIES = ("keep", "recompute", "swap")
 
@@ -124,7 +125,7 @@ def test_bounds_of_slices_are_never_above_what_they_cost(
     profile, ranks, cap = problem
     if dear:
         profile = replace(profile, blocks=tuple(replace(b, swapping=b.forward / 2) for b in profile.blocks))
-    costs = TimeCosts(profile, staircase_loads(schedule, ranks, 5), cap)
+    costs = TimeCosts(profile, loads_by_place(kind_of(schedule), ranks, 5), cap)
     rows = np.arange(len(costs.loads.loads))
     for start in range(len(profile.blocks)):
         bounds = costs.quick(Span(start, len(profile.blocks), rows))

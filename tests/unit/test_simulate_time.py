@@ -9,10 +9,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
+from tests.schedules import NAMES
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
-from vpipe.schedule import NAMES, Action, Event, Op, bubble, build, lower
+from vpipe.schedule import Action, Event, Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.contention import company_of
 

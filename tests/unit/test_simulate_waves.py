@@ -12,9 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
-from tests.schedules import CHUNKED
+from tests.schedules import CHUNKED, NAMES
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
-from vpipe.schedule import NAMES, Deadlock, Schedule, build
+from vpipe.schedule import Deadlock, Schedule, build
 from vpipe.schedule.program import listed
 from vpipe.simulate import Simulation, simulate, simulation, waves
 

@@ -5,18 +5,20 @@
      "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first backward
 
 Each may be missing. They are the guides' form of the keys `partition` and `replicas`; the depths follow
-from the number of stages, so they are only checked.
+from the ranks of the stages, so they are only checked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
+from vpipe.schedule.staircase import depths
 from vpipe.system.files import read_json, short_repr
 
 MODULES, RANKS, DEPTHS = KEYS = ("module_to_stage_map", "stage_to_rank_map", "stage_to_depth_map")
@@ -44,16 +46,19 @@ class Maps:
         return None if self.stage_to_rank_map is None else [len(ranks) for ranks in self.stage_to_rank_map]
 
 
-def read_maps(path: Path) -> Maps:
-    """The maps of a file, checked one by one and against each other."""
+def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
+    """The maps of a file, checked one by one and against each other.
+
+    `replicas` are the ranks of each stage, where another file says it.
+    """
     found = read_json(path)
     try:
-        return _maps(found)
+        return _maps(found, replicas)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _maps(found: Any) -> Maps:
+def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
     if not isinstance(found, dict):
         raise ValueError(
             f'holds {short_repr(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}'
@@ -77,6 +82,12 @@ def _maps(found: Any) -> Maps:
     if len(set(counted.values())) > 1:
         listed = ", ".join(f"{key} has {count}" for key, count in counted.items())
         raise ValueError(f"the maps differ in the number of stages: {listed}: make them equal")
+    if maps.stage_to_depth_map is not None:
+        stages_of = len(maps.stage_to_depth_map)
+        counts = maps.replicas or replicas or ()
+        _check_depths(
+            found[DEPTHS], maps.stage_to_depth_map, counts if len(counts) == stages_of else [1] * stages_of
+        )
     return maps
 
 
@@ -117,16 +128,19 @@ def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
 
 
 def _depths(value: Any) -> tuple[int, ...]:
-    stages = _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
-    right = list(range(len(stages) - 1, -1, -1))
-    if not all(_whole(depth) for depth in stages) or stages != right:
+    return tuple(_by_stage(DEPTHS, value, '{"0": 1, "1": 0}'))
+
+
+def _check_depths(value: Any, found: Sequence[Any], replicas: Sequence[int]) -> None:
+    """Whether they are those that the schedule has with so many ranks of each stage."""
+    right = depths(replicas)
+    if not all(_whole(depth) for depth in found) or list(found) != right:
         written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
-        turned = " (it is the wrong way round)" if stages == right[::-1] else ""
+        turned = " (it is the wrong way round)" if list(found) == right[::-1] else ""
         raise ValueError(
-            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(stages)} stages runs {right[0]} forwards "
+            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(found)} stages runs {right[0]} forwards "
             f"before its first backward, the last none: write {written}"
         )
-    return tuple(right)
 
 
 def _by_stage(name: str, value: Any, example: str) -> list[Any]:

@@ -43,8 +43,9 @@ def plan_taped(task: Task, find: Callable[[Task], PlanResult | None]) -> PlanRes
 
 
 def _with_memory(task: Task, result: PlanResult) -> PlanResult:
-    few = result.minibatches or 4 * result.ranks
-    ranks = simulate(task.profile, result.to_plan(), None, few).ranks
+    table = result.kind.table
+    few = None if table else result.minibatches or 4 * result.ranks
+    ranks = simulate(task.profile, result.to_plan(), table, few).ranks
     positions = tuple(
         replace(position, memory=_as_planned(ranks[position.ranks[0]].memory))
         for position in result.positions

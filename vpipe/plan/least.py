@@ -8,7 +8,6 @@ from math import inf
 from typing import NamedTuple
 
 from vpipe.plan.chunks import PositionHolding
-from vpipe.plan.loads import CHUNKED
 from vpipe.plan.model import Slice
 from vpipe.plan.reach import all_moves, least_limit
 from vpipe.plan.slices import MemoryCosts
@@ -41,7 +40,7 @@ def least_of_all(tasks: Sequence[Task]) -> tuple[Task, Least] | None:
 def _ways(tasks: Sequence[Task]) -> Iterator[tuple[float, int, Task, Callable[[float], Least | None]]]:
     """By a bound for what it needs, and by the task's place: how the least of one layout is found under a limit."""
     for place, task in enumerate(tasks):
-        if task.schedule in CHUNKED:
+        if not task.in_line:
             # Of large problems only the most positions: there may be less elsewhere, but this fits.
             for positions in divisors(task) if task.small else divisors(task)[-1:]:
                 bound = max(weights_alone(task, positions), task.memory)
@@ -63,7 +62,7 @@ def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
 
 def fits(task: Task) -> bool:
     """Whether there is any plan."""
-    if task.schedule in CHUNKED:
+    if not task.in_line:
         return any(_missing(seats) == 0 for seats in _every_seats(task))
     costs = (MemoryCosts(task.profile, loads) for loads in loads_of(task))
     return any(is_below(cost, len(task.profile.blocks), task.memory) for cost in costs)

@@ -8,7 +8,7 @@ from math import inf
 
 from vpipe.cost import Profile
 from vpipe.plan.cuda_graphs import plan_taped
-from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
+from vpipe.plan.loads import Loads, planned_interval
 from vpipe.plan.model import Slice, stage_time
 from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
@@ -16,9 +16,8 @@ from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
+from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, schedule_of, seats_of, weights_alone
 from vpipe.plan.windows import step_floors
-from vpipe.schedule import ASYNCHRONOUS
 
 ROUNDING = 1 + 1e-9
 
@@ -68,7 +67,7 @@ def waits_for_others(profile: Profile, result: PlanResult) -> bool:
 
 def _layouts(task: Task) -> Iterator[Find]:
     """The ways to lay stages out on ranks that the schedule allows: each is searched by itself."""
-    if task.schedule not in CHUNKED:
+    if task.in_line:
         offered = (*loads_of(task), *equal_loads_of(task))
         yield from (partial(_of_stages, task, loads) for loads in offered)
         return
@@ -84,13 +83,15 @@ def _of_seats(task: Task, positions: int, searched: Profile, limit: float) -> Pl
     ]
     if not seats or len(chosen) < len(seats):
         return None
-    chunks = len(seats[0].slices)
-    return assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
+    chunks, interval = len(seats[0].slices), schedule_of(task, positions).update_interval
+    if task.kind.synchronous:
+        return assemble(task.profile, task.kind, task.memory, task.update, chunks, None, chosen)
+    return assemble(task.profile, task.kind, task.memory, task.minibatches, chunks, interval, chosen)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
-    asynchronous = task.schedule in ASYNCHRONOUS
+    asynchronous = not task.kind.synchronous
     if not asynchronous and limit < inf:
         limit *= task.profile.device.crowding
         if not reach(all_moves(loads), step_floors(costs, task.update).under(limit), blocks).covers:
@@ -100,24 +101,27 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     stages = search(costs, blocks, limit=limit)
     if stages is None:
         return None
-    slices = with_fresh_gradients(task.schedule, placed(stages, loads))
+    slices = with_fresh_gradients(task, placed(stages, loads))
     policies = [
         from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
         for piece, stage in zip(slices, stages, strict=True)
     ]
     return assemble(
         task.profile,
-        task.schedule,
+        task.kind,
         task.memory,
         task.minibatches if asynchronous else task.update,
         None,
-        task.update_interval if task.schedule == "2bw" else None,
+        loads.update_interval,
         [FoundPosition([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
     )
 
 
-def with_fresh_gradients(schedule: str, slices: list[Slice]) -> list[Slice]:
+def with_fresh_gradients(task: Task, slices: list[Slice]) -> list[Slice]:
     """The slices as they are if their replicas turn out to be equal, which a search among any cannot count on."""
-    if schedule not in AT_ONCE or len({piece.load.replicas for piece in slices}) > 1:
+    kind, replicas = task.kind, {piece.load.replicas for piece in slices}
+    if kind.synchronous or kind.holding is None or len(replicas) > 1:
+        return slices
+    if planned_interval(kind, task.ranks, *replicas) not in replicas:
         return slices
     return [piece._replace(load=piece.load._replace(fresh=True)) for piece in slices]

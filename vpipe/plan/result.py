@@ -16,7 +16,7 @@ from vpipe.plan.model import (
 )
 from vpipe.plan.sharing import shared_times
 from vpipe.plan.windows import least_step
-from vpipe.schedule import ASYNCHRONOUS
+from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
 LONG = 6
@@ -56,7 +56,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class PlanResult:
-    schedule: str
+    kind: ScheduleKind
     cap: int
     partition: tuple[int, ...]
     policies: tuple[str, ...]
@@ -81,8 +81,12 @@ class PlanResult:
         return sum(self.replicas)
 
     @property
+    def schedule(self) -> str:
+        return self.kind.name
+
+    @property
     def synchronous(self) -> bool:
-        return self.schedule not in ASYNCHRONOUS
+        return self.kind.synchronous
 
     def to_plan(self) -> Plan:
         """What is written to a file; the prediction's lists are by pipeline position."""
@@ -107,7 +111,7 @@ class PlanResult:
 
 def assemble(
     profile: Profile,
-    name: str,
+    kind: ScheduleKind,
     cap: int,
     minibatches: int | None,
     chunks: int | None,
@@ -130,7 +134,7 @@ def assemble(
     replicas = tuple(len(position.ranks) for position in planned)
     slowest = max(position.seconds for position in planned)
     return PlanResult(
-        name,
+        kind,
         cap,
         tuple(stage.slice.stop - stage.slice.start for stage in stages),
         tuple(policy for stage in stages for policy in stage.policies),
@@ -150,8 +154,12 @@ def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | No
 
     None: it takes longer than `limit` for certain.
     """
+    table = result.kind.table
+    if table is not None:
+        found = simulate(profile, result.to_plan(), table)
+        return replace(result, seconds=found.step_time / found.update_interval)
     if not result.synchronous:
-        if max(result.replicas) == 1:
+        if max(result.replicas) == 1 and result.kind.holding is not None:
             return result
         few = LONG * max(16, result.ranks)
         period = result.batch_size / simulate(profile, result.to_plan(), None, few).samples_per_second

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 
 from vpipe.cost import DeviceCost
 from vpipe.schedule import Action, Event, Op, Schedule, walk
+from vpipe.schedule.steady import SteadyPart
 from vpipe.simulate.host import HostLink, shares
 from vpipe.simulate.memory import Ledger, TimedLedger, Totals
 from vpipe.simulate.network import Network
 from vpipe.simulate.stage_cost import StageCost
-from vpipe.simulate.steady import SteadyPart
 
 
 @dataclass(frozen=True)

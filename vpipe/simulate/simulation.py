@@ -8,7 +8,9 @@ from math import inf
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Op, Schedule
-from vpipe.simulate.arrange import arrange, check_fit, fresh_gradients, makes_versions, splits_backward
+from vpipe.schedule.facts import fresh_gradients, makes_versions, splits_backward
+from vpipe.schedule.steady import SteadyPart
+from vpipe.simulate.arrange import arrange, check_fit
 from vpipe.simulate.contention import Company, company_of
 from vpipe.simulate.cuda_graphs import taped_memory
 from vpipe.simulate.memory import RankMemory, Totals, fixed_memory
@@ -16,7 +18,6 @@ from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.one_by_one import OneByOne, Timeline
 from vpipe.simulate.slots import Slots
 from vpipe.simulate.stage_cost import StageCost, stage_costs
-from vpipe.simulate.steady import SteadyPart
 from vpipe.simulate.tallies import Tallies
 from vpipe.simulate.waves import run_waves
 
@@ -264,13 +265,13 @@ class _Run:
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""
         total = self.profile.device.workspace
-        rules = self.network.rules
+        rules, lag = self.network.rules, self.schedule.lag if self.profile.tied else 0
         for stage in self.schedule.stages_of(rank):
             cost, ranks = self.costs[stage], self.schedule.placement[stage]
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
-            total += self.profile.exchange_buffers(*cost.blocks, self.schedule.lag)
+            total += self.profile.exchange_buffers(*cost.blocks, lag)
         return total
 
     def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

@@ -21,7 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from vpipe.schedule import Op, Schedule
-from vpipe.schedule.ties import TieTables
+from vpipe.schedule.dependencies import DependencyTables
 from vpipe.simulate.network import Network
 from vpipe.simulate.slots import Short, Slots
 
@@ -76,7 +76,7 @@ class _WaveRun:
         self, schedule: Schedule, network: Network, seconds: Sequence[Mapping[Op, float]], slots: Slots
     ) -> None:
         total = self.total = schedule.minibatches or 0
-        ties = TieTables(schedule, network.rules)
+        ties = DependencyTables(schedule, network.rules)
         reduced = sorted(schedule.reduced)
         always, never, unread = (len(ties) + len(reduced) + more for more in range(3))
         self.done = np.full((unread + 1) * total, inf)
