@@ -17,7 +17,7 @@ the update takes them all.
 In an asynchronous schedule an update comes right behind a backward, while the other minibatches are in flight: it needs
 what it makes for itself (`update_bytes`) less what that backward gave back.
 
-On tape (`DeviceCost.graphs`) a backward is given none of what it gives back, unless it is split.
+Replayed from CUDA graphs (`DeviceCost.graphs`) a backward uses none of what it gives back, unless it is split.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vpipe.cost.costs import BlockCost, Profile
-from vpipe.cost.plan_file import RECOMPUTE
+from vpipe.cost.policies import POLICIES
 
 
 def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
@@ -35,7 +35,7 @@ def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
 
 def held_bytes(blocks: Sequence[BlockCost], number: int, policy: str) -> int:
     """What a block holds of a minibatch that is on the device and whose backward has not come to it."""
-    return input_bytes(blocks, number) if policy == RECOMPUTE else blocks[number].kept_bytes
+    return POLICIES[policy].held(blocks[number], input_bytes(blocks, number))
 
 
 def backward_bytes(
@@ -53,29 +53,32 @@ def backward_bytes(
     """
     blocks, stop = profile.blocks, start + len(policies)
     gradients = profile.gradient_bytes(start, stop) if fresh else [0] * len(policies)
-    used_again = split or not profile.device.graphs
+    reused = split or not profile.device.graphs
     most = gone = 0
     for number in range(stop - 1, start - 1, -1):
-        policy = policies[number - start]
-        held = held_bytes(blocks, number, policy)
-        again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
-        most = max(most, blocks[number].working_bytes + again - gone)
-        if used_again:
-            gone += held - gradients[number - start] - (blocks[number].deferred if split else 0)
+        policy, block, entered = (
+            POLICIES[policies[number - start]],
+            blocks[number],
+            input_bytes(blocks, number),
+        )
+        most = max(most, block.working_bytes + policy.rebuilt(block, entered) - gone)
+        if reused:
+            left = gradients[number - start] + (block.deferred if split else 0)
+            gone += policy.held(block, entered) - left
         most = max(most, -gone)  # gradients, or what waits for them, may need more than was held
     return max(most, update_bytes(blocks[start:stop]) - gone) if updated else most
 
 
 def forward_bytes(profile: Profile, start: int, policies: Sequence[str]) -> int:
-    """The most that a forward on tape needs in its minibatch's place beyond what it leaves there.
+    """The most that a forward in a CUDA graph needs of its minibatch's memory beyond what it leaves there.
 
-    A block's own lies beside what it and those before it leave; one that is recomputed has it elsewhere.
+    A block's own lies beside what it and those before it leave; one that is run again has it elsewhere.
     """
     blocks = profile.blocks
     most = behind = 0
     for number in range(start + len(policies) - 1, start - 1, -1):
         policy = policies[number - start]
-        if policy != RECOMPUTE:
+        if not POLICIES[policy].reruns_forward:
             most = max(most, blocks[number].forward_bytes - behind)
         behind += held_bytes(blocks, number, policy)
     return most

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.cost.json_fields import Fields, finite, shown
+from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError
 from vpipe.schedule import NAMES
 from vpipe.system.files import read_json, write_json
 
-KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
 FORMAT = "vpipe plan 1"
 KEYS = (
     "format",

@@ -13,10 +13,10 @@ from math import inf
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
-from vpipe.plan.groups import Policies
+from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.model import Load, Slice, StageMemory, stage_time
 from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
-from vpipe.plan.policies import choose, least_memory
+from vpipe.plan.options import Policies
 
 NEARBY = 8
 EFFORT = 5_000

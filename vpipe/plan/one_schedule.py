@@ -7,10 +7,10 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import Profile
+from vpipe.plan.choice import from_the_end
 from vpipe.plan.cuda_graphs import plan_taped
 from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
 from vpipe.plan.model import Slice, stage_time
-from vpipe.plan.policies import from_the_end
 from vpipe.plan.reach import all_moves, reach
 from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
