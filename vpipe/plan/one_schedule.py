@@ -11,13 +11,11 @@ from vpipe.plan.choice import from_the_end
 from vpipe.plan.cuda_graphs import plan_taped
 from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
 from vpipe.plan.model import Slice, stage_time
-from vpipe.plan.reach import all_moves, reach
 from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
 from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
 from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
-from vpipe.plan.windows import step_floors
 from vpipe.schedule import ASYNCHRONOUS
 
 ROUNDING = 1 + 1e-9
@@ -93,8 +91,6 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     asynchronous = task.schedule in ASYNCHRONOUS
     if not asynchronous and limit < inf:
         limit *= task.profile.device.crowding
-        if not reach(all_moves(loads), step_floors(costs, task.update).under(limit), blocks).covers:
-            return None
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
         limit = inf if task.profile.links or costs.cuts.max() > limit else limit
     stages = search(costs, blocks, limit=limit)

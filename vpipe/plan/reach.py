@@ -37,15 +37,11 @@ class Moves(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Slices cost at least before[stop] - before[start] + fixed + lead[start], and may cost `most`.
-
-    By load and block; nothing of it falls from block to block, and `lead` rises no faster than `before`.
-    """
+    """Slices cost at least before[stop] - before[start] + fixed, and may cost `most`; by load and block."""
 
     before: Floats
     fixed: Floats
     """A column."""
-    lead: Floats | float = 0.0
     most: float = np.inf
 
 
@@ -89,16 +85,15 @@ def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -
     """Nowhere: near lies behind all blocks, and far before them."""
     near, far = np.full(len(moves), blocks + 1), np.full(len(moves), -1)
     near[0], far[-1] = blocks, 0
-    keys = [floor.before - floor.lead for floor in floors]
     slack = [floor.most + ROUNDING * (floor.most + floor.before[:, -1:]) for floor in floors]
     for behind in range(len(moves) - 1, 0, -1):
         move, start = moves[behind], far[behind]
         if move is None or start < 0:
             continue
         stop = np.full(len(move.loads), blocks)
-        for floor, key, most in zip(floors, keys, slack, strict=True):
+        for floor, most in zip(floors, slack, strict=True):
             rows = move.loads
-            allowed = key[rows, start, None] + most[rows] - floor.fixed[rows]
+            allowed = floor.before[rows, start, None] + most[rows] - floor.fixed[rows]
             stop = np.minimum(stop, (floor.before[rows] <= allowed).sum(axis=1) - 1)
         # Before `start`: a stage from there costs too much even without blocks, but one from before it may end there.
         far[move.left] = np.maximum(far[move.left], stop)
@@ -108,10 +103,10 @@ def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -
             continue
         stop = np.minimum(near[move.left], blocks)
         first = np.zeros(len(move.loads), dtype=int)
-        for floor, key, most in zip(floors, keys, slack, strict=True):
+        for floor, most in zip(floors, slack, strict=True):
             rows = move.loads
             needed = floor.before[rows, stop][:, None] + floor.fixed[rows] - most[rows]
-            first = np.maximum(first, (key[rows] < needed).sum(axis=1))
+            first = np.maximum(first, (floor.before[rows] < needed).sum(axis=1))
         possible = (first <= stop) & (near[move.left] <= blocks)
         near[behind] = np.where(possible, first, blocks + 1).min()
     return Reach(near, far)
@@ -122,7 +117,7 @@ def furthest(floors: Sequence[Floor]) -> Numbers:
     stops: Numbers | None = None
     for floor in floors:
         most = floor.most + ROUNDING * (floor.most + floor.before[:, -1:])
-        allowed = floor.before - floor.lead + most - floor.fixed
+        allowed = floor.before + most - floor.fixed
         rows = zip(floor.before, allowed, strict=True)
         found = np.array([np.searchsorted(before, row, side="right") - 1 for before, row in rows])
         stops = found if stops is None else np.minimum(stops, found)
@@ -135,9 +130,7 @@ def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int) -> f
     if not reach(moves, floors.under(np.inf), blocks).covers:
         return np.inf
     low = 0.0
-    high = max(
-        float((floor.before[:, -1:] + floor.fixed + np.max(floor.lead)).max()) for floor in floors.limited
-    )
+    high = max(float((floor.before[:, -1:] + floor.fixed).max()) for floor in floors.limited)
     while high - low > CLOSE * high:
         middle = (low + high) / 2
         if reach(moves, floors.under(middle), blocks).covers:
