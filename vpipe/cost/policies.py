@@ -45,7 +45,7 @@ class MemoryPolicy:
         return 0
 
 
-class Recompute(MemoryPolicy):
+class RecomputePolicy(MemoryPolicy):
     """Only the block's input stays; backward runs the forward again."""
 
     name = RECOMPUTE
@@ -61,7 +61,7 @@ class Recompute(MemoryPolicy):
         return block.again
 
 
-class Swap(MemoryPolicy):
+class SwapPolicy(MemoryPolicy):
     """Activations wait in host memory; those of a few minibatches are on the device."""
 
     name = SWAP
@@ -84,5 +84,5 @@ def register(policy: MemoryPolicy) -> None:
     POLICIES[policy.name] = policy
 
 
-for _policy in (MemoryPolicy(), Recompute(), Swap()):
+for _policy in (MemoryPolicy(), RecomputePolicy(), SwapPolicy()):
     register(_policy)

@@ -11,7 +11,7 @@ trains, its memory holds, summed over its slices:
                  is a lag 1 x more if it holds the first of them, 2 x lag in all if not; once for the rank, the
                  workspace of libraries
     activations  for each minibatch in flight, that is from its F to the end of its B (or I)
-        keep       kept_bytes x in_flight
+        keep       kept_bytes x in_flight (the policies are those of `vpipe/cost/policies.py`)
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
                    the model's first block, which reads the batch)
         swap       kept_bytes x min(in_flight, 2): one in use, and one on its way between device and host; the
@@ -36,7 +36,7 @@ A rank works on a minibatch for
                  of the others, shared by the rank's minibatches of one update; and what it sends, if senders copy
                  their messages themselves
     host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time; with those of the
-                 ranks that share the link (`sharing.py`)
+                 ranks that share the link (`result.py`)
     link         for each slice the slower of its two cuts; activations and gradients at the same time
 
 All three overlap, so the time is the largest of them; the stage as a whole, with r replicas that take turns,

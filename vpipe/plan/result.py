@@ -14,7 +14,6 @@ from vpipe.plan.model import (
     stage_memory,
     stage_time,
 )
-from vpipe.plan.sharing import shared_times
 from vpipe.schedule import ASYNCHRONOUS
 from vpipe.simulate import simulate
 
@@ -143,6 +142,24 @@ def assemble(
         planned,
         slowest,
     )
+
+
+def shared_times(profile: Profile, ranks: Sequence[tuple[int, ...]], times: Sequence[Time]) -> list[Time]:
+    """The times of all positions, where ranks share the link to the host.
+
+    For each minibatch of the pipeline a link is busy for the sum of what its ranks copy, replicas taking turns; no
+    rank that copies can be quicker than that.
+    """
+    together = profile.device.shared_by
+    carried: dict[int, float] = {}
+    for own, time in zip(ranks, times, strict=True):
+        for rank in own:
+            link = rank // together
+            carried[link] = carried.get(link, 0.0) + time.host / len(own)
+    return [
+        time._replace(host=len(own) * max(carried[rank // together] for rank in own)) if time.host else time
+        for own, time in zip(ranks, times, strict=True)
+    ]
 
 
 def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:

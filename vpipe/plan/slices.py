@@ -17,7 +17,7 @@ from vpipe.cost import BlockCost, Profile
 from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice, actions, hop_seconds, host_bandwidth, reduce_seconds
-from vpipe.plan.reach import Floor, Floors
+from vpipe.plan.stage_bounds import Floor, Floors
 from vpipe.plan.sums import Floats, Span, Sums, column
 
 

@@ -11,7 +11,7 @@ import numpy.typing as npt
 from vpipe.cost import POLICIES, Profile, input_bytes
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import copies
-from vpipe.plan.reach import Floor
+from vpipe.plan.stage_bounds import Floor
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]

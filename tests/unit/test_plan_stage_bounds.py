@@ -1,4 +1,4 @@
-"""How far ranks can come under a limit, against every cut of small models and a closed formula."""
+"""How latest ranks can come under a limit, against every cut of small models and a closed formula."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from tests.drawing import draws
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Load
-from vpipe.plan.reach import Floor, Floors, all_moves, furthest, least_limit, reach
+from vpipe.plan.stage_bounds import Floor, Floors, all_moves, furthest, least_limit, stage_bounds
 
 
 def one_rank_each(ranks: int) -> Loads:
@@ -71,10 +71,10 @@ def test_no_plan_is_below_the_least_limit_nor_outside_the_bounds(problem: Proble
     bound = least_limit(moves, floors, blocks)
     for most, ends in plans:
         assert bound <= most
-        band = reach(moves, floors.under(most), blocks)
+        band = stage_bounds(moves, floors.under(most), blocks)
         assert band.covers
         for place, start in enumerate(ends):
-            assert band.near[ranks - place] <= start <= band.far[ranks - place]
+            assert band.earliest[ranks - place] <= start <= band.latest[ranks - place]
         stops = furthest(floors.under(most))
         assert all(stop <= stops[start] <= blocks for start, stop in pairwise(ends))
 
@@ -83,5 +83,5 @@ def test_nothing_reaches_the_end() -> None:
     """A block that no rank can hold."""
     floor = floor_of([[1, 5, 1]] * 2, [0, 0], most=4)
     moves = all_moves(one_rank_each(2))
-    assert not reach(moves, [floor], 3).covers
+    assert not stage_bounds(moves, [floor], 3).covers
     assert least_limit(moves, Floors([floor._replace(most=np.inf)], [floor]), 3) == np.inf
