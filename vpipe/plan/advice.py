@@ -137,7 +137,7 @@ def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
 def fits(task: Task) -> bool:
     """Whether there is any plan."""
     if task.schedule in CHUNKED:
-        return any(_missing(seats) == 0 for seats in _every_seats(task))
+        return any(_missing(holdings) == 0 for holdings in _every_layout(task))
     costs = (MemoryCosts(task.profile, loads) for loads in loads_of(task))
     blocks = len(task.profile.blocks)
     return any(search(cost, blocks, even=False, limit=task.memory) is not None for cost in costs)
@@ -146,31 +146,31 @@ def fits(task: Task) -> bool:
 def _chunked_least(task: Task, positions: int, limit: float) -> Least | None:
     """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
     low = high = task.memory
-    if not (seats := seats_of(task, positions)):
+    if not (holdings := seats_of(task, positions)):
         return None
     if limit < inf and _missing(seats_of(task._replace(memory=int(limit)), positions)):
         return None
-    last, times = seats, 1
-    while (missing := _missing(seats)) > 0:
-        low, high, last = high, int(min(high + times * missing, limit)), seats
+    last, times = holdings, 1
+    while (missing := _missing(holdings)) > 0:
+        low, high, last = high, int(min(high + times * missing, limit)), holdings
         times *= 2
-        seats = seats_of(task._replace(memory=high), positions)
+        holdings = seats_of(task._replace(memory=high), positions)
     while task.small and high - low > 1:
         middle = (low + high) // 2
-        seats = seats_of(task._replace(memory=middle), positions)
-        if _missing(seats) == 0:
+        holdings = seats_of(task._replace(memory=middle), positions)
+        if _missing(holdings) == 0:
             high = middle
         else:
-            low, last = middle, seats
+            low, last = middle, holdings
     worst = max(range(len(last)), key=lambda index: last[index].missing)
     return Least(high, worst, last[worst].slices)
 
 
-def _missing(seats: Sequence[PositionHolding]) -> int:
-    return max(seat.missing for seat in seats)
+def _missing(holdings: Sequence[PositionHolding]) -> int:
+    return max(holding.missing for holding in holdings)
 
 
-def _every_seats(task: Task) -> Iterator[list[PositionHolding]]:
+def _every_layout(task: Task) -> Iterator[list[PositionHolding]]:
     for positions in divisors(task):
-        if weights_alone(task, positions) <= task.memory and (seats := seats_of(task, positions)):
-            yield seats
+        if weights_alone(task, positions) <= task.memory and (holdings := seats_of(task, positions)):
+            yield holdings

@@ -1,8 +1,8 @@
 """The exact choice of options: block by block from the last, as a backward goes through them.
 
-What a running backward needs of a block depends on the options of those behind it, so the order tells all there is
-to know when a block's turn comes. What is left is bounded twice: by the least that its blocks can hold, and by the
-time in which they could save the bytes that are too many (`Prices`).
+What a running backward needs of a block depends on the options of those behind it, which are known by then. What is
+left is bounded twice: by the least that its blocks can hold, and by the time in which they could save the bytes that
+are too many (`Prices`).
 
 Equal blocks lead to the same in any order, so that a model of a few kinds of blocks takes few steps. Where they would
 be too many the search gives up after `steps` of them, and what it has found is the best that is known.

@@ -1,6 +1,6 @@
 """The search for stages where a rank holds several: even ranks first, then the worst rank gives blocks away.
 
-The ranks' times no longer fall apart into stages one after the other, so there is no exact search. Cuts start where
+A rank's time depends on several cuts here, so there is no exact search. Cuts start where
 all chunks work equally long. Then the worst rank (the one that lacks most memory, or else takes longest) hands its
 first or last block to a stage nearby, all cuts between moving by one, as long as that helps and `EFFORT` lasts.
 """
@@ -20,7 +20,7 @@ from vpipe.plan.options import Policies
 
 NEARBY = 8
 EFFORT = 5_000
-"""What may be spent on looking at ranks (`_Climb.price`), after which the cuts stay as they are."""
+"""What may be spent on looking at ranks (`_Climb.effort_of`), after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -78,7 +78,7 @@ class _Climb:
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
         self.known: dict[tuple[int, ...], PositionHolding] = {}
-        self.paid: set[tuple[int, ...]] = set()
+        self.charged: set[tuple[int, ...]] = set()
         self.effort = EFFORT
 
     def holdings(self) -> list[PositionHolding]:
@@ -87,7 +87,7 @@ class _Climb:
         score = self.score(holdings)
         improved = any(
             holding.missing == 0 for holding in holdings
-        )  # else nobody has room for what others hand on
+        )  # else no rank can take blocks from others
         while improved and self.effort > 0:
             improved = False
             for moved, changed in self.moves(cuts, holdings):
@@ -104,7 +104,7 @@ class _Climb:
         found = list(holdings)
         missing = sum(holding.missing for position, holding in enumerate(holdings) if position not in changed)
         for position in changed:
-            self.pay(position, cuts)
+            self.charge(position, cuts)
         for position in sorted(changed, key=lambda one: (-holdings[one].missing, -holdings[one].seconds)):
             found[position] = holding = self.holding(position, cuts)
             missing += holding.missing
@@ -159,22 +159,22 @@ class _Climb:
         )
 
     def holding(self, position: int, cuts: Sequence[int]) -> PositionHolding:
-        key = self.pay(position, cuts)
+        key = self.charge(position, cuts)
         if key not in self.known:
             slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
             self.known[key] = self.solve(slices, self.moments[position])
         return self.known[key]
 
-    def pay(self, position: int, cuts: Sequence[int]) -> tuple[int, ...]:
-        """The price of a holding that is looked at for the first time, also if it is not solved in the end; its key."""
+    def charge(self, position: int, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Charges the effort of a holding when it is first looked at, solved or not; its key."""
         key = (position, *(cut for stage in self.stages[position] for cut in cuts[stage : stage + 2]))
-        if key not in self.paid:
-            self.paid.add(key)
-            self.effort -= self.price([self.slice(stage, cuts) for stage in self.stages[position]])
+        if key not in self.charged:
+            self.charged.add(key)
+            self.effort -= self.effort_of([self.slice(stage, cuts) for stage in self.stages[position]])
         return key
 
-    def price(self, slices: Sequence[Slice]) -> int:
-        """Of a holding: its blocks, and the more of them differ the longer their policies are searched."""
+    def effort_of(self, slices: Sequence[Slice]) -> int:
+        """That of a holding: its blocks, and the more of them differ the longer their policies are searched."""
         blocks = [block for piece in slices for block in self.profile.blocks[piece.start : piece.stop]]
         kinds = {(block.kept_bytes, block.again, block.swapping) for block in blocks}
         return len(blocks) * max(1, len(kinds) // 10)

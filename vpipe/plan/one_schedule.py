@@ -97,13 +97,15 @@ def _layouts(task: Task) -> Iterator[Find]:
 
 
 def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
-    seats = seats_of(task._replace(profile=searched), positions)
+    holdings = seats_of(task._replace(profile=searched), positions)
     chosen = [
-        FoundPosition(seat.slices, seat.policies, seat.memory) for seat in seats if seat.policies is not None
+        FoundPosition(holding.slices, holding.policies, holding.memory)
+        for holding in holdings
+        if holding.policies is not None
     ]
-    if not seats or len(chosen) < len(seats):
+    if not holdings or len(chosen) < len(holdings):
         return None
-    chunks = len(seats[0].slices)
+    chunks = len(holdings[0].slices)
     return assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
 
 
