@@ -71,7 +71,9 @@ def test_what_is_written_is_read(file: Path, partition: list[int], data: st.Data
     blocks = sum(partition)
     plan = Plan(
         partition=tuple(partition),
-        policies=tuple(data.draw(st.lists(st.sampled_from(POLICIES[:2]), min_size=blocks, max_size=blocks))),
+        policies=tuple(
+            data.draw(st.lists(st.sampled_from(tuple(POLICIES)[:2]), min_size=blocks, max_size=blocks))
+        ),
         schedule="2bw",
         minibatches=data.draw(st.none() | st.integers(1, 9)),
         update_interval=7,

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import BUFFERED_MESSAGES
-from vpipe.cost.plan_file import POLICIES, recomputed_from_end
+from vpipe.cost.plan_file import recomputed_from_end
+from vpipe.cost.policies import POLICIES
 from vpipe.errors import PartitionError, ScheduleError
 from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields

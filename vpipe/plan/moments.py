@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.cost import SWAP, Profile, held_bytes
+from vpipe.cost import POLICIES, Profile, held_bytes
 from vpipe.plan.model import (
     Slice,
     StageMemory,
@@ -129,7 +129,8 @@ def peak_memory(
     for piece, chosen in zip(slices, policies, strict=True):
         numbers = range(piece.start, piece.stop)
         sizes = [held_bytes(profile.blocks, n, policy) for n, policy in zip(numbers, chosen, strict=True)]
-        moved = sum(size for size, policy in zip(sizes, chosen, strict=True) if policy == SWAP)
+        sent = [POLICIES[name].copied(profile.blocks[n]) for n, name in zip(numbers, chosen, strict=True)]
+        moved = sum(size for size, bytes_ in zip(sizes, sent, strict=True) if bytes_)
         held.append(sum(sizes) - moved)
         swapped.append(moved)
         deferred.append(sum(profile.blocks[number].deferred for number in numbers))

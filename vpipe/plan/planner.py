@@ -1,4 +1,4 @@
-"""The planner: partition, memory policy, replicas, and where asked schedule and batch size, in one search."""
+"""The planner: partition, memory policy, replicas, and if requested schedule and batch size, in one search."""
 
 from __future__ import annotations
 

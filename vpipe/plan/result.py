@@ -14,11 +14,10 @@ from vpipe.plan.model import (
     stage_memory,
     stage_time,
 )
-from vpipe.plan.sharing import shared_times
-from vpipe.plan.windows import least_step
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
+ROUNDING = 1 + 1e-9
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
 
@@ -149,6 +148,24 @@ def assemble(
     )
 
 
+def shared_times(profile: Profile, ranks: Sequence[tuple[int, ...]], times: Sequence[Time]) -> list[Time]:
+    """The times of all positions, where ranks share the link to the host.
+
+    For each minibatch of the pipeline a link is busy for the sum of what its ranks copy, replicas taking turns; no
+    rank that copies can be quicker than that.
+    """
+    together = profile.device.shared_by
+    carried: dict[int, float] = {}
+    for own, time in zip(ranks, times, strict=True):
+        for rank in own:
+            link = rank // together
+            carried[link] = carried.get(link, 0.0) + time.host / len(own)
+    return [
+        time._replace(host=len(own) * max(carried[rank // together] for rank in own)) if time.host else time
+        for own, time in zip(ranks, times, strict=True)
+    ]
+
+
 def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:
     """With simulated seconds where ranks wait for each other: in a synchronous update, and where replicas take turns.
 
@@ -166,7 +183,9 @@ def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | No
         return replace(result, seconds=max(result.seconds, period))
     minibatches = result.minibatches
     assert minibatches is not None
-    if least_step(profile, result.positions, minibatches) > limit:
+    busiest = max(position.time.compute / len(position.ranks) for position in result.positions)
+    # Where links differ, what a rank copies itself is not known here.
+    if not profile.links and busiest > limit * profile.device.crowding * ROUNDING:
         return None
     few = min(minibatches, LONG * max(16, result.ranks))
     step = simulate(profile, replace(result.to_plan(), minibatches=few)).step_time
