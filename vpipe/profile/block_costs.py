@@ -6,6 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vpipe.cost import BlockCost, Tie
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph
@@ -32,15 +34,11 @@ class Kept(NamedTuple):
     updating: int
 
 
-def kept_in(
-    shape: Shape,
-    saved: Mapping[int, int],
-    known: Mapping[str, Any],
-    deferred: int,
-    forward: int,
-    backward: int,
-    updating: int,
+def measure_kept(
+    shape: Shape, measured: MeasuredStage, saved: Mapping[int, int], made: Mapping[str, Tensor]
 ) -> Kept:
+    """Of a block, its `saved` bytes by address, and the values that it has `made`."""
+    known: dict[str, Any] = {**measured.inputs, **measured.free, **made}
     left = dict(saved)
     inputs = {}
     for number, name in enumerate(shape.inputs):
@@ -48,7 +46,8 @@ def kept_in(
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred, forward, backward, updating)
+    deferred, (forward, backward) = measured.deferred_bytes(), measured.working_bytes()
+    return Kept(sum(left.values()), inputs, outputs, deferred, forward, backward, measured.update_bytes())
 
 
 def block_costs(

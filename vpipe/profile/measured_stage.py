@@ -64,7 +64,7 @@ class MeasuredStage:
         compile: str | None = None,
     ) -> None:
         self.stage = stage
-        self.fields = fields
+        self.fields = {name: fields[name] for name in stage.fields}
         self.device = device
         self.compile = compile
         self.whole = StageModule(stage, model, device=device, compile=compile)
@@ -78,7 +78,7 @@ class MeasuredStage:
             self.whole.parameters_by_name, optimizer, master_values=originals
         )
         self.inputs = {name: values[name] for name in stage.reads}
-        self.free = self.whole.free_values(fields, RandomContext())
+        self.free = self.whole.free_values(self.fields, RandomContext())
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
         self.clock = clock_of(device)
         self._outputs: dict[str, Tensor] = {}
@@ -141,7 +141,8 @@ class MeasuredStage:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self.forward(self.whole)
-        return saved, self._outputs
+        made, self._outputs = self._outputs, {}
+        return saved, made
 
     def deferred_bytes(self) -> int:
         """Bytes that deferred weight gradients hold, without the batch."""
@@ -201,10 +202,6 @@ class MeasuredStage:
     def static_gradients(self) -> list[Tensor]:
         """Those whose memory an update does not free."""
         return []
-
-    def discard(self) -> None:
-        """Drop a forward that has no backward."""
-        self._outputs = {}
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, float32 masters included."""

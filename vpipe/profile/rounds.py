@@ -25,6 +25,7 @@ SLOW = 10.0
 SWAPPING_ROUNDS = 7
 
 
+@torch.random.fork_rng(devices=[])
 def run_round(stages: Sequence[MeasuredStage]) -> None:
     """A training step of two minibatches over all stages, one with backward split, and both with all recomputed.
 
@@ -78,6 +79,7 @@ def run_rounds(stages: Sequence[MeasuredStage], least: int, most: int, seconds: 
         run_round(stages)
 
 
+@torch.random.fork_rng(devices=[])
 def measure_swapping(stages: Iterable[MeasuredStage]) -> None:
     """The host's time for F and B on a GPU, with and without swapping.
 
