@@ -44,13 +44,16 @@ from vpipe.profile.rounds import (
     INPUT_GRADIENT,
     RECOMPUTING_BACKWARD,
     RECOMPUTING_FORWARD,
+    SMALLEST,
     SPLIT_FORWARD,
     SPLIT_RECOMPUTING,
     UPDATE,
     WEIGHT_GRADIENT,
+    CallTimes,
+    block_times,
+    call_times,
     run_rounds,
 )
-from vpipe.profile.times import SMALLEST, CallTimes, block_times, call_times
 from vpipe.system.host_memory import total_memory
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)

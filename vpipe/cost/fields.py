@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -69,17 +69,10 @@ class Unit:
 
 
 class FileField(NamedTuple):
-    name: str
-    """Of the dataclass field; its key in the file may differ."""
     hint: Any
     unit: Unit | None
     whole: bool
     required: bool
-
-
-def not_in_file(default: Any) -> Any:
-    """A dataclass field that is no key of the file, and that comparisons ignore."""
-    return field(default=default, compare=False, metadata={"in_file": False})
 
 
 class FileObject:
@@ -129,7 +122,7 @@ def file_fields(kind: Any) -> dict[str, FileField]:
             hint = hints[entry.name]
             unit, whole = _unit(hint)
             required = entry.default is MISSING and entry.default_factory is MISSING
-            found[_key(entry.name, hint)] = FileField(entry.name, hint, unit, whole, required)
+            found[_key(entry.name, hint)] = FileField(hint, unit, whole, required)
     return found
 
 

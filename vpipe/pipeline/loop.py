@@ -103,16 +103,16 @@ class Loop:
         self.world.all_gather("settled", None)
 
     def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:
-        schedule, stages = self.schedule, self.runtime.stages.values()
+        interval = self.schedule.update_interval
         return Feed(
             batches,
             self.layout.normalise,
             self.loss_weight,
-            schedule.update_interval,
-            start=updates * schedule.update_interval,
+            interval,
+            start=updates * interval,
             # A replica does not keep the minibatches of the other replicas.
-            wanted=lambda place: any(schedule.rank_of(stage.index, place) == self.rank for stage in stages),
-            read_fields={name for stage in stages for name in stage.graph.fields},
+            wanted=lambda place: bool(self.runtime.routes.stages_passed(place)),
+            read_fields={name for stage in self.runtime.stages.values() for name in stage.graph.fields},
             device=self.handler.device,
         )
 

@@ -13,7 +13,7 @@ from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph
 from vpipe.profile.kinds import Shape
 from vpipe.profile.measured_stage import MeasuredStage
-from vpipe.profile.times import BlockTimes
+from vpipe.profile.rounds import BlockTimes
 from vpipe.stage.held import address
 
 

@@ -23,8 +23,7 @@ from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.measured_stage import MeasuredStage
-from vpipe.profile.rounds import measure_swapping, run_round, run_rounds
-from vpipe.profile.times import NO_CALLS, block_times, call_times
+from vpipe.profile.rounds import NO_CALLS, block_times, call_times, measure_swapping, run_round, run_rounds
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype, skeleton
 from vpipe.system.device import check_cuda_graphs
