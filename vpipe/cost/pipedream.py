@@ -27,7 +27,7 @@ from vpipe.system.files import read_text, short_repr
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 WRITE_NODE = f"write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")
-# The format tells nothing of the machine: a device of 16 GiB on PCIe 3, and 10 Gbit/s between ranks.
+# The format says nothing of the machine: a device of 16 GiB on PCIe 3, and 10 Gbit/s between ranks.
 DEVICE = DeviceCost(memory=16 * 2**30, to_host=12e9, from_host=12e9)
 LINK = LinkCost(bandwidth=1.25e9, latency=5e-5)
 
@@ -52,16 +52,11 @@ def is_pipedream_graph(text: str) -> bool:
     return any(NODE.fullmatch(line.strip()) for line in text.splitlines())
 
 
-def read_pipedream_graph(
-    path: Path, *, batch_size: int = 1, device: DeviceCost = DEVICE, link: LinkCost = LINK
-) -> Profile:
-    """The file says nothing of the batch size, the device and the link: they are given here.
-
-    A layer keeps its activation for backward. Where it has parameters, half of its backward is the weights'.
-    """
+def read_pipedream_graph(path: Path, *, batch_size: int = 1) -> Profile:
+    """A layer keeps its activation for backward. Where it has parameters, half of its backward is the weights'."""
     layers = _in_order(_read_layers(path), path)
     blocks = [_block(layers[start:stop], crossing) for start, stop, crossing in _cuts(layers)]
-    return Profile(tuple(blocks), device, link, batch_size)
+    return Profile(tuple(blocks), DEVICE, LINK, batch_size)
 
 
 def _read_layers(path: Path) -> list[_Layer]:

@@ -95,7 +95,7 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
 
 
 def _with_contention(alone: Profile, shared: Profile, ranks: int) -> Profile:
-    factor = max(1.0, _seconds(shared) / _seconds(alone) if _seconds(alone) else 1.0)
+    factor = max(1.0, _seconds(shared) / _seconds(alone))
     device = replace(
         shared.device,
         memory=shared.device.memory // ranks,

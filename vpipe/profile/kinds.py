@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
@@ -60,10 +59,8 @@ def _name(node: fx.Node, trace: Trace) -> str:
     """What the operation is: its operator, or the code of a graph that it wraps."""
     if node.op == "get_attr":
         return getattr(trace.root.get_submodule(str(node.target)), "code", str(node.target))
-    return f"{node.target!r}{list(_sizes(node, trace))}"
+    return f"{node.target!r}{_sizes(node, trace)}"
 
 
-def _sizes(node: fx.Node, trace: Trace) -> Iterator[Any]:
-    if node in trace.specs:
-        yield trace.hinted_shape(node)
-        yield trace.specs[node].dtype
+def _sizes(node: fx.Node, trace: Trace) -> tuple[Any, ...]:
+    return (trace.hinted_shape(node), trace.specs[node].dtype) if node in trace.specs else ()

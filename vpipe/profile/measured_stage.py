@@ -52,6 +52,9 @@ def _event() -> torch.cuda.Event:
 class MeasuredStage:
     """A stage with fixed inputs. Values that it computes from the batch alone are computed once, and not timed."""
 
+    keeps_gradients = False
+    """Whether an update leaves the memory of gradients allocated."""
+
     def __init__(
         self,
         stage: StageGraph,
@@ -192,16 +195,13 @@ class MeasuredStage:
             self.forward(self.whole)
             self.backward()
             before = torch.cuda.memory_allocated(self.device)
-            kept = self.static_gradients()
+            parameters = self.weights.model_parameters if self.keeps_gradients else ()
+            kept = [parameter.grad for parameter in parameters]
             self.update()
             del kept
             most = torch.cuda.max_memory_allocated(self.device) - before
         hook.remove()
         return max(0, most)
-
-    def static_gradients(self) -> list[Tensor]:
-        """Those whose memory an update does not free."""
-        return []
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, float32 masters included."""

@@ -65,7 +65,6 @@ class MeasuredModel:
             check_cuda_graphs(place)
         self.graphs = cuda_graphs
         self.place = place
-        self.compiled = compile is not None
         if run_length is None:
             run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
@@ -101,7 +100,7 @@ class MeasuredModel:
 
         On the CPU so many other processes do the same work meanwhile, as the other ranks of this host would.
         """
-        if self.compiled:
+        if self.stages[0].compile:
             run_round(self.stages)  # before there are other processes
         if self.place.type == "cuda":
             self.run_for(seconds / 4)

@@ -55,10 +55,6 @@ class GradientExchange:
     def tied_of(self, stage: int) -> list[str]:
         return [name for name, holders in self.tied.items() if stage in holders]
 
-    def lag_of(self, name: str, stage: int) -> int:
-        """How many updates later than its first holder a stage applies a tied parameter's updates."""
-        return 0 if stage == self.tied[name][0] else self.lag
-
     def send_parts(self, stage: int, update: int) -> None:
         """Send this rank's part of the stage's gradients to all ranks that need it."""
         optimizer = self.stages[stage].optimizer
@@ -88,7 +84,7 @@ class GradientExchange:
         """The tied parameters' gradients that this stage applies with its own update."""
         found = {}
         for name in self.tied_of(stage):
-            due = update - self.lag_of(name, stage)
+            due = update if stage == self.tied[name][0] else update - self.lag
             if due >= self._applied[name, stage]:
                 found[name] = self._total(name, stage, due)
         return found

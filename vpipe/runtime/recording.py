@@ -29,12 +29,11 @@ REBASE = 4096
 
 @dataclass
 class RuntimeStats:
-    """Seconds spent computing, waiting for tensors and sending, and actions, in one direction."""
+    """Seconds spent computing, waiting for tensors and sending, in one direction."""
 
     compute: float = 0.0
     wait: float = 0.0
     send: float = 0.0
-    actions: int = 0
 
 
 class Recording:

@@ -55,6 +55,7 @@ class StageRuntime:
         self.rank = handler.rank
         self.forward_minibatch_id = 0
         self.backward_minibatch_id = 0
+        self.forwards = 0  # F actions of all stages
         self.steps = 0  # STEP actions of all stages
         self.recording = Recording(self.rank, edges(routes.stage_graphs), handler.device)
         self.events = self.recording.events
@@ -172,7 +173,7 @@ class StageRuntime:
         self._hand_on(stage, minibatch, outputs)
         if stage.index == self._stages_passed(minibatch)[-1]:
             self.feed.forget_values(minibatch)
-        self.forward_stats.actions += 1
+        self.forwards += 1
 
     def send_tensors_forward(self, stage: Stage, minibatch: Minibatch) -> None:
         outputs = self.unsent.pop((stage.index, minibatch.number))
@@ -204,7 +205,6 @@ class StageRuntime:
             self.unsent[stage.index, number] = gradients
         if stage.index == self._stages_passed(minibatch)[0]:
             self.feed.drop(minibatch)
-        self.backward_stats.actions += 1
 
     def run_weight_backward(self, stage: Stage, minibatch: Minibatch) -> None:
         stage.weight_gradients(minibatch.number)
@@ -228,7 +228,6 @@ class StageRuntime:
             self.losses.post(minibatch.update)
         self.updates.step(stage.index, minibatch.update)
         self.steps += 1
-        self.update_stats.actions += 1
         if self.completes_update:
             self.losses.collect(minibatch.update)
 
