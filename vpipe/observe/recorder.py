@@ -53,7 +53,7 @@ class Recorder:
         self._recent: deque[float] = deque(maxlen=print_frequency)
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
-        self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
+        self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
         self._held = count_first_forwards(pipe)
