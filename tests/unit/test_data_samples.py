@@ -15,11 +15,11 @@ from tests.models import bert_config
 from vpipe.data import (
     Dataset,
     MaskedText,
+    Synthetic,
     build_tokenizer,
     causal_text,
     masked_text,
     special_id,
-    synthetic,
     translation_pairs,
 )
 from vpipe.errors import ConfigError
@@ -170,7 +170,7 @@ def _drawn(model: nn.Module, count: int, seed: int) -> dict[str, Tensor]:
 
 def test_synthetic_data_have_the_fields_of_the_model() -> None:
     model = models()["gpt2"]
-    dataset = synthetic(partial(_drawn, model), 10, seed=1)
+    dataset = Synthetic(partial(_drawn, model), 10, seed=1)
     assert len(dataset) == 10
     batch = dataset.batch([3, 1], 2)
     assert {name: t.shape for name, t in batch.items()} == {
@@ -180,7 +180,7 @@ def test_synthetic_data_have_the_fields_of_the_model() -> None:
     for other in (
         dataset.batch([1, 3], 2),
         dataset.batch([3, 1], 1),
-        synthetic(partial(_drawn, model), 10, 2).batch([3, 1], 2),
+        Synthetic(partial(_drawn, model), 10, 2).batch([3, 1], 2),
     ):
         assert not torch.equal(batch["input_ids"], other["input_ids"])
 

@@ -8,7 +8,6 @@ from vpipe.data.samples import (
     Synthetic,
     causal_text,
     masked_text,
-    synthetic,
     translation_pairs,
 )
 from vpipe.data.shards import has_shards, read_shards
@@ -34,6 +33,5 @@ __all__ = [
     "read_tokenizer",
     "special_id",
     "split",
-    "synthetic",
     "translation_pairs",
 ]

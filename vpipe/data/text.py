@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vpipe.errors import ConfigError
@@ -58,14 +58,23 @@ def list_files(path: Path) -> list[Path]:
     def refuse(error: OSError) -> None:
         raise ConfigError(f"{describe(path)}: {error.filename} cannot be listed: {error.strerror}")
 
-    found: list[Path] = []
-    for folder, folders, names in os.walk(path, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [file for file in files if os.path.isfile(file)]
+    found = [file for file in _walk(path, onerror=refuse) if os.path.isfile(file)]
     if not found:
         raise ConfigError(f"{describe(path)}: the folder has no files: put UTF-8 text there")
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+    return found
+
+
+def _walk(
+    root: Path,
+    skipped: Callable[[str], bool] = lambda name: False,
+    onerror: Callable[[OSError], None] | None = None,
+) -> list[Path]:
+    """All files below a folder, in the order of their relative paths, without hidden and skipped names."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=onerror):
+        folders[:] = [name for name in folders if not name.startswith(".") and not skipped(name)]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and not skipped(name)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def read_text(file: Path, path: Path) -> str:
@@ -111,7 +120,7 @@ def library_sources(largest: int = LIBRARY_LARGEST) -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: list[str] = []
     room = largest
-    for file in _library_files(root):
+    for file in _walk(root, lambda name: name in LIBRARY_SKIPPED or name.startswith(LIBRARY_GENERATED)):
         source = _read_source(file)
         if source is None:
             continue
@@ -127,20 +136,10 @@ def library_sources(largest: int = LIBRARY_LARGEST) -> list[str]:
     return sources
 
 
-def _library_files(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in LIBRARY_SKIPPED and _wanted(name)]
-        found += [Path(folder, name) for name in names if name.endswith(".py") and _wanted(name)]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _wanted(name: str) -> bool:
-    return not name.startswith((".", *LIBRARY_GENERATED))
-
-
 def _read_source(file: Path) -> str | None:
-    """None for a file that is no text: the user did not choose these files."""
+    """None for a file that is no Python or no text: the user did not choose these files."""
+    if file.suffix != ".py":
+        return None
     try:
         source = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -44,7 +44,7 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dat
     settings: Any = model.config
     if config.synthetic_data:
         count = config.max_samples or SYNTHETIC_SAMPLES
-        return data.synthetic(
+        return data.Synthetic(
             lambda number, seed: synthetic_batch(model, number, length, seed), count, config.seed
         ), None
     _check_reads_text(model, config)
