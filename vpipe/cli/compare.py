@@ -5,13 +5,14 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
@@ -29,6 +30,9 @@ GIB = 2**30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
 
+Result = dict[str, Any]
+"""A run's `summary.json`, and its `label`."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -37,22 +41,6 @@ class Variant:
     label: str
     path: Path
     settings: tuple[str, ...] = ()
-
-
-class Result(TypedDict):
-    """The figures of a run's `summary.json`; None where one is unknown."""
-
-    label: str
-    loss: float | None
-    samples_per_s: float
-    seconds_per_update: float
-    """Samples of an update / `samples_per_s`."""
-    communication_share: float | None
-    bubble_share: float | None
-    of_limit: float | None
-    peak_memory: list[int]
-    updates: int
-    losses: list[list[float]]
 
 
 def compare_runs(
@@ -65,12 +53,12 @@ def compare_runs(
     """Train the variants one after the other, each in its own ranks, and print their figures."""
     from vpipe.train.run import launch
 
-    if picture is not None and not can_plot():
+    can_plot = find_spec("matplotlib") is not None
+    if picture is not None and not can_plot:
         raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
     chosen = variants(configs, sweeps, settings)
-    runs = [
-        read_config(one.path, read_settings(one.settings)) for one in chosen
-    ]  # before anything is trained
+    # All are read before anything is trained.
+    runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]
     results = []
     for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
         print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
@@ -80,11 +68,10 @@ def compare_runs(
         print(json.dumps(results))
     else:
         show(comparison_table(results))
-    if not can_plot():
-        return  # no picture was requested
-    picture = picture or folder.parent / f"comparison-{folder.name}.png"
-    plot(results, picture)
-    print(f"picture {picture}", file=sys.stderr)
+    if can_plot:
+        picture = picture or folder.parent / f"comparison-{folder.name}.png"
+        plot(results, picture)
+        print(f"picture {picture}", file=sys.stderr)
 
 
 def variants(
@@ -109,12 +96,9 @@ def variants(
     for path, name in zip(paths, _names(paths), strict=True):
         for chosen in product(*swept):
             made.append(Variant(" ".join((name, *chosen)), path, (*settings, *chosen)))
-    labels = [variant.label for variant in made]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(
-                f"{label} would run {labels.count(label)} times: name each file and each value once"
-            )
+    label, times = Counter(variant.label for variant in made).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"{label} would run {times} times: name each file and each value once")
     return made
 
 
@@ -167,35 +151,19 @@ def comparison_table(results: Sequence[Result]) -> Table:
             f"{speed:,.1f}" + (" *" if best else ""),
             f"{speed / slowest:.2f}x" if slowest > 0 else "–",
             f"{1000 * result['seconds_per_update']:,.1f}",
-            _percent(result["communication_share"]),
-            _percent(result["bubble_share"]),
-            _percent(result["of_limit"]),
-            " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]) or "–",
-            _loss(result["loss"]),
+            *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
+            " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]),
+            f"{result['loss']:.4f}",
             style="bold" if best else None,
         )
     return table
 
 
-def _percent(share: float | None) -> str:
-    return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
-
-
-def _loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
-
-
-def can_plot() -> bool:
-    return find_spec("matplotlib") is not None
-
-
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw the results into a PNG file."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise VPipeError("a plot needs the package matplotlib: pip install 'vpipe[plot]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lines = sum(len(result["label"].split()) for result in results)
     # Not pyplot, which has global state and may open a window.
     figure = Figure(figsize=(11, max(4.0, 1.2 + 0.2 * (lines + len(results)))), dpi=150, layout="constrained")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -35,25 +34,19 @@ def train(
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
     from vpipe.observe.debug import read_scenes
+    from vpipe.train.rank import train_rank
     from vpipe.train.run import run
 
     chosen = read_run(config, settings)
     if print_config:
         print(resolved_yaml(chosen), end="")
         return
-
     scenes = read_scenes(debug or ())
-
-    def work() -> None:
-        from vpipe.train.rank import train_rank
-
-        train_rank(chosen, resume, scenes)
-
     arguments = ["train", *rank_arguments(config, settings or ())]
     arguments += [part for scene in scenes for part in ("--debug", scene)]
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
-    run(chosen, arguments, work, max_restarts=max_restarts)
+    run(chosen, arguments, lambda: train_rank(chosen, resume, scenes), max_restarts=max_restarts)
 
 
 @app.command("eval")
@@ -67,17 +60,13 @@ def evaluate(
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
+    from vpipe.train.rank import evaluate_rank
     from vpipe.train.run import run
 
     chosen = read_run(config, settings)
-
-    def work() -> None:
-        from vpipe.train.rank import evaluate_rank
-
-        evaluate_rank(chosen, resume, as_json)
-
     arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
-    run(chosen, [*arguments, *(["--json"] if as_json else [])], work)
+    arguments += ["--json"] if as_json else []
+    run(chosen, arguments, lambda: evaluate_rank(chosen, resume, as_json))
 
 
 @app.command()
@@ -101,14 +90,9 @@ def compare(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has, what would not work on it, and why."""
-    from vpipe.cli.doctor import describe, doctor_table, examine
-    from vpipe.system.console import show
+    from vpipe.cli.doctor import print_facts
 
-    findings = examine()
-    if as_json:
-        print(json.dumps(describe(findings)))
-    else:
-        show(doctor_table(findings))
+    print_facts(as_json)
 
 
 @app.command()
