@@ -6,12 +6,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import ConfigError
 from vpipe.observe.action_figures import Medians, medians
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
-from vpipe.record.run_folder import StageFacts, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import StageFacts, check_run_folder, read_metrics, read_object, read_stages
 
 FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
 
@@ -43,8 +42,7 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    check_run_folder(folder)
     ranks = read_events(folder)
     return Evidence(
         folder,

@@ -39,10 +39,7 @@ class RankState:
     """What one rank does, or why it does nothing."""
 
     status: Status
-    place: str
-    """An action's name, or words."""
-    inside: bool
-    seconds: float
+    """As of now, not of when the rank wrote it."""
     fate: str = ""
     """STOPPED, GONE or SILENCE, or empty."""
 
@@ -52,22 +49,26 @@ class RankState:
 
     @property
     def action(self) -> Action | None:
-        return Action.parse(self.place) if PATTERN.fullmatch(self.place) else None
+        place = self.status.place
+        return Action.parse(place) if PATTERN.fullmatch(place) else None
+
+    @property
+    def where(self) -> str:
+        return f"{'in' if self.status.inside else 'behind'} {self.status.place}"
 
     @property
     def waits(self) -> bool:
         return self.status.waiting is not None and not self.fate and self.status.state == RUNNING
 
     def __str__(self) -> str:
-        where = f"in {self.place}" if self.inside else f"behind {self.place}"
         if self.fate:
-            return f"rank {self.rank} {self.fate}: it was {where}"
+            return f"rank {self.rank} {self.fate}: it was {self.where}"
         if self.status.state in (ENDED, FAILED):
             why = f": {self.status.error}" if self.status.error else ""
             return f"rank {self.rank} has {self.status.state}{why}"
         if self.status.waiting is not None:
             return _waits(self.status)
-        return f"rank {self.rank} has been {where} for {_seconds(self.seconds)}"
+        return f"rank {self.rank} has been {self.where} for {_seconds(self.status.seconds)}"
 
 
 def explain(folder: Path, schedule: Schedule, page: Page | None = None) -> str:
@@ -86,15 +87,16 @@ def rank_states(folder: Path, page: Page | None = None) -> list[RankState]:
 
 def _state(status: Status, page: Page | None = None) -> RankState:
     """From a rank's own status or, if that is old, from the page and the system."""
+    if status.state in (ENDED, FAILED):
+        return RankState(status)
     old = time.time() - status.time
-    if status.state in (ENDED, FAILED) or old < SILENT or status.host != socket.gethostname():
-        running = old if status.state == RUNNING else 0.0
-        return RankState(status, status.place, status.inside, status.seconds + running)
-    fate = fate_of(status.process)
-    if page is None:
-        return RankState(status, status.place, status.inside, status.seconds + old, fate)
-    place = page.place(status.rank)
-    return RankState(status, str(place), True, time.perf_counter() - place.since, fate)
+    now = replace(status, seconds=status.seconds + old)
+    if old < SILENT or status.host != socket.gethostname():
+        return RankState(now)
+    if page is not None:
+        place = page.place(status.rank)
+        now = replace(status, place=str(place), inside=True, seconds=time.perf_counter() - place.since)
+    return RankState(now, fate_of(status.process))
 
 
 def fate_of(process: int) -> str:
@@ -177,11 +179,11 @@ def grid(schedule: Schedule, found: list[RankState]) -> str:
         relative = action._replace(minibatch=action.minibatch - offset - shift)
         place = next((i for i, known in _program(schedule, each.rank) if known == relative), None)
         if place is not None:
-            ends[each.rank] = place if each.inside else place + 1
+            ends[each.rank] = place if each.status.inside else place + 1
         elif schedule.minibatches is not None:
             ends[each.rank] = None  # it is at a later update already
         what = each.fate or ("waits" if each.waits else "")
-        if each.inside or what:
+        if each.status.inside or what:
             marks[each.rank] = f"[{action}]" + (f" << {what}" if what else " << here")
     if not marks:
         return ""

@@ -30,7 +30,6 @@ from vpipe.record.status import (
     TIMES,
     Status,
     Waiting,
-    read_statuses,
     replace_text,
     write_status,
 )
@@ -200,10 +199,6 @@ class RankWatch(threading.Thread):
             if written != self._shown:
                 self._shown = written
                 self._say(path.read_text(encoding="utf-8"))
-
-    def others(self) -> list[Status]:
-        """The last statuses of all ranks, this one included."""
-        return read_statuses(self._folder)
 
 
 class _Place(NamedTuple):

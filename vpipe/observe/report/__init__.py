@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.observe.prediction import predict
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
-from vpipe.record.run_folder import read_keys, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
 from vpipe.system.files import write_text
 
 SCRIPTS = ("format.js", "lanes.js", "timeline.js", "details.js", "charts.js", "page.js")
@@ -33,8 +32,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> None:
     if not run_folders:
         raise ConfigError("there is nothing to report: name the folder of one or more runs")
     for folder in run_folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+        check_run_folder(folder)
     names = _labels(run_folders)
     runs = [run_data(folder, name) for folder, name in zip(run_folders, names, strict=True)]
     page = _part("report.html")
@@ -74,7 +72,7 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
             "evaluations": _curve(evaluations, "loss"),
             "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
             "timeline": timeline(ranks),
-            "predicted": predicted(predict(folder, ranks), ranks),
+            "predicted": predicted(folder, ranks),
             "memory": memory_lines(ranks),
             "cap": None if stages is None else stages.cap,
         }
