@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import IGNORED, Batch, Use, stream
-from vpipe.data.text import describe
+from vpipe.data.text import data_error
 from vpipe.data.tokenizer import content_hash, encode, keep, special_id, special_ids
 from vpipe.errors import ConfigError
 
@@ -189,9 +189,10 @@ def windows(
     tokens = _tokens(documents, tokenizer, cache)
     found = len(tokens)
     if found < width:
-        raise ConfigError(
-            f"{describe(path)}: the text has {found} tokens, but one sample takes {width} (sequence_length is "
-            f"{length}): give more text or a smaller sequence_length"
+        raise data_error(
+            path,
+            f"the text has {found} tokens, but one sample takes {width} (sequence_length is "
+            f"{length}): give more text or a smaller sequence_length",
         )
     return tokens[: found - found % width].reshape(-1, width)
 

@@ -37,13 +37,13 @@ def read_documents(path: Path | None) -> list[str]:
     texts = library_sources() if path is None else [read_text(file, path) for file in list_files(path)]
     documents = [piece for text in texts for piece in split_text(text) if piece.strip()]
     if not documents:
-        raise ConfigError(f"{describe(path)}: it holds no text: put UTF-8 text there")
+        raise data_error(path, "it holds no text: put UTF-8 text there")
     return documents
 
 
-def describe(path: Path | None) -> str:
-    """How every message about the data begins."""
-    return "data_dir is not given" if path is None else f"data_dir is {str(path)!r}"
+def data_error(path: Path | None, text: str) -> ConfigError:
+    """An error about the data at `path`."""
+    return ConfigError(f"data_dir is {'not given' if path is None else repr(str(path))}: {text}")
 
 
 def list_files(path: Path) -> list[Path]:
@@ -51,16 +51,16 @@ def list_files(path: Path) -> list[Path]:
     if os.path.isfile(path):
         return [path]
     if not os.path.exists(path):
-        raise ConfigError(f"{describe(path)}: there is nothing at that place: give a file or folder of text")
+        raise data_error(path, "there is nothing at that place: give a file or folder of text")
     if not os.path.isdir(path):
-        raise ConfigError(f"{describe(path)}: it is neither a file nor a folder: give one of the two")
+        raise data_error(path, "it is neither a file nor a folder: give one of the two")
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(f"{describe(path)}: {error.filename} cannot be listed: {error.strerror}")
+        raise data_error(path, f"{error.filename} cannot be listed: {error.strerror}")
 
     found = [file for file in _walk(path, onerror=refuse) if os.path.isfile(file)]
     if not found:
-        raise ConfigError(f"{describe(path)}: the folder has no files: put UTF-8 text there")
+        raise data_error(path, "the folder has no files: put UTF-8 text there")
     return found
 
 
@@ -82,18 +82,17 @@ def read_text(file: Path, path: Path) -> str:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{describe(path)}: {file} cannot be read: {error.strerror}") from None
+        raise data_error(path, f"{file} cannot be read: {error.strerror}") from None
     zero = raw.find(b"\0")
     if zero >= 0:
-        raise ConfigError(
-            f"{describe(path)}: {file} is binary (byte {zero} is zero): leave only UTF-8 text there"
-        )
+        raise data_error(path, f"{file} is binary (byte {zero} is zero): leave only UTF-8 text there")
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{describe(path)}: {file} is not UTF-8 (byte {error.start} is {raw[error.start]:#04x}): "
-            "convert it, or leave only UTF-8 text there"
+        raise data_error(
+            path,
+            f"{file} is not UTF-8 (byte {error.start} is {raw[error.start]:#04x}): "
+            "convert it, or leave only UTF-8 text there",
         ) from None
 
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vpipe.observe.action_figures import Medians, medians
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
@@ -34,7 +33,6 @@ class Evidence:
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
     costs: RunCosts | None
-    medians: Medians
 
     def log(self, rank: int) -> str:
         path = self.folder / f"output.log.{rank}"
@@ -52,5 +50,4 @@ def read_evidence(folder: Path) -> Evidence:
         read_object(folder / "summary.json"),
         read_metrics(folder),
         run_costs(folder, ranks),
-        medians(ranks),
     )

@@ -54,18 +54,16 @@ METRICS: tuple[tuple[str, str, str, Values], ...] = (
 """Name, kind, help, and a rank's values with their further labels."""
 
 
-def exposition(statuses: Iterable[Status]) -> str:
+def exposition(statuses: list[Status]) -> str:
     """The text format, version 0.0.4."""
-    return "".join(f"{line}\n" for line in _lines(list(statuses)))
-
-
-def _lines(statuses: list[Status]) -> Iterator[str]:
+    lines = []
     for name, kind, meaning, values in METRICS:
-        yield from (f"# HELP vpipe_{name} {meaning}", f"# TYPE vpipe_{name} {kind}")
+        lines += [f"# HELP vpipe_{name} {meaning}", f"# TYPE vpipe_{name} {kind}"]
         for status in statuses:
             for labels, number in values(status):
                 if number is not None:
-                    yield f'vpipe_{name}{{rank="{status.rank}"{labels}}} {number:.10g}'
+                    lines.append(f'vpipe_{name}{{rank="{status.rank}"{labels}}} {number:.10g}')
+    return "".join(f"{line}\n" for line in lines)
 
 
 def serve(folder: Path, port: int) -> ThreadingHTTPServer:

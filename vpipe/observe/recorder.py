@@ -56,20 +56,17 @@ class Recorder:
         self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self.show = self._progress.say  # prints for the user, without the log
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
-            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self._progress.say
+            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self.show
         )
         self._endpoint = serve(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
 
     def say(self, line: str) -> None:
         self.log.line(line)
         self.show(line)
-
-    def show(self, line: str) -> None:
-        """Print for the user, without the log."""
-        self._progress.say(line)
 
     def update(self, update: int, loss: float, epoch: int) -> None:
         """An update's loss has arrived."""
