@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from rich.markup import escape
 from rich.table import Table
 
+from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError
-from vpipe.system.console import show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -63,10 +63,7 @@ def compare_runs(
         print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
         folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
         results.append(json.loads((folder / "summary.json").read_text()) | {"label": variant.label})
-    if as_json:
-        print(json.dumps(results))
-    else:
-        show(comparison_table(results))
+    print_result(results, comparison_table(results), as_json)
     if can_plot:
         picture = picture or folder.parent / f"comparison-{folder.name}.png"
         plot(results, picture)

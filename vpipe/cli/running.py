@@ -11,14 +11,15 @@ from vpipe.cli.options import AsJson, Config, Settings, read_run
 
 app = typer.Typer()
 
+RESUME = typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or over.")]
+
 
 @app.command()
 def train(
     config: Config,
     settings: Settings = None,
-    resume: Annotated[
-        str | None, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
-    ] = None,
+    resume: Annotated[str | None, RESUME] = None,
     debug: Annotated[
         list[str] | None,
         typer.Option(
@@ -53,9 +54,7 @@ def train(
 def evaluate(
     config: Config,
     settings: Settings = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
-    ] = "auto",
+    resume: Annotated[str, RESUME] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
@@ -111,7 +110,7 @@ def report(
 
 @app.command()
 def top(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
 ) -> None:
     """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
@@ -122,7 +121,7 @@ def top(
 
 @app.command()
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, running or over.")],
+    run: RunFolder,
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""

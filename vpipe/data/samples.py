@@ -46,15 +46,9 @@ class CausalText:
         return _fields(ids, np.ones_like(ids), ids.copy())
 
 
-def causal_text(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    path: Path | None,
-    cache: Path | None = None,
-) -> CausalText:
+def causal_text(tokens: Tokens, length: int, path: Path | None) -> CausalText:
     """Windows of `length` tokens of the text at `path` (for messages)."""
-    return CausalText(windows(documents, tokenizer, length, length, path, cache))
+    return CausalText(_windows(tokens, length, length, path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -153,19 +147,14 @@ class MaskedText:
 
 
 def masked_text(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    seed: int,
-    path: Path | None,
-    cache: Path | None = None,
+    tokens: Tokens, tokenizer: Tokenizer, length: int, seed: int, path: Path | None
 ) -> MaskedText:
     """Windows of the text at `path` (for messages) with `length` tokens each, [CLS] and [SEP] included."""
     if length < SHORTEST_MASKED:
         raise ConfigError(f"sequence_length is {length}: give {SHORTEST_MASKED} or more")
     specials = special_ids(tokenizer)
     return MaskedText(
-        windows(documents, tokenizer, length - 2, length, path, cache),
+        _windows(tokens, length - 2, length, path),
         begin=special_id(tokenizer, "begin"),
         end=special_id(tokenizer, "end"),
         mask=special_id(tokenizer, "mask"),
@@ -174,19 +163,8 @@ def masked_text(
     )
 
 
-def windows(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    width: int,
-    length: int,
-    path: Path | None,
-    cache: Path | None = None,
-) -> Tokens:
-    """(samples, width): every document followed by an end token, the remainder at the very end left out.
-
-    With a `cache` the text is encoded once, whatever the width, and then found there.
-    """
-    tokens = _tokens(documents, tokenizer, cache)
+def _windows(tokens: Tokens, width: int, length: int, path: Path | None) -> Tokens:
+    """(samples, width): the remainder at the very end is left out."""
     found = len(tokens)
     if found < width:
         raise data_error(
@@ -197,25 +175,22 @@ def windows(
     return tokens[: found - found % width].reshape(-1, width)
 
 
-def _tokens(documents: Sequence[str], tokenizer: Tokenizer, cache: Path | None) -> Tokens:
-    """Of a cache mapped, not read: ranks of one host share it."""
-    if cache is None:
-        return _encode_documents(documents, tokenizer)
+def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Tokens:
+    """The text's tokens, every document followed by an end token.
+
+    They are made once and then found in `cache`, where they are mapped, not read: ranks of one host share them.
+    """
     file = cache / f"{content_hash(documents, tokenizer.to_str())}.npy"
     if os.path.isfile(file):
         with suppress(OSError, ValueError, EOFError):  # cut short or damaged: it is made anew below
             tokens = np.load(file, mmap_mode="r")
             if tokens.dtype == np.int32 and tokens.ndim == 1:
                 return tokens
-    tokens = _encode_documents(documents, tokenizer)
-    keep(file, "the tokens of the text", lambda path: np.save(path, tokens))
-    return tokens
-
-
-def _encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
     end = special_id(tokenizer, "end")
     parts = [np.array([*ids, end], np.int32) for ids in encode(tokenizer, documents, together=8) if ids]
-    return np.concatenate([np.empty(0, np.int32), *parts])
+    tokens = np.concatenate([np.empty(0, np.int32), *parts])
+    keep(file, "the tokens of the text", lambda path: np.save(path, tokens))
+    return tokens
 
 
 def _fields(ids: NDArray[np.int64], mask: NDArray[np.int64], labels: NDArray[np.int64]) -> Batch:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from operator import add, sub
 from pathlib import Path
 from time import perf_counter
@@ -147,11 +148,10 @@ class MetricsWriter:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._board: Any = None
-        try:
+        with suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, kind: str, update: int, **figures: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "update": update, **figures}) + "\n")

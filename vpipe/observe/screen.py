@@ -27,8 +27,7 @@ class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
     def __init__(self, total: int, done: int, *, speaks: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._speaks = speaks
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
         if speaks and sys.stdout.isatty():
             count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
@@ -41,8 +40,7 @@ class ProgressReport:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._speaks:
-            self._console.print(line, markup=False)
+        self._console.print(line, markup=False)
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""

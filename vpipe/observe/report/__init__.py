@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -61,21 +60,25 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
     stages = read_stages(folder)
-    return _finite(
-        {
-            "name": name,
-            "summary": {key: summary[key] for key in SHOWN if key in summary},
-            "plan": plan,
-            "blocks": summary.get("blocks") or plan.get("blocks") or [],
-            "config": read_keys(folder / "config.yml"),
-            "losses": _losses(summary, train),
-            "evaluations": _curve(evaluations, "loss"),
-            "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
-            "timeline": timeline(ranks),
-            "predicted": predicted(folder, ranks),
-            "memory": memory_lines(ranks),
-            "cap": None if stages is None else stages.cap,
-        }
+    # JSON has no nan and no infinities, and a loss may be one: they become null.
+    return json.loads(
+        json.dumps(
+            {
+                "name": name,
+                "summary": {key: summary[key] for key in SHOWN if key in summary},
+                "plan": plan,
+                "blocks": summary.get("blocks") or plan.get("blocks") or [],
+                "config": read_keys(folder / "config.yml"),
+                "losses": _losses(summary, train),
+                "evaluations": _curve(evaluations, "loss"),
+                "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+                "timeline": timeline(ranks),
+                "predicted": predicted(folder, ranks),
+                "memory": memory_lines(ranks),
+                "cap": None if stages is None else stages.cap,
+            }
+        ),
+        parse_constant=lambda name: None,
     )
 
 
@@ -113,12 +116,3 @@ def thinned(points: list[list[float]]) -> list[list[float]]:
     """At most POINTS of them, evenly spaced, the last one among them."""
     step = -(-len(points) // POINTS)
     return points if step < 2 else points[(len(points) - 1) % step :: step]
-
-
-def _finite(value: Any) -> Any:
-    """The same without nan and infinities, which JSON does not have: a loss may be one."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value
