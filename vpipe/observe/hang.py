@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -57,8 +57,10 @@ class RankState:
         return f"{'in' if self.status.inside else 'behind'} {self.status.place}"
 
     @property
-    def waits(self) -> bool:
-        return self.status.waiting is not None and not self.fate and self.status.state == RUNNING
+    def awaited(self) -> int | None:
+        """The rank that it waits for, negative if for several; None if it does not wait."""
+        waiting = self.status.waiting
+        return waiting.peer if waiting and not self.fate and self.status.state == RUNNING else None
 
     def __str__(self) -> str:
         if self.fate:
@@ -112,37 +114,29 @@ def fate_of(process: int) -> str:
 
 def sentence(found: list[RankState]) -> str:
     """The longest chain from a rank that waits to the one that it waits for in the end; then the other ranks."""
-    by_rank = {each.rank: each for each in found}
-    chains = [_chain(each, by_rank) for each in found if each.waits]
+    chains = _chains(found)
     if not chains:
         return "; ".join(map(str, found)) or "no rank has written a status"
     chain = max(chains, key=len)
-    text = "; ".join(str(by_rank[rank]) for rank in chain)
-    last = by_rank[chain[-1]]
-    if last.waits and last.status.waiting is not None and last.status.waiting.peer in chain:
+    text = "; ".join(map(str, chain))
+    if chain[-1].awaited in [each.rank for each in chain]:
         text += ": they wait for each other"
-    return text + "".join(f"; {each}" for each in found if each.rank not in chain)
+    return text + "".join(f"; {each}" for each in found if each not in chain)
 
 
 def culprit(found: list[RankState]) -> RankState | None:
     """The rank that does not wait and that others wait for; None if no rank waits, or all for each other."""
-    by_rank = {each.rank: each for each in found}
-    for each in found:
-        if each.waits:
-            last = by_rank[_chain(each, by_rank)[-1]]
-            if not last.waits:
-                return last
-    return None
+    return next((chain[-1] for chain in _chains(found) if chain[-1].awaited is None), None)
 
 
-def _chain(first: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
-    """From a rank that waits to the one that it waits for, and so on, until one does not wait or comes twice."""
-    chain = [first.rank]
-    while True:
-        waiting = by_rank[chain[-1]].status.waiting if by_rank[chain[-1]].waits else None
-        if waiting is None or waiting.peer in chain or waiting.peer not in by_rank:
-            return chain
-        chain.append(waiting.peer)
+def _chains(found: list[RankState]) -> list[list[RankState]]:
+    """From each rank that waits to the one that it waits for, and so on, until one does not wait or comes twice."""
+    by_rank: dict[int | None, RankState] = {each.rank: each for each in found}
+    chains = [[each] for each in found if each.awaited is not None]
+    for chain in chains:
+        while (peer := by_rank.get(chain[-1].awaited)) is not None and peer not in chain:
+            chain.append(peer)
+    return chains
 
 
 def _waits(status: Status) -> str:
@@ -182,7 +176,7 @@ def grid(schedule: Schedule, found: list[RankState]) -> str:
             ends[each.rank] = place if each.status.inside else place + 1
         elif schedule.minibatches is not None:
             ends[each.rank] = None  # it is at a later update already
-        what = each.fate or ("waits" if each.waits else "")
+        what = each.fate or ("waits" if each.awaited is not None else "")
         if each.status.inside or what:
             marks[each.rank] = f"[{action}]" + (f" << {what}" if what else " << here")
     if not marks:
