@@ -78,9 +78,13 @@ def test_values(text: str, values: list[str]) -> None:
         (["=1"], [], "write a key and its values"),
         (["batch_size="], [], "write a key and its values"),
         (["batch_size=1,,2"], [], "write a key and its values"),
-        (["seed=1", "seed=2"], [], "--sweep seed=2: seed is swept twice"),
+        (
+            ["seed=1", "seed=2"],
+            [],
+            "--sweep seed=2: seed is set or swept twice: give all its values in one --sweep",
+        ),
         (["seed=1,1"], [], "a seed=1 would run 2 times"),
-        (["seed=1"], ["seed=2"], "--sweep seed=1: --set gives seed one value"),
+        (["seed=1"], ["seed=2"], "--sweep seed=1: seed is set or swept twice"),
     ],
 )
 def test_mistakes(sweeps: list[str], settings: list[str], message: str) -> None:

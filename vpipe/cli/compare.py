@@ -77,16 +77,13 @@ def variants(
     if not paths:
         raise ConfigError("nothing to compare: name one or more configuration files")
     axes = [_axis(sweep) for sweep in sweeps]
-    fixed = [setting.split("=", 1)[0] for setting in settings]
-    for number, (key, _) in enumerate(axes):
-        if key in (other for other, _ in axes[:number]):
+    given = [setting.split("=", 1)[0] for setting in settings]
+    for sweep, (key, _) in zip(sweeps, axes, strict=True):
+        if key in given:
             raise ConfigError(
-                f"--sweep {sweeps[number]}: {key} is swept twice: give all its values in one --sweep"
+                f"--sweep {sweep}: {key} is set or swept twice: give all its values in one --sweep"
             )
-        if key in fixed:
-            raise ConfigError(
-                f"--sweep {sweeps[number]}: --set gives {key} one value: leave one of the two out"
-            )
+        given.append(key)
     swept = [[f"{key}={value}" for value in values] for key, values in axes]
     made = []
     for path, name in zip(paths, _names(paths), strict=True):

@@ -97,8 +97,7 @@ def _title(name: str, minibatch: int, backward: bool) -> str:
 def _look(tensor: Tensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "a number"
     norm = f", norm {tensor.detach().double().norm().item():.6g}" if tensor.is_floating_point() else ""
-    size = tensor.numel() * tensor.element_size()
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {show_bytes(size)}{norm}"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {show_bytes(tensor.nbytes)}{norm}"
 
 
 # Versions
