@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -160,46 +159,33 @@ def _seconds(seconds: float) -> str:
 
 def grid(schedule: Schedule, found: list[RankState]) -> str:
     """The schedule up to the current action of each rank, with that action marked."""
-    placed = [each for each in found if each.action is not None]
+    placed = [(each, action) for each in found if (action := each.action) is not None]
     if not placed:
         return ""
-    offset = min(each.status.offset for each in placed)
-    shift = _shift(schedule, placed, offset)
+    first = min(each.status.offset for each, _ in placed)  # the minibatch that the drawing begins with
+    if schedule.minibatches is None:  # endless: the drawing begins some whole periods later
+        period = lcm(schedule.update_interval, *map(len, schedule.placement))
+        earliest = min(action.minibatch for _, action in placed)
+        first += max(0, earliest - first - DRAWN) // period * period
     ends: dict[int, int | None] = dict.fromkeys(range(schedule.num_ranks), 0)
     marks: dict[int, str] = {}
-    for each in placed:
-        action = each.action
-        assert action is not None
-        relative = action._replace(minibatch=action.minibatch - offset - shift)
-        place = next((i for i, known in _program(schedule, each.rank) if known == relative), None)
+    for each, action in placed:
+        relative = action._replace(minibatch=action.minibatch - first)
+        program = enumerate(islice(schedule.program(each.rank), ACTIONS))
+        place = next((place for place, known in program if known == relative), None)
         if place is not None:
             ends[each.rank] = place if each.status.inside else place + 1
         elif schedule.minibatches is not None:
             ends[each.rank] = None  # it is at a later update already
         what = each.fate or ("waits" if each.awaited is not None else "")
         if each.status.inside or what:
-            marks[each.rank] = f"[{action}]" + (f" << {what}" if what else " << here")
+            marks[each.rank] = f"[{action}] << {what or 'here'}"
     if not marks:
         return ""
     sound = replace(schedule, order=partial(cut, schedule.order, ends))
     events: list[Event] = []
     with suppress(Deadlock):  # the walk ends at the ranks' places
-        for rank, action, start, end in walk(sound):
-            moved = action._replace(minibatch=action.minibatch + offset + shift)
+        for rank, action, start, end in islice(walk(sound), ACTIONS):
+            moved = action._replace(minibatch=action.minibatch + first)
             events.append(Event(rank, moved, start, end))
-            if len(events) > ACTIONS:
-                break
     return draw_marked(schedule, events, marks)
-
-
-def _program(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action]]:
-    return enumerate(islice(schedule.program(rank), ACTIONS))
-
-
-def _shift(schedule: Schedule, placed: list[RankState], offset: int) -> int:
-    """Whole periods that an endless schedule is drawn later than its beginning."""
-    if schedule.minibatches is not None:
-        return 0
-    earliest = min(each.action.minibatch for each in placed if each.action is not None) - offset
-    period = lcm(schedule.update_interval, *(len(ranks) for ranks in schedule.placement))
-    return max(0, earliest - DRAWN) // period * period
