@@ -60,26 +60,22 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
     stages = read_stages(folder)
+    found = {
+        "name": name,
+        "summary": {key: summary[key] for key in SHOWN if key in summary},
+        "plan": plan,
+        "blocks": summary.get("blocks") or plan.get("blocks") or [],
+        "config": read_keys(folder / "config.yml"),
+        "losses": _losses(summary, train),
+        "evaluations": _curve(evaluations, "loss"),
+        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+        "timeline": timeline(ranks),
+        "predicted": predicted(folder, ranks),
+        "memory": memory_lines(ranks),
+        "cap": None if stages is None else stages.cap,
+    }
     # JSON has no nan and no infinities, and a loss may be one: they become null.
-    return json.loads(
-        json.dumps(
-            {
-                "name": name,
-                "summary": {key: summary[key] for key in SHOWN if key in summary},
-                "plan": plan,
-                "blocks": summary.get("blocks") or plan.get("blocks") or [],
-                "config": read_keys(folder / "config.yml"),
-                "losses": _losses(summary, train),
-                "evaluations": _curve(evaluations, "loss"),
-                "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
-                "timeline": timeline(ranks),
-                "predicted": predicted(folder, ranks),
-                "memory": memory_lines(ranks),
-                "cap": None if stages is None else stages.cap,
-            }
-        ),
-        parse_constant=lambda name: None,
-    )
+    return json.loads(json.dumps(found), parse_constant=lambda name: None)
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
