@@ -25,7 +25,7 @@ MOST_BLOCKS = 1_000_000
 
 
 def _policy(name: Any) -> Any:
-    if name not in POLICIES:
+    if not isinstance(name, str) or name not in POLICIES:
         raise ValueError(f"one of {', '.join(POLICIES)}")
     return name
 
