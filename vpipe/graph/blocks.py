@@ -6,6 +6,7 @@ import math
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import fx
 
@@ -53,7 +54,7 @@ class _Piece:
 def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     """The model's blocks. Pieces with few flops are merged into a neighbour."""
     flops = [count_flops(node, trace) for node in ownership.owned]
-    order = CutOrder.of(trace, ownership, flops)
+    order = CutOrder(trace, ownership, flops)
     cuts = candidate_cuts(trace, order)
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
@@ -115,11 +116,8 @@ def _cuts_head(pieces: Sequence[_Piece]) -> bool:
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    shortest, longest = min(paths), max(paths)
-    length = 0
-    while length < len(shortest) and shortest[length] == longest[length]:
-        length += 1
-    return shortest[:length]
+    pairs = zip(min(paths), max(paths), strict=False)
+    return tuple(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _names(paths: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:

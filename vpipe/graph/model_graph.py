@@ -50,7 +50,7 @@ class ModelGraph:
     def of(model: nn.Module, trace: Trace, check: FieldCheck) -> ModelGraph:
         parameters, buffers = _tensor_infos(model)
         trace.frozen = frozenset(name for name, info in parameters.items() if not info.requires_grad)
-        ownership = Ownership.of(trace)
+        ownership = Ownership(trace)
         blocks = find_blocks(trace, ownership)
         values = {node.name: trace.specs[node] for node in ownership.owned if node in trace.specs}
         return ModelGraph(

@@ -102,7 +102,7 @@ def _free_operations(trace: Trace, ownership: Ownership, own: Iterable[fx.Node])
             continue
         needed.add(node)
         pending += node.all_input_nodes
-        pending += ownership.clusters.writes(node)
+        pending += ownership.clusters[node].writes
     return [node for node in trace.nodes() if node in needed]
 
 

@@ -109,7 +109,7 @@ class _Builder:
 
     def _only_updates_buffers(self, node: fx.Node) -> bool:
         """An update of a buffer that nobody reads (a norm's counter): evaluation leaves it out."""
-        buffers = [b for arg in written(node, self.trace.root) for b in self.clusters.members(arg)]
+        buffers = [b for arg in written(node, self.trace.root) for b in self.clusters[arg].members]
         return not node.users and any(self.trace.kind(buffer) is Kind.BUFFER for buffer in buffers)
 
     def _add(self, node: fx.Node) -> None:
