@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -124,21 +125,17 @@ def _names(paths: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
     """Readable names: the module around a block, with its parts where another block is in the same module."""
     around = [_common(own) for own in paths]
     names: list[str] = []
+    seen: Counter[str] = Counter()
     for index, prefix in enumerate(around):
-        shared = any(
-            other[: len(prefix)] == prefix for position, other in enumerate(around) if position != index
-        )
+        others = around[:index] + around[index + 1 :]
         name = ".".join(prefix)
         parts = list(dict.fromkeys(path[len(prefix)] for path in paths[index] if len(path) > len(prefix)))
-        if shared and parts:
+        if parts and any(other[: len(prefix)] == prefix for other in others):
             name = f"{name}/{'+'.join(parts)}" if name else "+".join(parts)
-        names.append(name or f"block{index}")
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return unique
+        name = name or f"block{index}"
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
 
 
 def _block(index: int, name: str, piece: _Piece, order: CutOrder, trace: Trace) -> Block:

@@ -53,7 +53,7 @@ def capture(
     check = FieldCheck(layout, specs, dtypes, trace.symbols, bounds, _one_batch_size(fields))
     protect_fields(trace)
     prune(trace)
-    return ModelGraph.of(model, trace, check)
+    return ModelGraph(model, trace, check)
 
 
 def _trace(module: LossModule, fields: dict[str, Tensor]) -> tuple[Trace, dict[Any, tuple[int, int | None]]]:

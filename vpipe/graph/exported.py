@@ -33,18 +33,9 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     """The exported graph with named inputs and without what only the exporter needs."""
     graph = program.graph_module.graph
     output = next(iter(reversed(graph.nodes)))
-    trace = Trace(
-        graph=graph,
-        root=program.graph_module,
-        inputs=_named_inputs(program, module.model, list(fields)),
-        constants={},
-        specs={},
-        symbols={},
-        hints={},
-        loss=output.args[0][0],
-    )
-    used = [entry.name for entry in trace.inputs.values() if entry.kind is Kind.CONSTANT]
-    trace.constants = {name: program.constants[name] for name in used}
+    inputs = _named_inputs(program, module.model, list(fields))
+    constants = {e.name: program.constants[e.name] for e in inputs.values() if e.kind is Kind.CONSTANT}
+    trace = Trace(graph, program.graph_module, inputs, output.args[0][0], constants)
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
             value = node.meta["val"]

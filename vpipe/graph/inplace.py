@@ -50,7 +50,7 @@ def given_arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, Any]]:
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     """The arguments whose storage the node writes."""
     if isinstance(node.target, ModuleCall):
-        return list(node.args[1 : 1 + node.target.num_buffers])  # type: ignore[arg-type]
+        return list(node.args[1 : 1 + len(node.target.buffers)])  # type: ignore[arg-type]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _written_inside(node, root)
     if not isinstance(node.target, torch._ops.OpOverload):

@@ -48,13 +48,13 @@ class Trace:
     graph: fx.Graph
     root: nn.Module
     inputs: dict[fx.Node, Input]
-    constants: Mapping[str, Tensor]
-    specs: dict[fx.Node, Spec]
-    symbols: dict[sympy.Symbol, tuple[str, int]]
-    hints: dict[sympy.Symbol, int]
     loss: fx.Node
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    specs: dict[fx.Node, Spec] = field(default_factory=dict)
+    symbols: dict[sympy.Symbol, tuple[str, int]] = field(default_factory=dict)
+    hints: dict[sympy.Symbol, int] = field(default_factory=dict)
     boundaries: frozenset[fx.Node] | None = None
-    frozen: frozenset[str] = field(default_factory=frozenset)
+    frozen: frozenset[str] = frozenset()
 
     def nodes(self) -> Iterator[fx.Node]:
         """The operations in order, without placeholders and without the graph's output."""
