@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from torch import fx
 
@@ -150,14 +150,8 @@ def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[i
 
 
 def _is_prominent(costs: Sequence[int], offset: int) -> bool:
-    return all(_peak(costs, offset, step) >= _PROMINENCE * costs[offset] for step in (-1, 1))
-
-
-def _peak(costs: Sequence[int], offset: int, step: int) -> int:
-    """The highest cost on one side before the costs fall below this one's."""
-    peak = here = costs[offset]
-    offset += step
-    while 0 <= offset < len(costs) and costs[offset] >= here:
-        peak = max(peak, costs[offset])
-        offset += step
-    return peak
+    """Whether there is a high peak on both sides before the costs fall below this one's."""
+    here = costs[offset]
+    sides = (range(offset - 1, -1, -1), range(offset + 1, len(costs)))
+    higher = (takewhile(here.__le__, (costs[i] for i in side)) for side in sides)
+    return all(max(side, default=here) >= _PROMINENCE * here for side in higher)
