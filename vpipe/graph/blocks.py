@@ -59,25 +59,24 @@ def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     cuts = candidate_cuts(trace, order)
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
-    paths = [node.meta.get("module_path", ()) for node in order.nodes]
     pieces = [
-        _Piece(a, b, sum(flops[a : b + 1]), [paths[i] for i in range(a, b + 1) if flops[i]])
+        _Piece(a, b, sum(flops[a : b + 1]), [order.paths[i] for i in range(a, b + 1) if flops[i]])
         for a, b in zip(starts, ends, strict=True)
     ]
-    _merge(pieces, 0, order, paths)
+    _merge(pieces, 0, order)
     before = 0
     while before != len(pieces) > 1:
         before = len(pieces)
         quartile = statistics.quantiles([piece.flops for piece in pieces], n=4, method="inclusive")[0]
-        _merge(pieces, _LIGHT * quartile, order, paths)
-    names = _names([piece.paths or paths[piece.start : piece.end + 1] for piece in pieces])
+        _merge(pieces, _LIGHT * quartile, order)
+    names = _names([piece.paths or order.paths[piece.start : piece.end + 1] for piece in pieces])
     return tuple(
         _block(index, name, piece, order, trace)
         for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
     )
 
 
-def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[tuple[str, ...]]) -> None:
+def _merge(pieces: list[_Piece], limit: float, order: CutOrder) -> None:
     """Merge pieces of up to `limit` flops with a neighbour, the lightest first."""
     while len(pieces) > 1:
         light = [i for i, piece in enumerate(pieces) if piece.flops <= limit]
@@ -86,26 +85,20 @@ def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[
         if not light:
             return
         index = min(light, key=lambda i: pieces[i].flops)
-        left = index - 1 if _goes_left(pieces, index, order, paths) else index
+        left = index - 1 if _goes_left(pieces, index, order) else index
         a, b = pieces[left], pieces[left + 1]
         pieces[left : left + 2] = [_Piece(a.start, b.end, a.flops + b.flops, a.paths + b.paths)]
 
 
-def _goes_left(
-    pieces: Sequence[_Piece], index: int, order: CutOrder, paths: Sequence[tuple[str, ...]]
-) -> bool:
+def _goes_left(pieces: Sequence[_Piece], index: int, order: CutOrder) -> bool:
     """Whether a light piece joins the block before it: it removes the cut that costs more, or is deeper in a module."""
     if index in (0, len(pieces) - 1):
         return index > 0
-    before, behind = pieces[index].start - 1, pieces[index].end
-    left = (order.crossing[before], _shared(before, paths))
-    right = (order.crossing[behind], _shared(behind, paths))
-    return left > right
-
-
-def _shared(cut: int, paths: Sequence[tuple[str, ...]]) -> int:
-    """The number of nested modules that both sides of a cut have in common."""
-    return len(_common([paths[cut], paths[cut + 1]]))
+    before, behind = (
+        (order.crossing[cut], len(_common(order.paths[cut : cut + 2])))
+        for cut in (pieces[index].start - 1, pieces[index].end)
+    )
+    return before > behind
 
 
 def _cuts_head(pieces: Sequence[_Piece]) -> bool:

@@ -33,12 +33,13 @@ _LONG_WAIT = 6
 class CutOrder:
     """The owned operations as positions 0, 1, ...; cut i lies behind position i.
 
-    `products[i]` are the matrix products up to position i, `allowed[i]` says whether cut i may be made at all,
-    `crossing[i]` are the bytes that are live across it.
+    `paths[i]` are the modules around position i, `products[i]` the matrix products up to it, `allowed[i]` says whether
+    cut i may be made at all, `crossing[i]` are the bytes that are live across it.
     """
 
     def __init__(self, trace: Trace, ownership: Ownership, flops: Sequence[int]) -> None:
         self.nodes = ownership.owned
+        self.paths: list[tuple[str, ...]] = [node.meta.get("module_path", ()) for node in self.nodes]
         position = {node: i for i, node in enumerate(self.nodes)}
         self._uses = [
             sorted(position[user] for user in node.users if user in position) for node in self.nodes

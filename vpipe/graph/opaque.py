@@ -111,12 +111,11 @@ def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trac
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
             hidden = call(_real(hidden), *(copies[own] for own in names))
         value = _result_nodes(trace, node, hidden, spec)
-    rest = [by_name.get(n, layout.constants.get(n)) for n in layout.names if n not in layout.model_names]
-    trace.loss = graph.call_function(LossCall(type(model).__name__, loss_module.loss_fn), (value, *rest))
-    rest_values = [_real(entries[n]) for n in layout.names if n not in layout.model_names]
-    trace.specs[trace.loss] = Spec(
-        (), find_loss(hidden, rest_values, loss_module.loss_fn, "nn.Sequential").dtype
-    )
+    rest = [name for name in layout.names if name not in layout.model_names]
+    loss_call = LossCall(type(model).__name__, loss_module.loss_fn)
+    arguments = [by_name.get(name, layout.constants.get(name)) for name in rest]
+    trace.loss = graph.call_function(loss_call, (value, *arguments))
+    trace.specs[trace.loss] = Spec((), loss_call(hidden, *(_real(entries[name]) for name in rest)).dtype)
     trace.boundaries = frozenset(boundaries)
     graph.output(trace.loss)
     return trace
