@@ -35,7 +35,9 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     output = next(iter(reversed(graph.nodes)))
     inputs = _named_inputs(program, module.model, list(fields))
     constants = {e.name: program.constants[e.name] for e in inputs.values() if e.kind is Kind.CONSTANT}
-    trace = Trace(graph, program.graph_module, inputs, output.args[0][0], constants)
+    trace = Trace(
+        graph, program.graph_module, inputs, output.args[0][0], constants, bounds=_size_bounds(program)
+    )
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
             value = node.meta["val"]
@@ -151,7 +153,7 @@ def _replace(node: fx.Node, value: Any) -> None:
         user.kwargs = fx.map_arg(user.kwargs, lambda arg: value if arg is node else arg)
 
 
-def size_bounds(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
+def _size_bounds(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
     """Smallest and largest value of each symbolic size.
 
     The exporter assumes sizes of at least 2; like its own runtime check, we accept 1.

@@ -41,8 +41,9 @@ class Trace:
     """A graph of aten operations (or of opaque modules) that ends in the loss.
 
     `symbols` gives the field of the batch and the dimension from which a symbolic size is read, `hints` the sizes of
-    the example batch. `boundaries`, if given, are the only nodes before which the graph may be cut. The `meta` of a
-    node has its `module_path`: the names of the modules around it, outermost first.
+    the example batch, `bounds` the smallest and the largest size. `boundaries`, if given, are the only nodes before
+    which the graph may be cut. The `meta` of a node has its `module_path`: the names of the modules around it,
+    outermost first.
     """
 
     graph: fx.Graph
@@ -53,6 +54,7 @@ class Trace:
     specs: dict[fx.Node, Spec] = field(default_factory=dict)
     symbols: dict[sympy.Symbol, tuple[str, int]] = field(default_factory=dict)
     hints: dict[sympy.Symbol, int] = field(default_factory=dict)
+    bounds: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     boundaries: frozenset[fx.Node] | None = None
     frozen: frozenset[str] = frozenset()
 
