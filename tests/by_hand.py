@@ -108,7 +108,7 @@ def run_eager(
     model: nn.Module, batch: Any, loss_fn: Any
 ) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
     model = copy.deepcopy(model).train()
-    layout = BatchLayout.of(model, batch, loss_fn)
+    layout = BatchLayout(model, batch, loss_fn)
     entries = layout.entries(batch)
     loss = LossModule(model, layout, loss_fn)([entries[name] for name in layout.tensors])
     loss.backward()

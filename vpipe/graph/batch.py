@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 import sympy
@@ -12,54 +11,45 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.errors import BatchError, CaptureError
-from vpipe.graph.trace import Size, Spec, evaluate, free_symbols
+from vpipe.graph.trace import Kind, Size, Trace, evaluate, free_symbols
 
 Batch: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
 
 
-@dataclass(frozen=True)
 class BatchLayout:
     """The layout of a batch: its kind, its fields in order, and those that the model takes.
 
     `tensors` are the names of the fields that hold tensors, `constants` the values of the others in the example.
     """
 
-    kind: type
-    names: tuple[str, ...]
-    model_names: tuple[str, ...]
-    tensors: tuple[str, ...]
-    constants: Mapping[str, Any]
-
-    @staticmethod
-    def of(model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> BatchLayout:
-        kind: type
+    def __init__(self, model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> None:
+        self.kind: type
         if isinstance(batch, Tensor):
-            kind, values = Tensor, [batch]
+            self.kind, values = Tensor, [batch]
         elif isinstance(batch, Mapping):
-            kind, values = Mapping, list(batch.values())
+            self.kind, values = Mapping, list(batch.values())
         elif isinstance(batch, Sequence) and not isinstance(batch, str):
-            kind, values = Sequence, list(batch)
+            self.kind, values = Sequence, list(batch)
         else:
             raise BatchError(
                 f"example batch is a {type(batch).__name__}; give a dict of tensors, a sequence of tensors"
                 " or one tensor"
             )
-        if kind is Mapping:
-            names = tuple(batch)
-            taken = _taken_by_name(model, names, loss_fn)
+        if isinstance(batch, Mapping):
+            self.names = tuple(batch)
+            self.model_names = _taken_by_name(model, self.names, loss_fn)
         else:
-            names, taken = _taken_by_position(model, len(values), loss_fn)
-        entries = dict(zip(names, values, strict=True))
+            self.names, self.model_names = _taken_by_position(model, len(values), loss_fn)
+        entries = dict(zip(self.names, values, strict=True))
         for name, value in entries.items():
             if not isinstance(value, Tensor | bool | int | float | str | None):
                 raise BatchError(
                     f"batch field {name!r} is a {type(value).__name__}; a field is a tensor, a number, a string or None"
                 )
-        tensors = tuple(name for name, value in entries.items() if isinstance(value, Tensor))
-        if not tensors:
-            raise BatchError(f"example batch has no tensor among its fields {list(names)}")
-        constants = {name: value for name, value in entries.items() if name not in tensors}
-        return BatchLayout(kind, names, taken, tensors, constants)
+        self.tensors = [name for name, value in entries.items() if isinstance(value, Tensor)]
+        if not self.tensors:
+            raise BatchError(f"example batch has no tensor among its fields {list(self.names)}")
+        self.constants = {name: value for name, value in entries.items() if name not in self.tensors}
 
     def entries(self, batch: Batch) -> dict[str, Any]:
         """The batch's fields by name, or an error that names missing and unknown fields."""
@@ -137,20 +127,20 @@ def _positional(function: Callable[..., Any]) -> list[str] | None:
     return [p.name for p in parameters if p.kind in kinds]
 
 
-@dataclass(frozen=True)
 class FieldCheck:
     """The expected shapes and dtypes of a batch's tensors, with symbols for the sizes that may vary.
 
     `dtypes` are those of the example batch, `specs` those in which the model was traced.
     """
 
-    layout: BatchLayout
-    specs: Mapping[str, Spec]
-    dtypes: Mapping[str, torch.dtype]
-    symbols: Mapping[sympy.Symbol, tuple[str, int]]
-    bounds: Mapping[sympy.Symbol, tuple[int, int | None]]
-    one_batch_size: bool
-    _passed: set[tuple[Any, ...]] = field(default_factory=set, repr=False)
+    def __init__(self, layout: BatchLayout, example: Mapping[str, Tensor], trace: Trace) -> None:
+        self.layout = layout
+        fields = ((n, entry.name) for n, entry in trace.inputs.items() if entry.kind is Kind.FIELD)
+        self.specs = {name: trace.specs[node] for node, name in fields}
+        self.dtypes = {name: value.dtype for name, value in example.items()}
+        self.symbols, self.bounds = trace.symbols, trace.bounds
+        self.one_batch_size = len(set(_sample_counts(example).values())) == 1
+        self._passed: set[tuple[Any, ...]] = set()
 
     def __call__(self, batch: Batch) -> dict[str, Tensor]:
         """The batch's tensors by name; raises BatchError where they differ from the captured model's."""
@@ -178,8 +168,8 @@ class FieldCheck:
         for name, value in fields.items():
             for dimension, size in enumerate(self.specs[name].shape):
                 self._check_size(name, value, dimension, size, sizes)
-        if self.one_batch_size and len({value.shape[0] for value in fields.values() if value.ndim}) > 1:
-            counts = {name: value.shape[0] for name, value in fields.items() if value.ndim}
+        counts = _sample_counts(fields)
+        if self.one_batch_size and len(set(counts.values())) > 1:
             raise BatchError(f"batch fields disagree about the number of samples (dimension 0): {counts}")
 
     def sizes(self, fields: Mapping[str, torch.Size]) -> dict[sympy.Symbol, int]:
@@ -221,6 +211,10 @@ class FieldCheck:
         low, high = self.bounds.get(size, (0, None))
         if got < low or (high is not None and got > high):
             raise BatchError(f"{place}, expected {low} to {'any' if high is None else high}")
+
+
+def _sample_counts(fields: Mapping[str, Tensor]) -> dict[str, int]:
+    return {name: value.shape[0] for name, value in fields.items() if value.ndim}
 
 
 def _short(dtype: torch.dtype) -> str:

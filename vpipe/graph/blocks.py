@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 from torch import fx
 
@@ -53,29 +55,28 @@ class _Piece:
 def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     """The model's blocks. Pieces with few flops are merged into a neighbour."""
     flops = [count_flops(node, trace) for node in ownership.owned]
-    order = CutOrder.of(trace, ownership, flops)
+    order = CutOrder(trace, ownership, flops)
     cuts = candidate_cuts(trace, order)
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
-    paths = [node.meta.get("module_path", ()) for node in order.nodes]
     pieces = [
-        _Piece(a, b, sum(flops[a : b + 1]), [paths[i] for i in range(a, b + 1) if flops[i]])
+        _Piece(a, b, sum(flops[a : b + 1]), [order.paths[i] for i in range(a, b + 1) if flops[i]])
         for a, b in zip(starts, ends, strict=True)
     ]
-    _merge(pieces, 0, order, paths)
+    _merge(pieces, 0, order)
     before = 0
     while before != len(pieces) > 1:
         before = len(pieces)
         quartile = statistics.quantiles([piece.flops for piece in pieces], n=4, method="inclusive")[0]
-        _merge(pieces, _LIGHT * quartile, order, paths)
-    names = _names([piece.paths or paths[piece.start : piece.end + 1] for piece in pieces])
+        _merge(pieces, _LIGHT * quartile, order)
+    names = _names([piece.paths or order.paths[piece.start : piece.end + 1] for piece in pieces])
     return tuple(
         _block(index, name, piece, order, trace)
         for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
     )
 
 
-def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[tuple[str, ...]]) -> None:
+def _merge(pieces: list[_Piece], limit: float, order: CutOrder) -> None:
     """Merge pieces of up to `limit` flops with a neighbour, the lightest first."""
     while len(pieces) > 1:
         light = [i for i, piece in enumerate(pieces) if piece.flops <= limit]
@@ -84,26 +85,20 @@ def _merge(pieces: list[_Piece], limit: float, order: CutOrder, paths: Sequence[
         if not light:
             return
         index = min(light, key=lambda i: pieces[i].flops)
-        left = index - 1 if _goes_left(pieces, index, order, paths) else index
+        left = index - 1 if _goes_left(pieces, index, order) else index
         a, b = pieces[left], pieces[left + 1]
         pieces[left : left + 2] = [_Piece(a.start, b.end, a.flops + b.flops, a.paths + b.paths)]
 
 
-def _goes_left(
-    pieces: Sequence[_Piece], index: int, order: CutOrder, paths: Sequence[tuple[str, ...]]
-) -> bool:
+def _goes_left(pieces: Sequence[_Piece], index: int, order: CutOrder) -> bool:
     """Whether a light piece joins the block before it: it removes the cut that costs more, or is deeper in a module."""
     if index in (0, len(pieces) - 1):
         return index > 0
-    before, behind = pieces[index].start - 1, pieces[index].end
-    left = (order.crossing[before], _shared(before, paths))
-    right = (order.crossing[behind], _shared(behind, paths))
-    return left > right
-
-
-def _shared(cut: int, paths: Sequence[tuple[str, ...]]) -> int:
-    """The number of nested modules that both sides of a cut have in common."""
-    return len(_common([paths[cut], paths[cut + 1]]))
+    before, behind = (
+        (order.crossing[cut], len(_common(order.paths[cut : cut + 2])))
+        for cut in (pieces[index].start - 1, pieces[index].end)
+    )
+    return before > behind
 
 
 def _cuts_head(pieces: Sequence[_Piece]) -> bool:
@@ -115,32 +110,25 @@ def _cuts_head(pieces: Sequence[_Piece]) -> bool:
 
 
 def _common(paths: Sequence[tuple[str, ...]]) -> tuple[str, ...]:
-    shortest, longest = min(paths), max(paths)
-    length = 0
-    while length < len(shortest) and shortest[length] == longest[length]:
-        length += 1
-    return shortest[:length]
+    pairs = zip(min(paths), max(paths), strict=False)
+    return tuple(part for part, _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
 
 def _names(paths: Sequence[Sequence[tuple[str, ...]]]) -> list[str]:
     """Readable names: the module around a block, with its parts where another block is in the same module."""
     around = [_common(own) for own in paths]
     names: list[str] = []
+    seen: Counter[str] = Counter()
     for index, prefix in enumerate(around):
-        shared = any(
-            other[: len(prefix)] == prefix for position, other in enumerate(around) if position != index
-        )
+        others = around[:index] + around[index + 1 :]
         name = ".".join(prefix)
         parts = list(dict.fromkeys(path[len(prefix)] for path in paths[index] if len(path) > len(prefix)))
-        if shared and parts:
+        if parts and any(other[: len(prefix)] == prefix for other in others):
             name = f"{name}/{'+'.join(parts)}" if name else "+".join(parts)
-        names.append(name or f"block{index}")
-    seen: dict[str, int] = {}
-    unique = []
-    for name in names:
-        seen[name] = seen.get(name, 0) + 1
-        unique.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
-    return unique
+        name = name or f"block{index}"
+        seen[name] += 1
+        names.append(name if seen[name] == 1 else f"{name}#{seen[name]}")
+    return names
 
 
 def _block(index: int, name: str, piece: _Piece, order: CutOrder, trace: Trace) -> Block:

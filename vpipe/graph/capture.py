@@ -15,7 +15,6 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +22,12 @@ from torch.export import Dim, ExportedProgram
 
 from vpipe.errors import CaptureError, VPipeError
 from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
-from vpipe.graph.exported import size_bounds, trace_exported
+from vpipe.graph.exported import trace_exported
 from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.loss import LossModule
 from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
-from vpipe.graph.trace import Kind, Trace
+from vpipe.graph.trace import Trace
 
 # `_quiet` changes the logging of the whole process: one export at a time.
 _EXPORTING = threading.Lock()
@@ -43,20 +42,18 @@ def capture(
     does not take go to `loss_fn(output, *rest)`. Without a `loss_fn` the output has to contain the loss. The
     model may be on the `meta` device.
     """
-    layout = BatchLayout.of(model, example_batch, loss_fn)
+    layout = BatchLayout(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)
     fields = {name: entries[name] for name in layout.tensors}
     with _training(model):
-        trace, bounds = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
-    specs = {entry.name: trace.specs[n] for n, entry in trace.inputs.items() if entry.kind is Kind.FIELD}
-    dtypes = {name: value.dtype for name, value in fields.items()}
-    check = FieldCheck(layout, specs, dtypes, trace.symbols, bounds, _one_batch_size(fields))
+        trace = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
+    check = FieldCheck(layout, fields, trace)
     protect_fields(trace)
     prune(trace)
-    return ModelGraph.of(model, trace, check)
+    return ModelGraph(model, trace, check)
 
 
-def _trace(module: LossModule, fields: dict[str, Tensor]) -> tuple[Trace, dict[Any, tuple[int, int | None]]]:
+def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
     try:
         program = _export(module, list(fields.values()))
     except VPipeError:
@@ -64,11 +61,11 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> tuple[Trace, dict[A
     except Exception as error:
         if isinstance(module.model, nn.Sequential) and len(module.layout.model_names) == 1:
             with contextlib.suppress(RuntimeError, TypeError, IndexError):
-                return trace_sequential(module, fields), {}
+                return trace_sequential(module, fields)
         raise _explain(error, module.model) from error
     trace = trace_exported(program, module, fields)
     functionalise(trace)
-    return trace, size_bounds(program)
+    return trace
 
 
 def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
@@ -157,7 +154,3 @@ def _place(error: BaseException) -> str:
         return ""
     frame = frames[-1]
     return f" (at {frame.filename}:{frame.lineno}, in {frame.name}: {frame.line})"
-
-
-def _one_batch_size(fields: dict[str, Tensor]) -> bool:
-    return len({value.shape[0] for value in fields.values() if value.ndim}) == 1

@@ -14,8 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, takewhile
 
 from torch import fx
 
@@ -31,34 +30,26 @@ _DOMINANCE = 1.5
 _LONG_WAIT = 6
 
 
-@dataclass(frozen=True)
 class CutOrder:
     """The owned operations as positions 0, 1, ...; cut i lies behind position i.
 
-    `uses[i]` are the positions that read the result of i, `sizes[i]` its bytes, `products[i]` the matrix products up to
-    i, `local[i]` whether only one layer reads the result of i, `allowed[i]` whether cut i may be made at all,
-    `crossing[i]` the bytes that are live across it.
+    `paths[i]` are the modules around position i, `products[i]` the matrix products up to it, `allowed[i]` says whether
+    cut i may be made at all, `crossing[i]` are the bytes that are live across it.
     """
 
-    nodes: tuple[fx.Node, ...]
-    uses: tuple[tuple[int, ...], ...]
-    sizes: tuple[int, ...]
-    products: tuple[int, ...]
-    local: tuple[bool, ...]
-    allowed: tuple[bool, ...]
-    crossing: tuple[int, ...]
-
-    @staticmethod
-    def of(trace: Trace, ownership: Ownership, flops: Sequence[int]) -> CutOrder:
-        nodes = ownership.owned
-        position = {node: i for i, node in enumerate(nodes)}
-        uses = tuple(tuple(sorted(position[u] for u in node.users if u in position)) for node in nodes)
-        sizes = tuple(trace.num_bytes(node) if node in trace.specs else 0 for node in nodes)
-        allowed = _allowed(trace, ownership, position, uses)
-        products = tuple(accumulate(int(count > 0) for count in flops))
-        order = CutOrder(nodes, uses, sizes, products, (True,) * len(nodes), allowed, ())
-        crossing, _ = order.live(0, len(nodes) - 1)
-        return replace(order, local=_local(uses, products), crossing=(*crossing[1:], 0))
+    def __init__(self, trace: Trace, ownership: Ownership, flops: Sequence[int]) -> None:
+        self.nodes = ownership.owned
+        self.paths: list[tuple[str, ...]] = [node.meta.get("module_path", ()) for node in self.nodes]
+        position = {node: i for i, node in enumerate(self.nodes)}
+        self._uses = [
+            sorted(position[user] for user in node.users if user in position) for node in self.nodes
+        ]
+        self._sizes = [trace.num_bytes(node) if node in trace.specs else 0 for node in self.nodes]
+        self.products = list(accumulate(int(count > 0) for count in flops))
+        self.allowed = _allowed(trace, ownership, position, self._uses)
+        self._local = [True] * len(self.nodes)
+        self.crossing = [*self.live(0, len(self.nodes) - 1)[0][1:], 0]
+        self._local = _local(self._uses, self.products)
 
     def live(self, start: int, end: int) -> tuple[list[int], list[int]]:
         """Bytes and number of local values across cuts start-1..end-1, seen from positions start..end.
@@ -69,29 +60,30 @@ class CutOrder:
         change = [0] * (end - start + 2)
         count = [0] * (end - start + 2)
         for made in range(end + 1):
-            if not self.local[made]:
+            if not self._local[made]:
                 continue
-            last = max((use for use in self.uses[made] if use <= end), default=-1)
+            last = max((use for use in self._uses[made] if use <= end), default=-1)
             first = max(made + 1, start)
             if last >= first:
-                change[first - start] += self.sizes[made]
-                change[last - start + 1] -= self.sizes[made]
+                change[first - start] += self._sizes[made]
+                change[last - start + 1] -= self._sizes[made]
                 count[first - start] += 1
                 count[last - start + 1] -= 1
         return list(accumulate(change))[: end - start + 1], list(accumulate(count))[: end - start + 1]
 
 
-def _local(uses: Sequence[Sequence[int]], products: Sequence[int]) -> tuple[bool, ...]:
+def _local(uses: Sequence[Sequence[int]], products: Sequence[int]) -> list[bool]:
+    """Whether only one layer reads the result of each position."""
     waits = [
         [products[use] - products[last] for last, use in zip((made, *own), own, strict=False)]
         for made, own in enumerate(uses)
     ]
-    return tuple(sum(wait >= _LONG_WAIT for wait in own) < 2 for own in waits)
+    return [sum(wait >= _LONG_WAIT for wait in own) < 2 for own in waits]
 
 
 def _allowed(
     trace: Trace, ownership: Ownership, position: dict[fx.Node, int], uses: Sequence[Sequence[int]]
-) -> tuple[bool, ...]:
+) -> list[bool]:
     nodes = ownership.owned
     allowed = [trace.boundaries is None or node in trace.boundaries for node in nodes[1:]] + [False]
 
@@ -104,15 +96,16 @@ def _allowed(
         if uses[made] and not trace.is_sized(node):
             forbid(made, uses[made][-1])
     # A storage is written in the stage that made it; a buffer that changes belongs to one stage.
-    for members, writes in ownership.clusters.written():
-        touched = [position[node] for node in [*members, *writes] if node in position]
-        if any(member in ownership.mutated for member in members):
-            touched += [position[user] for member in members for user in member.users if user in position]
-            forbid(min(touched), max(touched))
-        elif touched:
-            forbid(min(touched), max(position[write] for write in writes if write in position))
+    for cluster in set(ownership.clusters.values()):
+        touched = [position[node] for node in (*cluster.members, *cluster.writes) if node in position]
+        written = [position[write] for write in cluster.writes if write in position]
+        if any(member in ownership.mutated for member in cluster.members):
+            users = (user for member in cluster.members for user in member.users)
+            written += [*touched, *(position[user] for user in users if user in position)]
+        if written:
+            forbid(min(touched), max(written))
     forbid(position[trace.loss], len(nodes))
-    return tuple(allowed)
+    return allowed
 
 
 def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
@@ -158,14 +151,8 @@ def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[i
 
 
 def _is_prominent(costs: Sequence[int], offset: int) -> bool:
-    return all(_peak(costs, offset, step) >= _PROMINENCE * costs[offset] for step in (-1, 1))
-
-
-def _peak(costs: Sequence[int], offset: int, step: int) -> int:
-    """The highest cost on one side before the costs fall below this one's."""
-    peak = here = costs[offset]
-    offset += step
-    while 0 <= offset < len(costs) and costs[offset] >= here:
-        peak = max(peak, costs[offset])
-        offset += step
-    return peak
+    """Whether there is a high peak on both sides before the costs fall below this one's."""
+    here = costs[offset]
+    sides = (range(offset - 1, -1, -1), range(offset + 1, len(costs)))
+    higher = (takewhile(here.__le__, (costs[i] for i in side)) for side in sides)
+    return all(max(side, default=here) >= _PROMINENCE * here for side in higher)

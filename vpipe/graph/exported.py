@@ -33,18 +33,11 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     """The exported graph with named inputs and without what only the exporter needs."""
     graph = program.graph_module.graph
     output = next(iter(reversed(graph.nodes)))
+    inputs = _named_inputs(program, module.model, list(fields))
+    constants = {e.name: program.constants[e.name] for e in inputs.values() if e.kind is Kind.CONSTANT}
     trace = Trace(
-        graph=graph,
-        root=program.graph_module,
-        inputs=_named_inputs(program, module.model, list(fields)),
-        constants={},
-        specs={},
-        symbols={},
-        hints={},
-        loss=output.args[0][0],
+        graph, program.graph_module, inputs, output.args[0][0], constants, bounds=_size_bounds(program)
     )
-    used = [entry.name for entry in trace.inputs.values() if entry.kind is Kind.CONSTANT]
-    trace.constants = {name: program.constants[name] for name in used}
     for node in graph.nodes:
         if isinstance(node.meta.get("val"), Tensor):
             value = node.meta["val"]
@@ -160,7 +153,7 @@ def _replace(node: fx.Node, value: Any) -> None:
         user.kwargs = fx.map_arg(user.kwargs, lambda arg: value if arg is node else arg)
 
 
-def size_bounds(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
+def _size_bounds(program: ExportedProgram) -> dict[Any, tuple[int, int | None]]:
     """Smallest and largest value of each symbolic size.
 
     The exporter assumes sizes of at least 2; like its own runtime check, we accept 1.

@@ -15,8 +15,8 @@ so that a residual stream that is updated in place can still be cut.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -50,7 +50,7 @@ def given_arguments(node: fx.Node) -> Iterator[tuple[torch._C.Argument, Any]]:
 def written(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     """The arguments whose storage the node writes."""
     if isinstance(node.target, ModuleCall):
-        return list(node.args[1 : 1 + node.target.num_buffers])  # type: ignore[arg-type]
+        return list(node.args[1 : 1 + len(node.target.buffers)])  # type: ignore[arg-type]
     if isinstance(node.target, torch._ops.HigherOrderOperator):
         return _written_inside(node, root)
     if not isinstance(node.target, torch._ops.OpOverload):
@@ -74,11 +74,10 @@ def _operands(node: fx.Node) -> list[fx.Node]:
 def _written_inside(node: fx.Node, root: nn.Module) -> list[fx.Node]:
     result: list[fx.Node] = []
     for body in submodules(node, root):
-        clusters = Clusters.of(body.graph.nodes, body)
-        placeholders = [inner for inner in body.graph.nodes if inner.op == "placeholder"]
-        for outer, inner in zip(_operands(node), placeholders, strict=False):
-            if clusters.writes(inner):
-                result.append(outer)
+        clusters = find_clusters(body.graph, body)
+        placeholders = body.graph.find_nodes(op="placeholder")
+        operands = zip(_operands(node), placeholders, strict=False)
+        result += [outer for outer, inner in operands if clusters[inner].writes]
     return result
 
 
@@ -104,59 +103,39 @@ def aliased(node: fx.Node) -> list[fx.Node]:
     return result
 
 
-@dataclass
-class Clusters:
-    """Nodes grouped by the storage that they may share; the writes of each group in order."""
+@dataclass(eq=False)
+class Cluster:
+    """Nodes that may share a storage, and the operations that write it, both in the order of the graph."""
 
-    _leader: dict[fx.Node, fx.Node]
-    _members: dict[fx.Node, list[fx.Node]]
-    _writes: dict[fx.Node, list[fx.Node]]
+    members: list[fx.Node]
+    writes: list[fx.Node] = field(default_factory=list)
 
-    @staticmethod
-    def of(nodes: Iterable[fx.Node], root: nn.Module) -> Clusters:
-        nodes = list(nodes)
-        leader = {node: node for node in nodes}
 
-        def find(node: fx.Node) -> fx.Node:
-            while leader[node] is not node:
-                leader[node] = leader[leader[node]]
-                node = leader[node]
-            return node
-
-        for node in nodes:
-            for other in aliased(node):
-                leader[find(node)] = find(other)
-        members: dict[fx.Node, list[fx.Node]] = {}
-        for node in nodes:
-            leader[node] = find(node)
-            members.setdefault(leader[node], []).append(node)
-        writes: dict[fx.Node, list[fx.Node]] = {}
-        for node in nodes:
-            for target in dict.fromkeys(leader[other] for other in written(node, root)):
-                writes.setdefault(target, []).append(node)
-        return Clusters(leader, members, writes)
-
-    def members(self, node: fx.Node) -> list[fx.Node]:
-        return self._members[self._leader[node]]
-
-    def writes(self, node: fx.Node) -> list[fx.Node]:
-        """The operations that write the node's storage."""
-        return self._writes.get(self._leader[node], [])
-
-    def written(self) -> list[tuple[list[fx.Node], list[fx.Node]]]:
-        """Members and writes of each cluster that is written at all."""
-        return [(self._members[leader], writes) for leader, writes in self._writes.items()]
+def find_clusters(graph: fx.Graph, root: nn.Module) -> dict[fx.Node, Cluster]:
+    """The cluster of each node."""
+    cluster_of = {node: Cluster([node]) for node in graph.nodes}
+    for node in graph.nodes:
+        for other in aliased(node):
+            joined, own = cluster_of[other], cluster_of[node]
+            if own is not joined:
+                joined.members += own.members
+                cluster_of.update(dict.fromkeys(own.members, joined))
+    for cluster in set(cluster_of.values()):
+        cluster.members.sort()
+    for node in graph.nodes:
+        for cluster in {cluster_of[other] for other in written(node, root)}:
+            cluster.writes.append(node)
+    return cluster_of
 
 
 def functionalise(trace: Trace) -> None:
     """Replace in-place operations by out-of-place ones where the result is the same."""
-    order = {node: position for position, node in enumerate(trace.graph.nodes)}
-    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    clusters = find_clusters(trace.graph, trace.root)
     for node in trace.nodes():
         replacement = _out_of_place(node, trace)
         if replacement is None:
             continue
-        members = clusters.members(node)
+        members = clusters[node].members
         if any(trace.kind(member) in (Kind.BUFFER, Kind.PARAMETER) for member in members):
             continue
         newer = {node}
@@ -164,7 +143,7 @@ def functionalise(trace: Trace) -> None:
             if member is not node and any(other in newer for other in aliased(member)):
                 newer.add(member)
         older = [member for member in members if member not in newer]
-        if all(order[user] <= order[node] for member in older for user in member.users):
+        if all(user <= node for member in older for user in member.users):
             node.target = replacement
 
 
@@ -192,10 +171,10 @@ def _out_of_place(node: fx.Node, trace: Trace) -> torch._ops.OpOverload | None:
 
 def protect_fields(trace: Trace) -> None:
     """Let in-place writes into the raw batch go to a copy of it."""
-    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    clusters = find_clusters(trace.graph, trace.root)
     first = next(trace.nodes())
     for node in trace.inputs:
-        if trace.kind(node) not in (Kind.FIELD, Kind.CONSTANT) or not clusters.writes(node):
+        if trace.kind(node) not in (Kind.FIELD, Kind.CONSTANT) or not clusters[node].writes:
             continue
         with trace.graph.inserting_before(first):
             copy = trace.graph.call_function(torch.ops.aten.clone.default, (node,))
@@ -206,9 +185,9 @@ def protect_fields(trace: Trace) -> None:
 
 def prune(trace: Trace) -> None:
     """Erase what neither the loss nor a buffer's new value needs; keep writes into storage that is read."""
-    clusters = Clusters.of(trace.graph.nodes, trace.root)
+    clusters = find_clusters(trace.graph, trace.root)
     buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
-    pending = [trace.loss, *(write for buffer in buffers for write in clusters.writes(buffer))]
+    pending = [trace.loss, *(write for buffer in buffers for write in clusters[buffer].writes)]
     alive: set[fx.Node] = set()
     while pending:
         node = pending.pop()
@@ -216,7 +195,7 @@ def prune(trace: Trace) -> None:
             continue
         alive.add(node)
         pending += node.all_input_nodes
-        pending += clusters.writes(node)
+        pending += clusters[node].writes
     for node in reversed(list(trace.graph.nodes)):
         if node not in alive and node.op != "output":
             trace.graph.erase_node(node)

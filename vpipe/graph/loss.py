@@ -33,21 +33,16 @@ class LossModule(nn.Module):
 
 def find_loss(output: Any, rest: list[Any], loss_fn: Callable[..., Tensor] | None, model: str) -> Tensor:
     """The scalar that training minimises, from the model's output and the fields that it did not take."""
-    if loss_fn is not None:
-        loss = loss_fn(output, *rest)
-        if not isinstance(loss, Tensor) or loss.ndim:
-            got = _describe(loss) if isinstance(loss, Tensor) else repr(loss)
-            raise CaptureError(
-                f"loss_fn returned {got}, expected a scalar tensor; reduce it, e.g. with .mean()"
-            )
+    loss = _contained_loss(output) if loss_fn is None else loss_fn(output, *rest)
+    if isinstance(loss, Tensor) and not loss.ndim:
         return loss
-    loss = _contained_loss(output)
-    if not isinstance(loss, Tensor) or loss.ndim:
-        raise CaptureError(
-            f"the output of {model} holds no loss ({_describe(output)}); give capture a loss_fn,"
-            " or give the batch the field (labels) from which the model computes its loss"
-        )
-    return loss
+    if loss_fn is not None:
+        got = _describe(loss) if isinstance(loss, Tensor) else repr(loss)
+        raise CaptureError(f"loss_fn returned {got}, expected a scalar tensor; reduce it, e.g. with .mean()")
+    raise CaptureError(
+        f"the output of {model} holds no loss ({_describe(output)}); give capture a loss_fn,"
+        " or give the batch the field (labels) from which the model computes its loss"
+    )
 
 
 def _contained_loss(output: Any) -> Any:

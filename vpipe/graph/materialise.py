@@ -76,28 +76,17 @@ def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
 def _initialisers(model: nn.Module, owner: str) -> list[tuple[str, Callable[[], object]]]:
     """The functions that set a module's tensors: `reset_parameters`, or the rule of a Hugging Face model around it."""
     parts = owner.split(".") if owner else []
+    paths = [".".join(parts[:depth]) for depth in range(len(parts), -1, -1)]  # from the owner outwards
+    modules = [model.get_submodule(path) for path in paths]
+    rules = [getattr(module, "_init_weights", None) for module in modules]
     result: list[tuple[str, Callable[[], object]]] = []
-    for depth in range(len(parts), -1, -1):
-        path = ".".join(parts[:depth])
-        module = model.get_submodule(path)
-        rule = _enclosing_rule(model, parts[:depth])
-        if rule is not None:
-            result.append((path, partial(rule, module)))
-            continue
-        for method in ("reset_parameters", "_reset_parameters"):
-            if callable(getattr(module, method, None)):
-                result.append((path, getattr(module, method)))
-                break
+    for depth, (path, module) in enumerate(zip(paths, modules, strict=True)):
+        own = (getattr(module, method, None) for method in ("reset_parameters", "_reset_parameters"))
+        rule = next(filter(callable, rules[depth:]), None)  # of the innermost module around it that has one
+        initialise = partial(rule, module) if rule is not None else next(filter(callable, own), None)
+        if initialise is not None:
+            result.append((path, initialise))
     return result
-
-
-def _enclosing_rule(model: nn.Module, parts: list[str]) -> Callable[[nn.Module], object] | None:
-    """`_init_weights` of the innermost enclosing module that has one."""
-    for depth in range(len(parts), -1, -1):
-        rule = getattr(model.get_submodule(".".join(parts[:depth])), "_init_weights", None)
-        if callable(rule):
-            return rule
-    return None
 
 
 def _mark(dtype: torch.dtype) -> float | int:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, NamedTuple
 
@@ -18,7 +17,7 @@ from vpipe.graph.inplace import operator_name
 from vpipe.graph.ownership import Ownership
 from vpipe.graph.partition import balanced_partition, check_partition, partition_for_ranks
 from vpipe.graph.stages import StageGraph, cut_into_stages
-from vpipe.graph.trace import Spec, Trace, evaluate
+from vpipe.graph.trace import Trace, evaluate
 
 
 class TensorInfo(NamedTuple):
@@ -31,39 +30,20 @@ class TensorInfo(NamedTuple):
     persistent: bool
 
 
-@dataclass(frozen=True, eq=False)
 class ModelGraph:
     """A model that can be cut into stages; holds no parameter values."""
 
-    blocks: tuple[Block, ...]
-    fields: tuple[str, ...]
-    parameters: Mapping[str, TensorInfo]
-    buffers: Mapping[str, TensorInfo]
-    fingerprint: str
-    trace: Trace = field(repr=False)
-    ownership: Ownership = field(repr=False)
-    check: FieldCheck = field(repr=False)
-    _values: dict[str, Spec] = field(repr=False)
-    _shapes: dict[tuple[Any, ...], torch.Size] = field(default_factory=dict, repr=False)
-
-    @staticmethod
-    def of(model: nn.Module, trace: Trace, check: FieldCheck) -> ModelGraph:
-        parameters, buffers = _tensor_infos(model)
-        trace.frozen = frozenset(name for name, info in parameters.items() if not info.requires_grad)
-        ownership = Ownership.of(trace)
-        blocks = find_blocks(trace, ownership)
-        values = {node.name: trace.specs[node] for node in ownership.owned if node in trace.specs}
-        return ModelGraph(
-            blocks=blocks,
-            fields=check.layout.names,
-            parameters=parameters,
-            buffers=buffers,
-            fingerprint=_fingerprint(trace, blocks, parameters),
-            trace=trace,
-            ownership=ownership,
-            check=check,
-            _values=values,
-        )
+    def __init__(self, model: nn.Module, trace: Trace, check: FieldCheck) -> None:
+        self.parameters, self.buffers = _tensor_infos(model)
+        trace.frozen = frozenset(name for name, info in self.parameters.items() if not info.requires_grad)
+        self.trace = trace
+        self.check = check
+        self.fields = check.layout.names
+        self.ownership = Ownership(trace)
+        self.blocks = find_blocks(trace, self.ownership)
+        self.fingerprint = _fingerprint(trace, self.blocks, self.parameters)
+        self._specs = {node.name: trace.specs[node] for node in self.ownership.owned if node in trace.specs}
+        self._shapes: dict[tuple[Any, ...], torch.Size] = {}
 
     @cached_property
     def plan_fingerprint(self) -> str:
@@ -94,7 +74,7 @@ class ModelGraph:
         key = (value, *(fields[name] for name in self.check.layout.tensors))
         if key not in self._shapes:
             sizes = self.check.sizes(fields)
-            self._shapes[key] = torch.Size(evaluate(size, sizes) for size in self._values[value].shape)
+            self._shapes[key] = torch.Size(evaluate(size, sizes) for size in self._specs[value].shape)
         return self._shapes[key]
 
 

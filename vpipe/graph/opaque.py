@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from vpipe.graph.exported import canonical_names
 from vpipe.graph.loss import LossModule, find_loss
 from vpipe.graph.materialise import materialise
 from vpipe.graph.trace import Input, Kind, Size, Spec, Trace
@@ -33,7 +34,6 @@ class ModuleCall:
         self.module = copy.deepcopy(module).to("meta")
         self.buffers = [n for n, _ in module.named_buffers(remove_duplicate=False)]
         self.parameters = [n for n, _ in module.named_parameters(remove_duplicate=False)]
-        self.num_buffers = len(self.buffers)
 
     def __repr__(self) -> str:
         return f"ModuleCall({self.name}, {self.module!r})"
@@ -82,12 +82,9 @@ def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trac
         graph,
         nn.Module(),
         inputs,
-        {},
-        {},
-        {symbol: (layout.tensors[0], 0)},
-        {symbol: batch_size},
-        loss=next(iter(inputs)),
-        boundaries=frozenset(),
+        loss=next(iter(inputs)),  # until there is one
+        symbols={symbol: (layout.tensors[0], 0)},
+        hints={symbol: batch_size},
     )
 
     def spec(value: Tensor) -> Spec:
@@ -110,15 +107,15 @@ def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trac
         node.meta["module_path"] = (name,)
         if call.parameters:
             boundaries.add(node)
+        copies = materialise(model, names, seed=0)  # the run that finds the shapes changes nothing
         with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            hidden = call(_real(hidden), *_child_state(model, names))
+            hidden = call(_real(hidden), *(copies[own] for own in names))
         value = _result_nodes(trace, node, hidden, spec)
-    rest = [by_name.get(n, layout.constants.get(n)) for n in layout.names if n not in layout.model_names]
-    trace.loss = graph.call_function(LossCall(type(model).__name__, loss_module.loss_fn), (value, *rest))
-    rest_values = [_real(entries[n]) for n in layout.names if n not in layout.model_names]
-    trace.specs[trace.loss] = Spec(
-        (), find_loss(hidden, rest_values, loss_module.loss_fn, "nn.Sequential").dtype
-    )
+    rest = [name for name in layout.names if name not in layout.model_names]
+    loss_call = LossCall(type(model).__name__, loss_module.loss_fn)
+    arguments = [by_name.get(name, layout.constants.get(name)) for name in rest]
+    trace.loss = graph.call_function(loss_call, (value, *arguments))
+    trace.specs[trace.loss] = Spec((), loss_call(hidden, *(_real(entries[name]) for name in rest)).dtype)
     trace.boundaries = frozenset(boundaries)
     graph.output(trace.loss)
     return trace
@@ -127,25 +124,16 @@ def trace_sequential(loss_module: LossModule, fields: dict[str, Tensor]) -> Trac
 def _state_nodes(model: nn.Module, trace: Trace) -> dict[str, fx.Node]:
     """A placeholder for each parameter and buffer, by name; the names of a tied tensor share it."""
     result: dict[str, fx.Node] = {}
-    seen: dict[Tensor, fx.Node] = {}
-    tensors = [
-        *((Kind.PARAMETER, n, p) for n, p in model.named_parameters(remove_duplicate=False)),
-        *((Kind.BUFFER, n, b) for n, b in model.named_buffers(remove_duplicate=False)),
-    ]
-    for kind, name, tensor in tensors:
-        if tensor not in seen:
+    parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
+    for name, first in canonical_names(model).items():
+        if name == first:
+            tensor = parameters[name] if name in parameters else buffers[name]
             node = trace.graph.placeholder(f"state_{name}".replace(".", "_"))
-            seen[tensor] = node
-            trace.inputs[node] = Input(kind, name)
+            trace.inputs[node] = Input(Kind.PARAMETER if name in parameters else Kind.BUFFER, name)
             trace.specs[node] = Spec(tuple(tensor.shape), tensor.dtype)
-        result[name] = seen[tensor]
+            result[name] = node
+        result[name] = result[first]
     return result
-
-
-def _child_state(model: nn.Module, names: list[str]) -> list[Tensor]:
-    """Copies of the child's tensors, so that the run that finds the shapes changes nothing."""
-    tensors = materialise(model, names, seed=0)
-    return [tensors[name] for name in names]
 
 
 def _real(value: Any) -> Any:

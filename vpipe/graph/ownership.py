@@ -7,46 +7,42 @@ are sent to their readers.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import fx, nn
 
-from vpipe.graph.inplace import Clusters, given_arguments, operator_name
+from vpipe.graph.inplace import Cluster, find_clusters, given_arguments, operator_name
 from vpipe.graph.opaque import LossCall, ModuleCall
 from vpipe.graph.trace import Kind, Trace, submodules
 
+Clusters: TypeAlias = Mapping[fx.Node, Cluster]
 _NOT_DIFFERENTIABLE = {"detach", "detach_", "zeros_like", "ones_like", "empty_like", "full_like", "sign"}
 
 
-@dataclass(frozen=True)
 class Ownership:
-    """The owned operations in order, the clusters of shared storage, and which values carry a gradient."""
+    """The owned operations in order, the clusters of shared storage, and which values carry a gradient.
 
-    owned: tuple[fx.Node, ...]
-    clusters: Clusters
-    differentiable: frozenset[fx.Node]
-    mutated: frozenset[fx.Node]
+    `mutated` are the buffers that the model changes.
+    """
 
-    @staticmethod
-    def of(trace: Trace) -> Ownership:
-        clusters = Clusters.of(trace.graph.nodes, trace.root)
-        buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
-        mutated = frozenset(buffer for buffer in buffers if clusters.writes(buffer))
-        owned = _owned(trace, clusters, mutated)
-        in_order = tuple(node for node in trace.nodes() if node in owned)
-        return Ownership(in_order, clusters, _differentiable(trace, clusters), mutated)
+    def __init__(self, trace: Trace) -> None:
+        self.clusters = find_clusters(trace.graph, trace.root)
+        self.mutated = frozenset(
+            node for node in trace.inputs if trace.kind(node) is Kind.BUFFER and self.clusters[node].writes
+        )
+        self.owned = _owned(trace, self.clusters, self.mutated)
+        self.differentiable = _differentiable(trace, self.clusters)
 
 
-def _owned(trace: Trace, clusters: Clusters, mutated: frozenset[fx.Node]) -> set[fx.Node]:
+def _owned(trace: Trace, clusters: Clusters, mutated: frozenset[fx.Node]) -> tuple[fx.Node, ...]:
     """The smallest set that contains the users of its members and all that share a written storage with them."""
     parameters = {node for node in trace.inputs if trace.kind(node) is Kind.PARAMETER}
     pending = [user for node in parameters | mutated for user in node.users]
     pending += [node for node in trace.nodes() if is_random(node, trace.root)]
     # The loss is owned even if no parameter reaches it.
     pending.append(trace.loss)
-    order = {node: position for position, node in enumerate(trace.graph.nodes)}
     owned: set[fx.Node] = set()
     while pending:
         node = pending.pop()
@@ -54,13 +50,13 @@ def _owned(trace: Trace, clusters: Clusters, mutated: frozenset[fx.Node]) -> set
             continue
         owned.add(node)
         pending += node.users
-        if clusters.writes(node):
-            pending += [*clusters.members(node), *clusters.writes(node)]
+        shared = [clusters[node]] if clusters[node].writes else []
         # Free operations run before owned ones: storage that is read here and written later cannot be free.
-        for read in node.all_input_nodes:
-            if any(order[write] > order[node] for write in clusters.writes(read)):
-                pending += [*clusters.members(read), *clusters.writes(read)]
-    return owned
+        reads = [clusters[read] for read in node.all_input_nodes]
+        shared += [cluster for cluster in reads if any(write > node for write in cluster.writes)]
+        for cluster in shared:
+            pending += [*cluster.members, *cluster.writes]
+    return tuple(sorted(owned))
 
 
 def is_random(node: fx.Node, root: nn.Module) -> bool:
@@ -106,9 +102,9 @@ def _differentiable(trace: Trace, clusters: Clusters) -> frozenset[fx.Node]:
         for node in trace.nodes():
             if any(source in result for source in node.all_input_nodes) and _may_carry_gradient(node, trace):
                 result.add(node)
-        for members, writes in clusters.written():
-            if any(write in result for write in writes):
-                result.update(member for member in members if member not in trace.inputs)
+        for cluster in set(clusters.values()):
+            if any(write in result for write in cluster.writes):
+                result.update(member for member in cluster.members if member not in trace.inputs)
     return frozenset(result)
 
 

@@ -7,6 +7,9 @@ from itertools import accumulate
 
 from vpipe.errors import PartitionError
 
+Best = dict[int, tuple[int, int, tuple[int, ...]]]
+"""Number of blocks, from the first: heaviest stage, sum of squares and partition of the best way to place them."""
+
 
 def check_partition(partition: Sequence[int], blocks: int) -> None:
     """Raise PartitionError unless every stage holds a block and all blocks are held."""
@@ -38,33 +41,20 @@ def balanced_partition(weights: Sequence[int], stages: int) -> tuple[int, ...]:
             f"{stages} stages, but the model has only {blocks} blocks; use at most {blocks} stages"
         )
     before = [0, *accumulate(weights)]
-    # best[i]: (heaviest stage, sum of squares) for the first i blocks on the stages placed so far
-    best: list[tuple[int, int] | None] = [(0, 0)] + [None] * blocks
-    choices: list[list[int]] = []
+    best: Best = {0: (0, 0, ())}
     for stage in range(1, stages + 1):
-        following: list[tuple[int, int] | None] = [None] * (blocks + 1)
-        choice = [0] * (blocks + 1)
+        following: Best = {}
         for end in range(stage, blocks - (stages - stage) + 1):
-            for start in range(end - 1, stage - 2, -1):
-                previous = best[start]
+            for start in (start for start in reversed(best) if start < end):
                 weight = before[end] - before[start]
-                reached = following[end]
-                if reached is not None and weight > reached[0]:
+                if end in following and weight > following[end][0]:
                     break  # longer stages only get heavier
-                if previous is None:
-                    continue
-                cost = (max(previous[0], weight), previous[1] + weight * weight)
-                if reached is None or cost < reached:
-                    following[end] = cost
-                    choice[end] = start
+                heaviest, squares, counts = best[start]
+                found = (max(heaviest, weight), squares + weight * weight, (*counts, end - start))
+                if end not in following or found[:2] < following[end][:2]:
+                    following[end] = found
         best = following
-        choices.append(choice)
-    counts: list[int] = []
-    end = blocks
-    for choice in reversed(choices):
-        counts.append(end - choice[end])
-        end = choice[end]
-    return tuple(reversed(counts))
+    return best[blocks][2]
 
 
 def partition_for_ranks(weights: Sequence[int], placement: Sequence[Sequence[int]]) -> tuple[int, ...]:

@@ -23,7 +23,6 @@ class StageGraph:
     """
 
     index: int
-    blocks: range
     fields: tuple[str, ...]
     reads: Mapping[str, int]
     writes: Mapping[str, tuple[int, ...]]
@@ -35,6 +34,11 @@ class StageGraph:
     trace: Trace = field(repr=False)
     ownership: Ownership = field(repr=False)
     _nodes: Mapping[str, fx.Node] = field(repr=False)
+
+    @property
+    def blocks(self) -> range:
+        """The indices of its blocks in the model."""
+        return range(self.owned[0].index, self.owned[-1].index + 1)
 
     def value_dtype(self, value: str) -> torch.dtype:
         """Type of a value that the stage reads or writes."""
@@ -53,35 +57,29 @@ def cut_into_stages(
     parameter_order: Sequence[str],
 ) -> tuple[StageGraph, ...]:
     ends = list(accumulate(partition))
-    ranges = [range(end - count, end) for end, count in zip(ends, partition, strict=True)]
-    stage_of = {
-        node: stage for stage, span in enumerate(ranges) for index in span for node in blocks[index].nodes
-    }
+    spans = [tuple(blocks[end - count : end]) for end, count in zip(ends, partition, strict=True)]
+    nodes = [[node for block in span for node in block.nodes] for span in spans]
+    stage_of = {node: stage for stage, own in enumerate(nodes) for node in own}
     readers: dict[fx.Node, list[int]] = {}
     for node, stage in stage_of.items():
         others = {stage_of[user] for user in node.users if user in stage_of} - {stage}
         if others:
             readers[node] = sorted(others)
-    rank = {name: position for position, name in enumerate(parameter_order)}
     stages = []
-    for index, span in enumerate(ranges):
-        own = [node for block in span for node in blocks[block].nodes]
+    for index, (span, own) in enumerate(zip(spans, nodes, strict=True)):
         free = _free_operations(trace, ownership, own)
         inputs = [arg for node in [*own, *free] for arg in node.all_input_nodes if arg in trace.inputs]
         names = {kind: {trace.inputs[n].name for n in inputs if trace.kind(n) is kind} for kind in Kind}
-        reads = {node.name: stage_of[node] for node in readers if index in readers[node]}
-        writes = {node.name: tuple(readers[node]) for node in readers if stage_of[node] == index}
         stages.append(
             StageGraph(
                 index=index,
-                blocks=span,
                 fields=tuple(sorted(names[Kind.FIELD])),
-                reads=reads,
-                writes=writes,
-                parameters=tuple(sorted(names[Kind.PARAMETER], key=rank.__getitem__)),
+                reads={node.name: stage_of[node] for node in readers if index in readers[node]},
+                writes={node.name: tuple(readers[node]) for node in readers if stage_of[node] == index},
+                parameters=tuple(name for name in parameter_order if name in names[Kind.PARAMETER]),
                 buffers=tuple(sorted(names[Kind.BUFFER])),
                 is_criterion=stage_of[trace.loss] == index,
-                owned=tuple(blocks[block] for block in span),
+                owned=span,
                 free=tuple(free),
                 trace=trace,
                 ownership=ownership,
@@ -102,7 +100,7 @@ def _free_operations(trace: Trace, ownership: Ownership, own: Iterable[fx.Node])
             continue
         needed.add(node)
         pending += node.all_input_nodes
-        pending += ownership.clusters.writes(node)
+        pending += ownership.clusters[node].writes
     return [node for node in trace.nodes() if node in needed]
 
 

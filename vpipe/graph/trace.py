@@ -41,20 +41,22 @@ class Trace:
     """A graph of aten operations (or of opaque modules) that ends in the loss.
 
     `symbols` gives the field of the batch and the dimension from which a symbolic size is read, `hints` the sizes of
-    the example batch. `boundaries`, if given, are the only nodes before which the graph may be cut. The `meta` of a
-    node has its `module_path`: the names of the modules around it, outermost first.
+    the example batch, `bounds` the smallest and the largest size. `boundaries`, if given, are the only nodes before
+    which the graph may be cut. The `meta` of a node has its `module_path`: the names of the modules around it,
+    outermost first.
     """
 
     graph: fx.Graph
     root: nn.Module
     inputs: dict[fx.Node, Input]
-    constants: Mapping[str, Tensor]
-    specs: dict[fx.Node, Spec]
-    symbols: dict[sympy.Symbol, tuple[str, int]]
-    hints: dict[sympy.Symbol, int]
     loss: fx.Node
+    constants: Mapping[str, Tensor] = field(default_factory=dict)
+    specs: dict[fx.Node, Spec] = field(default_factory=dict)
+    symbols: dict[sympy.Symbol, tuple[str, int]] = field(default_factory=dict)
+    hints: dict[sympy.Symbol, int] = field(default_factory=dict)
+    bounds: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     boundaries: frozenset[fx.Node] | None = None
-    frozen: frozenset[str] = field(default_factory=frozenset)
+    frozen: frozenset[str] = frozenset()
 
     def nodes(self) -> Iterator[fx.Node]:
         """The operations in order, without placeholders and without the graph's output."""

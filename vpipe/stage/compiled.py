@@ -20,6 +20,7 @@ import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
@@ -79,16 +80,9 @@ def _compile(region: _Region, backend: str) -> Callable[..., Any]:
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
     """The operations in order: each that calls Python alone, the others of a block together."""
-    run: list[fx.Node] = []
-    for node in graph.nodes:
-        if node.op in ("placeholder", "get_attr", "output"):
-            continue
-        if run and (_calls_python(node) or _calls_python(run[-1]) or node.meta[BLOCK] != run[-1].meta[BLOCK]):
-            yield run
-            run = []
-        run.append(node)
-    if run:
-        yield run
+    operations = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
+    runs = groupby(operations, lambda node: node if _calls_python(node) else node.meta[BLOCK])
+    return (list(run) for _, run in runs)
 
 
 def _calls_python(node: fx.Node) -> bool:

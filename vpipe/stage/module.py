@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from itertools import groupby
 from typing import Any
 
 import torch
@@ -188,17 +189,11 @@ def _segments(
     stage: StageGraph, recompute: Collection[int], swap: Collection[int], options: Options
 ) -> list[Segment]:
     """Runs of kept blocks together, runs of swapped ones too, each recomputed block alone."""
-    groups: list[list[Block]] = []
-    for block in stage.owned:
-        if (
-            groups
-            and block.index not in recompute
-            and groups[-1][-1].index not in recompute
-            and (block.index in swap) == (groups[-1][-1].index in swap)
-        ):
-            groups[-1].append(block)
-        else:
-            groups.append([block])
+
+    def kind(block: Block) -> tuple[bool, int | None]:
+        return block.index in swap, block.index if block.index in recompute else None
+
+    groups = [list(group) for _, group in groupby(stage.owned, kind)]
     return [
         build_segment(
             stage,

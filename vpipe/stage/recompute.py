@@ -48,15 +48,12 @@ class _Recomputation:
         self._arguments = list(arguments)
         for position in segment.mutated:
             self._arguments[position] = arguments[position].clone()
-        self._values = {
-            position: saver.keep(value)
-            for position, (origin, value) in enumerate(zip(segment.inputs, arguments, strict=True))
-            if not isinstance(origin, Input) and isinstance(value, Tensor)
-        }
-        self._graded = {position for position in self._values if arguments[position].requires_grad}
-        self._versions = {position: arguments[position]._version for position in self._values}
-        for position in self._values:
-            self._arguments[position] = None
+        # Values of earlier blocks and stages: argument, tensor, whether it has a gradient, autograd's version of it.
+        self._values: list[tuple[int, Hold, bool, int]] = []
+        for position, (origin, value) in enumerate(zip(segment.inputs, arguments, strict=True)):
+            if not isinstance(origin, Input) and isinstance(value, Tensor):
+                self._values.append((position, saver.keep(value), value.requires_grad, value._version))
+                self._arguments[position] = None
         self._slots: list[ref[_SavedSlot]] = []
 
     def pack(self, tensor: Tensor) -> _SavedSlot:
@@ -71,10 +68,9 @@ class _Recomputation:
         return slot.hold.tensor
 
     def _run(self) -> None:
-        for position, hold in self._values.items():
-            value = hold.tensor
-            assert value._version == self._versions[position], "a block's input changed before it ran again"
-            self._arguments[position] = value.detach().requires_grad_(position in self._graded)
+        for position, hold, graded, version in self._values:
+            assert hold.tensor._version == version, "a block's input changed before it ran again"
+            self._arguments[position] = hold.tensor.detach().requires_grad_(graded)
         filled = 0
 
         def fill(tensor: Tensor) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import fx, nn
+from torch.fx.node import map_aggregate
 
 from vpipe.graph import StageGraph
 from vpipe.graph.inplace import operator_name, written
@@ -109,7 +110,7 @@ class _Builder:
 
     def _only_updates_buffers(self, node: fx.Node) -> bool:
         """An update of a buffer that nobody reads (a norm's counter): evaluation leaves it out."""
-        buffers = [b for arg in written(node, self.trace.root) for b in self.clusters.members(arg)]
+        buffers = [b for arg in written(node, self.trace.root) for b in self.clusters[arg].members]
         return not node.users and any(self.trace.kind(buffer) is Kind.BUFFER for buffer in buffers)
 
     def _add(self, node: fx.Node) -> None:
@@ -154,14 +155,9 @@ def _to_device(node: fx.Node, device: torch.device) -> None:
     """Replace the device that an operation names (a factory, a `to`)."""
 
     def move(argument: Any) -> Any:
-        if isinstance(argument, torch.device):
-            return device
-        if isinstance(argument, list | tuple):
-            return type(argument)(map(move, argument))
-        return argument
+        return device if isinstance(argument, torch.device) else argument
 
-    node.args = tuple(map(move, node.args))
-    node.kwargs = {name: move(value) for name, value in node.kwargs.items()}
+    node.args, node.kwargs = map_aggregate((node.args, node.kwargs), move)
     if node.target is torch.ops.higher_order.wrap_with_autocast:
         node.args = (device.type, *node.args[1:])
 

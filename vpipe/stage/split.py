@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from vpipe.stage.random import RandomContext
 
 Deferred = list[partial[None]]
+_convolution_backward = torch.ops.aten.convolution_backward.default
 
 
 def waiting_tensors(deferred: Deferred) -> Iterator[Tensor]:
@@ -25,75 +26,59 @@ def waiting_tensors(deferred: Deferred) -> Iterator[Tensor]:
         yield from work.args[:2]
 
 
-def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
-    with torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = gradient
+class _Matrix(NamedTuple):
+    """The computations of x @ w + b; `transposed` as in `linear`, whose weight is [out, in]."""
+
+    transposed: bool
+
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.nn.functional.linear(x, weight if self.transposed else weight.t(), bias)
+
+    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        return gradient @ (weight if self.transposed else weight.t())
+
+    @torch.no_grad()
+    def weight_gradients(self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
+        left, right = (rows.t(), columns) if self.transposed else (columns.t(), rows)
+        if weight.grad is None:
+            weight.grad = left @ right
         else:
-            parameter.grad += gradient
+            weight.grad.addmm_(left, right)  # without a temporary
+        if bias is not None:
+            _accumulate(bias, rows.sum(0))
 
 
-def _accumulate_product(parameter: Tensor, left: Tensor, right: Tensor) -> None:
-    """Add left^T right to the gradient, without a temporary once there is one."""
-    with torch.no_grad():
-        if parameter.grad is None:
-            parameter.grad = left.t() @ right
-        else:
-            parameter.grad.addmm_(left.t(), right)
+class _Convolution(NamedTuple):
+    """The computations of a convolution."""
 
+    geometry: tuple[Any, ...]
 
-def _product_gradients(
-    x: Tensor, gradient: Tensor, weight: Tensor | None, bias: Tensor | None, transposed: bool
-) -> None:
-    rows, columns = gradient.flatten(0, -2), x.flatten(0, -2)
-    if weight is not None:
-        _accumulate_product(weight, *((rows, columns) if transposed else (columns, rows)))
-    if bias is not None:
-        _accumulate(bias, rows.sum(0))
+    def forward(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        return torch.ops.aten.convolution.default(x, weight, bias, *self.geometry)
 
+    def input_gradient(self, x: Tensor, gradient: Tensor, weight: Tensor) -> Tensor:
+        return _convolution_backward(gradient, x, weight, None, *self.geometry, [True, False, False])[0]
 
-class _Product(torch.autograd.Function):
-    """x @ w + b for a parameter w; `transposed` as in `linear`, whose weight is [out, in]."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, transposed: bool, deferred: Deferred
-    ) -> Tensor:
-        ctx.save_for_backward(x)
-        # The parameters themselves: saved tensors come back as copies when the block is recomputed.
-        ctx.weight, ctx.bias, ctx.transposed, ctx.deferred = weight, bias, transposed, deferred
-        matrix = weight if transposed else weight.t()
-        return torch.nn.functional.linear(x, matrix, bias)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
-        (gradient,) = gradients
-        # Detached: with its history it would hold every earlier product's context, and through it `deferred`.
-        x = ctx.saved_tensors[0].detach()
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        weight, transposed = ctx.weight, ctx.transposed
-        graded = (weight if needs_weight else None, ctx.bias if needs_bias else None)
-        ctx.deferred.append(partial(_product_gradients, x, gradient, *graded, transposed))
-        input_gradient = gradient @ (weight if transposed else weight.t()) if needs_input else None
-        return input_gradient, None, None, None, None
-
-
-def _convolution_gradients(
-    x: Tensor,
-    gradient: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    backward: Callable[[list[bool]], tuple[Tensor, ...]],
-) -> None:
-    _, own, own_bias = backward([False, weight is not None, bias is not None])
-    if weight is not None:
+    @torch.no_grad()
+    def weight_gradients(self, x: Tensor, gradient: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+        sizes = None if bias is None else list(bias.shape)
+        wanted = [False, True, bias is not None]
+        _, own, own_bias = _convolution_backward(gradient, x, weight, sizes, *self.geometry, wanted)
         _accumulate(weight, own)
-    if bias is not None:
-        _accumulate(bias, own_bias)
+        if bias is not None:
+            _accumulate(bias, own_bias)
 
 
-class _Convolution(torch.autograd.Function):
-    """A convolution whose weight and bias are parameters."""
+def _accumulate(parameter: Tensor, gradient: Tensor) -> None:
+    if parameter.grad is None:
+        parameter.grad = gradient
+    else:
+        parameter.grad += gradient
+
+
+class _SplitProduct(torch.autograd.Function):
+    """A product whose weight, and bias if any, are trained parameters."""
 
     @staticmethod
     def forward(
@@ -101,38 +86,34 @@ class _Convolution(torch.autograd.Function):
         x: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        geometry: tuple[Any, ...],
+        product: _Matrix | _Convolution,
         deferred: Deferred,
     ) -> Tensor:
         ctx.save_for_backward(x)
-        ctx.weight, ctx.bias, ctx.geometry, ctx.deferred = weight, bias, geometry, deferred
-        return torch.ops.aten.convolution.default(x, weight, bias, *geometry)
+        # The parameters themselves: saved tensors come back as copies when the block is recomputed.
+        ctx.weight, ctx.bias, ctx.product, ctx.deferred = weight, bias, product, deferred
+        return product.forward(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Any) -> tuple[Tensor | None, ...]:
         (gradient,) = gradients
-        x = ctx.saved_tensors[0].detach()  # without its history, as above
-        needs_input, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        sizes = None if ctx.bias is None else list(ctx.bias.shape)
-        backward = partial(
-            torch.ops.aten.convolution_backward.default, gradient, x, ctx.weight, sizes, *ctx.geometry
-        )
-        graded = (ctx.weight if needs_weight else None, ctx.bias if needs_bias else None)
-        ctx.deferred.append(partial(_convolution_gradients, x, gradient, *graded, backward))
-        input_gradient = backward([True, False, False])[0] if needs_input else None
-        return input_gradient, None, None, None, None
+        # Detached: with its history it would hold every earlier product's context, and through it `deferred`.
+        x = ctx.saved_tensors[0].detach()
+        ctx.deferred.append(partial(ctx.product.weight_gradients, x, gradient, ctx.weight, ctx.bias))
+        needed = ctx.needs_input_grad[0]
+        return ctx.product.input_gradient(x, gradient, ctx.weight) if needed else None, None, None, None, None
 
 
 def linear(context: RandomContext, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    return _Product.apply(x, weight, bias, True, context.deferred)
+    return _SplitProduct.apply(x, weight, bias, _Matrix(transposed=True), context.deferred)
 
 
 def addmm(context: RandomContext, bias: Tensor | None, x: Tensor, weight: Tensor) -> Tensor:
-    return _Product.apply(x, weight, bias, False, context.deferred)
+    return _SplitProduct.apply(x, weight, bias, _Matrix(transposed=False), context.deferred)
 
 
 def matmul(context: RandomContext, x: Tensor, weight: Tensor) -> Tensor:
-    return _Product.apply(x, weight, None, False, context.deferred)
+    return _SplitProduct.apply(x, weight, None, _Matrix(transposed=False), context.deferred)
 
 
 def convolution(
@@ -152,9 +133,10 @@ def convolution(
         return values * dimensions if len(values) == 1 else values
 
     geometry = (each(stride), each(padding), each(dilation), False, [0] * dimensions, groups)
-    if x.ndim == dimensions + 1:  # one image without a batch dimension
-        return _Convolution.apply(x.unsqueeze(0), weight, bias, geometry, context.deferred).squeeze(0)
-    return _Convolution.apply(x, weight, bias, geometry, context.deferred)
+    single = x.ndim == dimensions + 1  # one image without a batch dimension
+    images = x.unsqueeze(0) if single else x
+    made = _SplitProduct.apply(images, weight, bias, _Convolution(geometry), context.deferred)
+    return made.squeeze(0) if single else made
 
 
 # operator -> (replacement, position of the weight, position of the bias)

@@ -86,7 +86,7 @@ class EagerModel:
 @torch.no_grad()
 def check_runs(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None, dtype: str) -> None:
     """Run the plain model once: an error there has nothing to do with pipelines."""
-    layout = BatchLayout.of(model, batch, loss_fn)
+    layout = BatchLayout(model, batch, loss_fn)
     entries = layout.entries(batch)
     try:
         LossModule(model, layout, loss_fn)([entries[name] for name in layout.tensors])

@@ -56,8 +56,10 @@ def read_state(optimizer: Optimizer, scheduler: Any, names: Names) -> tuple[dict
         {"parameters": [names[p] for p in group["params"]], "numbers": _numbers(group)}
         for group in optimizer.param_groups
     ]
-    state = None if scheduler is None else _plain_part(scheduler.state_dict())
-    return tensors, {"optimizer": kind, "groups": groups, "values": values, "scheduler": state}
+    schedule = None
+    if scheduler is not None:
+        schedule = {key: value for key, value in scheduler.state_dict().items() if _is_plain(value)}
+    return tensors, {"optimizer": kind, "groups": groups, "values": values, "scheduler": schedule}
 
 
 def write_state(
@@ -80,23 +82,19 @@ def write_state(
         by_parameter.setdefault(name, {})[key] = tensor
     if lost := sorted(by_parameter.keys() & set(names.values()) - saved.keys()):
         raise VPipeError(f"the optimizer's state of parameter {lost[0]!r} belongs to no group of any record")
+    origins = _origins(optimizer, names, saved)
     packed = optimizer.state_dict()
     packed["state"] = {}
-    for group, packed_group in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+    groups = zip(optimizer.param_groups, packed["param_groups"], origins, strict=True)
+    for group, packed_group, origin in groups:
         for number, name in zip(packed_group["params"], (names[p] for p in group["params"]), strict=True):
             if name in saved:
-                record = saved[name].record
-                _check_kind(optimizer, name, record["optimizer"])
                 # A copy: what was read may be a view of a file.
                 momenta = {key: tensor.clone() for key, tensor in by_parameter.get(name, {}).items()}
-                values = record["values"].get(name, {})
+                values = saved[name].record["values"].get(name, {})
                 if both := sorted(momenta.keys() & values.keys()):
                     raise VPipeError(f"{both[0]!r} of parameter {name!r} is a tensor and a number at once")
                 packed["state"][number] = momenta | values
-    origins = _origins(optimizer, names, saved)
-    for group, packed_group, origin in zip(
-        optimizer.param_groups, packed["param_groups"], origins, strict=True
-    ):
         if origin is not None:
             packed_group.update(_restored_numbers(optimizer, group, origin.numbers))
     optimizer.load_state_dict(packed)
@@ -115,6 +113,7 @@ def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -
     for group in groups:
         members = [name for name in (names[p] for p in group["params"]) if name in saved]
         for name in members:
+            _check_kind(optimizer, name, saved[name].record["optimizer"])
             _check_same_settings(members[0], name, saved, optimizer.defaults)
         found.append(saved[members[0]] if members else None)
     known = next((origin for origin in found if origin is not None), None)
@@ -215,10 +214,6 @@ def _like(current: Any, value: Any, key: str) -> Any:
             f"{key!r} of an optimizer is {str(value)[:60]!r}, which is not of the kind of {current!r}"
         )
     return value
-
-
-def _plain_part(state: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in state.items() if _is_plain(value)}
 
 
 def _is_number(value: Any) -> bool:

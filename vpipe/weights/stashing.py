@@ -22,7 +22,7 @@ from torch.optim import Optimizer
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
-from vpipe.weights.versions import Version, VersionStore
+from vpipe.weights.versions import Version, flat_tensors
 
 SchedulerFactory = Callable[[Optimizer], Any]
 
@@ -49,9 +49,10 @@ class OptimizerWithWeightStashing:
         """`versions`: how many to allocate now; more are allocated when they are needed."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
         self.model_parameters = [parameters[name] for name in self.names]
-        self._store = VersionStore(self.model_parameters)
-        first = self._store.first([p.data for p in self.model_parameters])
-        self._store.reserve(versions - 1)
+        first = self._new_version()
+        for tensor, parameter in zip(first.tensors, self.model_parameters, strict=True):
+            tensor.copy_(parameter.data)
+        self._spare = [self._new_version() for _ in range(versions - 1)]  # before memory is fragmented
         self.queue: deque[Version] = deque([first])
         self._read: dict[int, Version] = {}
         self._pointed_at: Version | None = None
@@ -116,7 +117,7 @@ class OptimizerWithWeightStashing:
         version.users -= 1
         if not version.users and version is not self.queue[-1]:
             self.queue.remove(version)
-            self._store.recycle(version)
+            self._spare.append(version)
 
     def values(self) -> dict[str, Tensor]:
         """The newest weights by name; the float32 masters under mixed precision."""
@@ -169,7 +170,8 @@ class OptimizerWithWeightStashing:
         hand_over_gradients(
             (p, self._master[name]) for name, p in parameters if name not in self.tied_optimizers
         )
-        self._drop_gradients()
+        for parameter in self.model_parameters:
+            parameter.grad = None
         for optimizer in self.base_optimizers:
             self._apply(optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
@@ -182,9 +184,6 @@ class OptimizerWithWeightStashing:
 
     def skip(self) -> None:
         """Drop the gradients: this update is not made."""
-        self._drop_gradients()
-
-    def _drop_gradients(self) -> None:
         for parameter in self.model_parameters:
             parameter.grad = None
 
@@ -198,6 +197,9 @@ class OptimizerWithWeightStashing:
                 masters.append(nn.Parameter(tensor))
         return masters
 
+    def _new_version(self) -> Version:
+        return Version(0, *flat_tensors(self.model_parameters))
+
     def _point_at(self, version: Version) -> None:
         if version is not self._pointed_at:
             for parameter, tensor in zip(self.model_parameters, version.tensors, strict=True):
@@ -207,13 +209,15 @@ class OptimizerWithWeightStashing:
     def _make_writable(self) -> None:
         """Make the newest version writable: a new one if a backward still needs it."""
         newest = self.queue[-1]
-        number = newest.number + 1
         if not newest.users:
-            newest.number = number
+            newest.number += 1
             return
-        version = self._store.blank(number) if self.mixed else self._store.copy(newest, number)
+        version = self._spare.pop() if self._spare else self._new_version()
+        version.number = newest.number + 1
         self.queue.append(version)
-        if not self.mixed:
+        if not self.mixed:  # else `_publish` sets it
+            for target, flat in zip(version.flats, newest.flats, strict=True):
+                target.copy_(flat)
             for master, tensor in zip(self.master_parameters, version.tensors, strict=True):
                 master.data = tensor
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._utils import _unflatten_dense_tensors
 
 ALIGNMENT = 64
@@ -20,48 +20,10 @@ PADDING = torch.empty(ALIGNMENT)
 
 @dataclass
 class Version:
-    number: int
+    number: int  # updates made before it
     flats: list[Tensor]
     tensors: list[Tensor]
     users: int = 0  # minibatches whose backward will read it
-
-
-class VersionStore:
-    """Makes versions for a list of parameters and recycles their storage."""
-
-    def __init__(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._parameters = list(parameters)
-        self._spare: list[Version] = []
-
-    def reserve(self, count: int) -> None:
-        """Allocate storage for more versions, before activations fragment the memory."""
-        self._spare += [self._new(0) for _ in range(count - len(self._spare))]
-
-    def first(self, values: Sequence[Tensor]) -> Version:
-        version = self._new(0)
-        for target, value in zip(version.tensors, values, strict=True):
-            target.copy_(value)
-        return version
-
-    def blank(self, number: int) -> Version:
-        """Storage for the next version, not initialised."""
-        if not self._spare:
-            return self._new(number)
-        version = self._spare.pop()
-        version.number = number
-        return version
-
-    def copy(self, source: Version, number: int) -> Version:
-        version = self.blank(number)
-        for target, flat in zip(version.flats, source.flats, strict=True):
-            target.copy_(flat)
-        return version
-
-    def recycle(self, version: Version) -> None:
-        self._spare.append(version)
-
-    def _new(self, number: int) -> Version:
-        return Version(number, *flat_tensors(self._parameters))
 
 
 def flat_tensors(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
