@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -232,25 +233,10 @@ class SharedMemoryChannel(Channel):
 
 
 def connect_all(
-    rank: int, peers: Sequence[int], gather: Callable[[str, str], list[str]], timeout: float
+    rank: int, peers: Sequence[int], gather: Callable[[str, Any], list[Any]], timeout: float
 ) -> dict[int, socket.socket]:
-    """A socket to each of this host's ranks; `gather` is called once by every rank of the world.
-
-    The addresses lie in the abstract namespace, so they vanish with their sockets.
-    """
-    token = os.urandom(16).hex()
+    """A socket to each of this host's ranks; `gather` is called once by every rank of the world."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_address(token))
+        listener.bind("")  # the kernel gives it an abstract address, which vanishes with the socket
         listener.listen(len(peers) + 1)
-        tokens = gather("shared memory", token)
-
-        def call(peer: int) -> tuple[socket.socket, str]:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.connect(_address(tokens[peer]))
-            return link, tokens[peer]
-
-        return connect_peers(rank, peers, listener, token, call, timeout)
-
-
-def _address(token: str) -> bytes:
-    return b"\0vpipe-" + token[:16].encode()
+        return connect_peers(rank, peers, listener, "shared memory", gather, timeout)

@@ -181,8 +181,9 @@ class ProcessWorld(World):
                 )
             self._owns_group = True
         if self._heartbeat_limit is not None:
+            hosts = [place.host.partition("/")[0] for place in places]
             self._heartbeat = connect_heartbeat(
-                self.rank, self.size, towards, self.all_gather, self._heartbeat_limit
+                self.rank, hosts, towards, self.all_gather, self._heartbeat_limit
             )
         if any(self.all_gather("nccl", NCCL in kinds.values())):
             self._group_backend = "nccl"
