@@ -27,6 +27,28 @@ FOLLOWER_WAIT = 1.0
 """Seconds after which a rank that blames another one is named itself, if no other has failed."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What to start, and how to watch it."""
+
+    arguments: Sequence[str]
+    count: int
+    folder: Path
+    stages: Sequence[str]
+    """The stages of each rank, as text for messages."""
+    port: int = 0
+    directory: Path | None = None
+    interpreter: Sequence[str] = (sys.executable,)
+    quiet: bool = False
+    heartbeat_limit: float = 10.0
+    patience: float = 600.0
+    gpus: Sequence[int] | None = None
+    """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"output.log.{rank}"
+
+
 class FailedRank(NamedTuple):
     rank: int
     how: str
@@ -74,26 +96,19 @@ class LauncherWatch:
         self,
         children: Sequence[Popen[bytes]],
         page: Page,
-        logs: Sequence[Path],
-        stages: Sequence[str],
-        *,
-        limit: float,
-        patience: float,
+        ranks: Ranks,
+        on_training: Callable[[], None] | None = None,
     ) -> None:
+        """`on_training` is called once, when every rank has begun an action."""
         self.children = children
         self.page = page
-        self.stages = stages  # of each rank, as text
-        self.limit = limit
-        self.patience = patience
-        self._logs = [(log, log.stat().st_size) for log in logs]  # an earlier attempt may have written there
+        self.ranks = ranks
+        self._on_training = on_training
+        # An earlier attempt may have written to the logs.
+        self._logged = [ranks.log(rank).stat().st_size for rank in range(ranks.count)]
         self._seen = [_Seen() for _ in children]
         self._follower_since: float | None = None
         self._looked = 0.0
-        self._train: Callable[[], None] | None = None
-
-    def when_all_train(self, call: Callable[[], None]) -> None:
-        """`call` is called once, when every rank has begun an action."""
-        self._train = call
 
     def failed_rank(self) -> FailedRank | None:
         """The rank that failed first, once one has."""
@@ -113,9 +128,9 @@ class LauncherWatch:
         if now - self._looked < INTERVAL:
             return None
         self._looked = now
-        if self._train and all(self.page.place(rank).action for rank in range(len(codes))):
-            self._train()
-            self._train = None
+        if self._on_training and all(self.page.place(rank).action for rank in range(len(codes))):
+            self._on_training()
+            self._on_training = None
         return next(filter(None, (self._still(r, now) for r, code in enumerate(codes) if code is None)), None)
 
     def _still(self, rank: int, now: float) -> FailedRank | None:
@@ -124,13 +139,14 @@ class LauncherWatch:
         if found is None:
             return None
         state, ticks = found
+        limit = self.ranks.heartbeat_limit
         seen.stopped = (seen.stopped or now) if state == "T" else None
-        if seen.stopped is not None and now - seen.stopped > self.limit / 2:
+        if seen.stopped is not None and now - seen.stopped > limit / 2:
             return FailedRank(rank, self._where(rank, f"stopped (SIGSTOP) for {now - seen.stopped:.1f} s"))
         if seen.at is None:
             seen.ticks, seen.at = ticks, now
         window = now - seen.at
-        if window > min(1.0, self.limit / 5):  # a tick is 10 ms: shorter windows show nothing
+        if window > min(1.0, limit / 5):  # a tick is 10 ms: shorter windows show nothing
             used = (ticks - seen.ticks) / os.sysconf("SC_CLK_TCK")
             # The main thread's state. Others, which wait for the lock, look for it and run for a moment all the time.
             at_work = used > IDLE * window or state in ("R", "D")
@@ -139,7 +155,7 @@ class LauncherWatch:
         beat = self.page.beat(rank)
         silent = now - beat if beat else 0.0
         idle = now - seen.idle if seen.idle is not None else 0.0
-        if silent > self.patience or (silent > 0.9 * self.limit and idle > self.limit / 2):
+        if silent > self.ranks.patience or (silent > 0.9 * limit and idle > limit / 2):
             how = f"stuck: its interpreter has not run for {silent:.1f} s"
             return FailedRank(rank, self._where(rank, how))
         return None
@@ -155,7 +171,7 @@ class LauncherWatch:
     def _where(self, rank: int, how: str) -> str:
         place = self.page.place(rank)
         when = f"its last action was {place}" if place.action else f"during {place}"
-        return f"{how} ({self.stages[rank]}, {when})"
+        return f"{how} ({self.ranks.stages[rank]}, {when})"
 
     def _last_error(self, rank: int) -> str:
         """The error that it reported in one line, or the last line of its traceback."""
@@ -172,9 +188,8 @@ class LauncherWatch:
 
     def output(self, rank: int) -> str:
         """What the rank has written to its log in this attempt."""
-        log, start = self._logs[rank]
-        with log.open("rb") as file:
-            file.seek(start)
+        with self.ranks.log(rank).open("rb") as file:
+            file.seek(self._logged[rank])
             return file.read().decode(errors="replace")
 
 
