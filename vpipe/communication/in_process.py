@@ -1,7 +1,7 @@
 """The channel between threads of one process: a dictionary behind a condition. For tests and lessons."""
 
 import threading
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -76,10 +76,10 @@ class InProcessHub:
         self.timeout = timeout
         self.exclusive = threading.RLock()
         self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
-        self._gathered: dict[str, dict[int, Any]] = {}
+        self._gathered: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self.published: dict[tuple[str, int], Any] = {}
+        self.broken = ""  # the reason, once one of the threads has failed
         self._changed = threading.Condition()
-        self._broken: str | None = None
 
     def join(self, rank: int) -> "InProcessWorld":
         return InProcessWorld(self, rank)
@@ -87,26 +87,22 @@ class InProcessHub:
     def abort(self, reason: str) -> None:
         """Wake every waiting thread with an error: one of them failed."""
         with self._changed:
-            self._broken = reason
+            self.broken = reason
             self._changed.notify_all()
         for box in self._boxes.values():
             box.close()
 
     def gather(self, rank: int, name: str, value: Any) -> list[Any]:
         with self._changed:
-            values = self._gathered.setdefault(name, {})
+            values = self._gathered[name]
             values[rank] = value
             self._changed.notify_all()
-            if not self._changed.wait_for(lambda: len(values) == self.size or self._broken, self.timeout):
+            if not self._changed.wait_for(lambda: len(values) == self.size or self.broken, self.timeout):
                 missing = sorted(set(range(self.size)) - set(values))
                 raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
             if len(values) < self.size:
-                self.check()
+                raise PeerError(self.broken)
             return [values[r] for r in range(self.size)]
-
-    def check(self) -> None:
-        if self._broken:
-            raise PeerError(self._broken)
 
 
 class InProcessWorld(World):
@@ -124,7 +120,8 @@ class InProcessWorld(World):
         self.hub.published[name, self.rank] = value
 
     def published(self, name: str, rank: int) -> Any:
-        self.hub.check()
+        if self.hub.broken:
+            raise PeerError(self.hub.broken)
         return self.hub.published.get((name, rank))
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:

@@ -123,7 +123,8 @@ class LauncherWatch:
             self._follower_since = self._follower_since or time.monotonic()
             if None not in codes or time.monotonic() - self._follower_since > FOLLOWER_WAIT:
                 rank = min(failed)
-                return FailedRank(rank, self._last_error(rank) or f"ended with exit code {PEER_FAILED}")
+                error = self._last_error(rank).partition("\n")[0]
+                return FailedRank(rank, error or f"ended with exit code {PEER_FAILED}")
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
@@ -165,8 +166,8 @@ class LauncherWatch:
             return self._where(rank, f"killed by {signal.Signals(-code).name}")
         error = self._last_error(rank)
         if code == MISTAKE and error:
-            return self._message(rank)
-        return self._where(rank, error or f"ended with exit code {code}")
+            return error
+        return self._where(rank, error.partition("\n")[0] or f"ended with exit code {code}")
 
     def _where(self, rank: int, how: str) -> str:
         place = self.page.place(rank)
@@ -174,17 +175,14 @@ class LauncherWatch:
         return f"{how} ({self.ranks.stages[rank]}, {when})"
 
     def _last_error(self, rank: int) -> str:
-        """The error that it reported in one line, or the last line of its traceback."""
-        lines = self.output(rank).splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if errors:
-            return errors[-1]
-        start = max((n for n, line in enumerate(lines) if line.startswith("Traceback ")), default=len(lines))
-        return next((line for line in lines[start + 1 :] if line[:1].strip()), "")
-
-    def _message(self, rank: int) -> str:
-        """The last error that it reported, with all of its lines: it ended after that."""
-        return f"\n{self.output(rank)}".rpartition("\nerror: ")[2].rstrip()
+        """The error that it reported, with all of its lines (it ended then), or the last line of its traceback."""
+        output = "\n" + self.output(rank)
+        _, reported, error = output.rpartition("\nerror: ")
+        if reported:
+            return error.rstrip()
+        _, failed, trace = output.rpartition("\nTraceback ")
+        lines = trace.splitlines()[1:] if failed else []
+        return next((line for line in lines if line[:1].strip()), "")
 
     def output(self, rank: int) -> str:
         """What the rank has written to its log in this attempt."""
