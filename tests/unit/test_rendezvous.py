@@ -327,6 +327,17 @@ def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> N
     assert logged[-1].endswith("further ones are not logged")
 
 
+def test_more_ranks_than_strangers_are_kept_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has to make room for others while it proves who it is tries again."""
+    monkeypatch.setattr(server, "STRANGERS", 4)
+    size, listener = 40, listen_here(0)
+    where = RendezvousAddress("127.0.0.1", listener.getsockname()[1], SECRET)
+    with closing(Rendezvous(listener, size, SECRET)), ThreadPoolExecutor(size) as threads:
+        ranks = [RendezvousClient(rank, lambda: where, PATIENT) for rank in range(size)]
+        met = list(threads.map(lambda rank: rank.gather("all", rank._me.rank, "all", PATIENT), ranks))
+    assert met == [list(range(size))] * size
+
+
 def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: list[str]) -> None:
     with pytest.raises(PeerError, match=r"has \d+ bytes: at most 16777216 are sent"):
         job.ranks[0].gather("meeting", "x" * LARGEST, "meeting", PATIENT)

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 from collections import defaultdict
+from collections.abc import Iterable
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -37,8 +38,12 @@ HANDSHAKE_LIMIT = 5.0
 """Seconds that a caller has to prove that it belongs to the job."""
 STRANGERS = 64
 """Callers that have not proved it yet, at most; for a further one the oldest has to go."""
+QUEUE = 128
+"""Callers that the kernel keeps for us until they are accepted."""
 LOGGED = 20
 """Strangers that are logged at most: more could fill the disk."""
+
+CROWDED = "too many others are waiting"
 
 log = logging.getLogger("vpipe.rendezvous")
 
@@ -88,7 +93,9 @@ class Rendezvous:
             self._loop.close()
 
     async def _serve(self, listener: socket.socket) -> None:
-        server = await asyncio.start_server(self._serve_caller, sock=listener)
+        # Accept one caller at a time: ranks of a large job are introduced before many more have come.
+        server = await asyncio.start_server(self._serve_caller, sock=listener, backlog=1)
+        listener.listen(QUEUE)
         await self._closing.wait()
         server.close()
         self._waiting.clear()
@@ -124,7 +131,7 @@ class Rendezvous:
         strangers = [known for known, rank in self._callers.items() if rank is None]
         if len(strangers) >= STRANGERS:
             del self._callers[strangers[0]]
-            strangers[0].set_exception(_TurnedAway("too many others are waiting"))
+            strangers[0].set_exception(_TurnedAway(CROWDED))
         self._callers[reader] = None
         challenge = secrets.token_bytes(CHALLENGE)
         writer.write(greeting(challenge))
@@ -134,6 +141,8 @@ class Rendezvous:
             raise _TurnedAway(
                 f"it did not prove within {HANDSHAKE_LIMIT:g} s that it belongs to the job"
             ) from None
+        if reader not in self._callers:
+            raise _TurnedAway(CROWDED)  # while its proof arrived; it will try again
         checked = check_proof(self._secret, challenge, proof)
         if checked is None:
             writer.write(refusal())
@@ -196,15 +205,19 @@ class Rendezvous:
             del self._gathered[key]  # all have been answered
 
     def _ready(self, waiting: _Waiting, gone: set[int], late: bool) -> dict[str, Any] | None:
+        here: Iterable[int]
         if waiting.op == "get":
-            missing = set(range(self._size)) - {waiting.rank}  # only the caller knows whose value it is
+            here = (waiting.rank,)  # only the caller knows whose value it is
             if waiting.key in self._values:
                 return {"value": self._values[waiting.key]}
         else:
             values = self._gathered[waiting.key]
-            missing = set(range(self._size)) - values.keys()
-            if not missing:
+            here = values
+            if len(values) == self._size:
                 return {"value": [values[rank] for rank in range(self._size)]}
+        if not gone and not late:
+            return None
+        missing = set(range(self._size)).difference(here)
         if missing & gone:
             return {"gone": sorted(missing & gone)}
         return {"missing": sorted(missing)} if late else None
