@@ -29,7 +29,7 @@ from vpipe.profile.measured_stage import clock_of, seconds
 from vpipe.profile.model import MeasuredModel
 from vpipe.record.status import TIMES
 from vpipe.simulate import simulate
-from vpipe.system.device_memory import forget_peak, peak_on_device
+from vpipe.system.device_memory import forget_peak, peak_memory
 
 ISSUED, ISSUED_ROUNDS = 400, 9
 """Kernels that tell how quick a host is: fewer than a GPU takes before they are done."""
@@ -212,7 +212,7 @@ class Bench:
 
     def peak(self) -> int:
         """Bytes that the allocator had given out at most; 0 on the CPU, where nobody counts."""
-        return peak_on_device(self.device) if self.device.type == "cuda" else 0
+        return peak_memory(self.device) if self.device.type == "cuda" else 0
 
     def updates(self, minibatches: int) -> tuple[int, int]:
         """Updates of so many minibatches before the clock starts, and those that are timed."""

@@ -36,7 +36,7 @@ def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: 
         pipe.send(mine)
         return pipe.recv()
 
-    own = connect_heartbeat(rank, size, ("127.0.0.1", 1), gather, limit)
+    own = connect_heartbeat(rank, [socket.gethostname()] * size, ("127.0.0.1", 1), gather, limit)
     pipe.send("connected")
     pipe.recv()
     if what == "leave":
@@ -72,7 +72,7 @@ class Job:
         for rank in self.ranks:
             rank.start()
         self._gathered = [pipe.recv() for pipe in self.pipes]
-        self.addresses = [(host, port) for host, port, *_ in self._gathered]
+        self.addresses = [address for address, _ in self._gathered]
 
     def begin(self) -> None:
         for pipe in self.pipes:

@@ -150,12 +150,11 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         """Its state, whether it sends heartbeats, and its share of a processor; the first one waits, and sends them."""
         now = 1000.0
         page = Page(bytearray(Page.size(2)))
-        log = tmp_path / "log"
-        log.touch()
+        ranks = Ranks([], 2, tmp_path, ["stage 0", "stage 1"], heartbeat_limit=10.0, patience=patience)
+        for rank in (0, 1):
+            ranks.log(rank).touch()
         children: Any = [SimpleNamespace(pid=rank, poll=lambda: None) for rank in (0, 1)]
-        found = watch.LauncherWatch(
-            children, page, [log] * 2, ["stage 0", "stage 1"], limit=10.0, patience=patience
-        )
+        found = watch.LauncherWatch(children, page, ranks)
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(page, "beat", lambda rank: now if heartbeats or rank == 0 else 1000.0)
         monkeypatch.setattr(

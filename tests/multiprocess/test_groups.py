@@ -9,9 +9,16 @@ import torch.distributed as dist
 
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
-from vpipe.communication import HOST, Channel, ProcessWorld
-from vpipe.communication.distributed import GroupChannel, StreamGroups
+from vpipe.communication import HOST, Channel, Key, ProcessWorld
+from vpipe.communication.distributed import GroupChannel
 from vpipe.pipeline.threads import run_ranks
+
+
+class HostGroupChannel(GroupChannel):
+    """Every tensor goes over the groups, as those of GPUs do."""
+
+    def _route(self, tensor: torch.Tensor, key: Key) -> dict[str, Any]:
+        return {"group": self._groups[key.stream]}
 
 
 class GroupWorld(ProcessWorld):
@@ -26,9 +33,9 @@ class GroupWorld(ProcessWorld):
             timeout=timedelta(seconds=600),
         )
         self._owns_group = True
-        self._groups = StreamGroups(True, 600.0, backend="gloo")
+        self._group_backend = "gloo"
         others = (peer for peer in range(self.size) if peer != self.rank)
-        return {peer: GroupChannel(peer, buffer, 600.0, self._groups, everything=True) for peer in others}
+        return {peer: HostGroupChannel(peer, buffer, 600.0, self._groups) for peer in others}
 
 
 def train_over_groups(schedule: str, data: list[tasks.Batch], **options: Any) -> Any:

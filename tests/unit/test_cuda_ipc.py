@@ -36,7 +36,7 @@ class Sender(SharedMemoryChannel):
 
     freed: list[int]
 
-    def _take_free(self, slot: int, size: int) -> None:
+    def _take_back(self, slot: int) -> None:
         self.freed.append(slot)
 
 
@@ -62,7 +62,7 @@ def test_a_received_tensor_lies_in_memory_of_its_own_and_its_slot_is_free(
     buffer = torch.zeros(64, dtype=torch.uint8)
     event: Any = Event(buffer)
     receiver._peer_device_slots[slot] = _Slot(buffer, event)
-    receiver._arrived[key] = (buffer[:12].view(torch.int32).view(3, 1), slot)
+    receiver._arrived[key] = (buffer[:12], slot)
     tensor = receiver.receive(key, (3, 1), torch.int32)
     assert torch.equal(tensor, torch.arange(12, dtype=torch.uint8).view(torch.int32).view(3, 1))
     assert receiver.leftovers() == sender.leftovers() == []  # all notices are told and read

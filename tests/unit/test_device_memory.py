@@ -10,9 +10,7 @@ from vpipe.system.device_memory import (
     Reserve,
     allocator_retries,
     forget_peak,
-    held_on_device,
     peak_memory,
-    peak_on_device,
     reserving,
     used_memory,
 )
@@ -53,14 +51,14 @@ def test_memory_of_a_capture_counts_as_long_as_the_graphs_live(allocator: Alloca
     with reserving(reserve, GPU):
         allocator.give(40)
         allocator.give(-30)  # free, for the graph alone; 10 are its outputs
-    assert held_on_device(GPU) == 140
-    assert peak_on_device(GPU) == 140
+    assert used_memory(GPU) == 140
+    assert peak_memory(GPU) == 140
     allocator.give(25)
     allocator.give(-25)
-    assert peak_on_device(GPU) == 165
-    assert held_on_device(GPU) == 140
+    assert peak_memory(GPU) == 165
+    assert used_memory(GPU) == 140
     del reserve
-    assert held_on_device(GPU) == 110
+    assert used_memory(GPU) == 110
 
 
 def test_a_peak_before_the_capture_is_not_lost_and_is_not_counted_twice(allocator: Allocator) -> None:
@@ -71,9 +69,9 @@ def test_a_peak_before_the_capture_is_not_lost_and_is_not_counted_twice(allocato
         allocator.give(40)
         allocator.give(-40)
     assert reserve.bytes == 0
-    assert peak_on_device(GPU) == 500
+    assert peak_memory(GPU) == 500
     forget_peak(GPU)
-    assert peak_on_device(GPU) == 50
+    assert peak_memory(GPU) == 50
 
 
 def test_a_ranks_memory_is_its_gpus_with_the_graphs(

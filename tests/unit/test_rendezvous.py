@@ -6,6 +6,7 @@ import secrets
 import socket
 import struct
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
@@ -210,16 +211,21 @@ def test_strangers_are_turned_away_and_logged_and_ranks_meet_all_the_same(
             assert said == says["a lot"]  # it was turned away before it had said it all
         links.append(link)
     assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
-    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", -1.0)  # it is over
-    job.ranks[0].change("check", "")  # the rendezvous looks round when somebody asks
-    assert all(map(hangs_up, links))
-    wait_until(lambda: len(logged) == len(says))
-    assert all(
-        line.startswith("rendezvous: 127.0.0.1:") and "was turned away: it d" in line for line in logged
-    )
-    assert not job.rendezvous._values
+    assert all(map(hangs_up, links[2:]))
     for link in links:
         link.close()
+    monkeypatch.setattr(server, "HANDSHAKE_LIMIT", 0.1)
+    with job.call() as silent:
+        assert hangs_up(silent)
+    wait_until(lambda: len(logged) == len(says) + 1)
+    assert all(line.startswith("rendezvous: 127.0.0.1:") for line in logged)
+    reasons = Counter(line.partition(" was turned away: ")[2] for line in logged)
+    assert reasons == {
+        "it does not know the job's secret": 3,
+        "it hung up before it had proved that it belongs to the job": 2,
+        "it did not prove within 0.1 s that it belongs to the job": 1,
+    }
+    assert not job.rendezvous._values
 
 
 def test_a_wrong_secret_is_turned_away(job: Job, logged: list[str]) -> None:
@@ -319,6 +325,17 @@ def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> N
     wait_until(lambda: len(job.rendezvous._callers) == SIZE)
     assert len(logged) == server.LOGGED  # and the disk is not filled
     assert logged[-1].endswith("further ones are not logged")
+
+
+def test_more_ranks_than_strangers_are_kept_may_come_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that has to make room for others while it proves who it is tries again."""
+    monkeypatch.setattr(server, "STRANGERS", 4)
+    size, listener = 40, listen_here(0)
+    where = RendezvousAddress("127.0.0.1", listener.getsockname()[1], SECRET)
+    with closing(Rendezvous(listener, size, SECRET)), ThreadPoolExecutor(size) as threads:
+        ranks = [RendezvousClient(rank, lambda: where, PATIENT) for rank in range(size)]
+        met = list(threads.map(lambda rank: rank.gather("all", rank._me.rank, "all", PATIENT), ranks))
+    assert met == [list(range(size))] * size
 
 
 def test_a_message_that_is_too_large_is_refused_by_both_ends(job: Job, logged: list[str]) -> None:

@@ -31,7 +31,7 @@ def profile(
 ) -> None:
     """Measure a model's blocks, this machine's memory and its links, for `vpipe plan` and `vpipe simulate`."""
     from vpipe.cost import write_profile
-    from vpipe.launch import LAUNCHED
+    from vpipe.launch.rank import LAUNCHED
     from vpipe.train.profiling import measure_as_rank, profile_config
 
     chosen = read_run(config, settings)

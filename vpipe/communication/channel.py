@@ -46,7 +46,10 @@ class Channel(ABC):
     def receive(
         self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
     ) -> Tensor:
-        """Wait for a message and return its tensor; on a GPU it may be read by what follows on the current stream."""
+        """Wait for a message and return its tensor, which was sent with this shape and type.
+
+        On a GPU it may be read by what follows on the current stream.
+        """
 
     def release(self, key: Key) -> None:  # noqa: B027
         """Give the received tensor's memory back to the channel: it is not read any more."""

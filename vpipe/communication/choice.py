@@ -20,7 +20,7 @@ NEAR = (SHARED_MEMORY, CUDA_IPC)
 class RankLocation(NamedTuple):
     """The location of a rank, in terms that mean the same to every rank."""
 
-    host: str
+    host: str  # its name, and more that tells hosts apart, after a slash
     gpu: str  # its identity, "" for a rank on the CPU
     number: int  # among the host's GPUs
     reaches: list[int]  # the host's GPUs whose memory it can read

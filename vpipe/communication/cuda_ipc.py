@@ -16,11 +16,9 @@ of its own.
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import re
-import struct
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -31,7 +29,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Key
-from vpipe.communication.shared_memory import DEVICE_DATA, DTYPE_CODES, DTYPES, HEADER, SharedMemoryChannel
+from vpipe.communication.shared_memory import DATA, HEADER, SharedMemoryChannel
 from vpipe.system.environment import ALLOCATOR
 
 _SEGMENTS = re.compile(r"(?<![^,])expandable_segments:(True|False)(?![^,])")
@@ -67,17 +65,14 @@ class CudaIpcChannel(SharedMemoryChannel):
             return
         self._wait_for_room(key)
         tensor = tensor.detach()
-        size = tensor.numel() * tensor.element_size()
+        size = tensor.nbytes
         number, handles = self._device_slot_of(size)
         slot = self._device_slots[number]
         stream = torch.cuda.current_stream(self.device)
         stream.wait_event(slot.event)
         slot.buffer[:size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
         slot.event.record(stream)
-        header = HEADER.pack(
-            DEVICE_DATA, DTYPE_CODES[tensor.dtype], tensor.dim(), key.stream, key.number, FIRST + number, size
-        )
-        self._transmit(header + struct.pack(f"<{tensor.dim()}q", *tensor.shape) + handles)
+        self._transmit(HEADER.pack(DATA, *key, FIRST + number, size) + handles)
 
     def receive(
         self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
@@ -122,32 +117,29 @@ class CudaIpcChannel(SharedMemoryChannel):
         slot = _Slot(buffer, torch.cuda.Event(interprocess=True))
         slot.event.record(torch.cuda.current_stream(self.device))
         self._device_slots.append(slot)
-        handles = {"memory": slot.buffer.untyped_storage()._share_cuda_(), "event": slot.event.ipc_handle()}
-        return len(self._device_slots) - 1, json.dumps(handles, default=_as_text).encode()
+        handles = [*slot.buffer.untyped_storage()._share_cuda_(), slot.event.ipc_handle()]
+        return len(self._device_slots) - 1, json.dumps(handles, default=bytes.hex).encode()
 
-    def _take_free(self, slot: int, size: int) -> None:
+    def _take_back(self, slot: int) -> None:
         if slot < FIRST:
-            super()._take_free(slot, size)
+            super()._take_back(slot)
         else:
             self._device_free[self._device_slots[slot - FIRST].buffer.numel()].append(slot - FIRST)
 
-    def _device_tensor(self, slot: int, size: int, code: int, payload: bytes) -> Tensor:
-        """The message's tensor over the peer's slot, whose handles come the first time."""
+    def _data(self, slot: int, size: int, payload: bytes, descriptors: list[int]) -> Tensor:
+        """On a GPU: the bytes in the peer's slot, whose handles come the first time."""
+        if slot < FIRST:
+            return super()._data(slot, size, payload, descriptors)
         if payload:
-            self._peer_device_slots[slot] = self._open(json.loads(payload))
-        return self._peer_device_slots[slot].buffer[:size].view(DTYPES[code])
+            self._peer_device_slots[slot] = self._open(payload)
+        return self._peer_device_slots[slot].buffer[:size]
 
-    def _open(self, handles: dict[str, Any]) -> _Slot:
-        memory = [
-            base64.b64decode(part["bytes"]) if isinstance(part, dict) else part for part in handles["memory"]
-        ]
+    def _open(self, handles: bytes) -> _Slot:
+        parts = json.loads(handles)
+        *memory, event = (bytes.fromhex(part) if isinstance(part, str) else part for part in parts)
         storage = torch.UntypedStorage._new_shared_cuda(*memory)
         buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-        event = torch.cuda.Event.from_ipc_handle(self.device, base64.b64decode(handles["event"]["bytes"]))
-        return _Slot(buffer, event)
-
-    def _freed_size(self, slot: int) -> int:
-        return 0 if slot >= FIRST else super()._freed_size(slot)
+        return _Slot(buffer, torch.cuda.Event.from_ipc_handle(self.device, event))
 
 
 def choose_slot(free: Sequence[int], size: int, is_done: Callable[[int], bool]) -> int | None:
@@ -160,11 +152,6 @@ def choose_slot(free: Sequence[int], size: int, is_done: Callable[[int], bool]) 
     if done is None and len(free) * size >= SPARE:
         return free[0]  # given back first
     return done
-
-
-def _as_text(value: Any) -> dict[str, str]:
-    assert isinstance(value, bytes)
-    return {"bytes": base64.b64encode(value).decode()}
 
 
 @contextmanager

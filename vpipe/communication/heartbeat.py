@@ -149,17 +149,14 @@ class Heartbeat:
 
 
 def connect_heartbeat(
-    rank: int, size: int, towards: tuple[str, int], gather: Callable[[str, Any], list[Any]], limit: float
+    rank: int,
+    hosts: Sequence[str],
+    towards: tuple[str, int],
+    gather: Callable[[str, Any], list[Any]],
+    limit: float,
 ) -> Heartbeat:
-    """Connect every pair of ranks; every rank calls `gather` once."""
-    token = os.urandom(16).hex()
-    with socket.create_server((own_address(towards), 0), backlog=size) as listener:
-        others = gather("heartbeat", [*listener.getsockname()[:2], token, socket.gethostname()])
-
-        def call(peer: int) -> tuple[socket.socket, str]:
-            host, port, shown, _ = others[peer]
-            return socket.create_connection((host, port), timeout=limit), shown
-
-        peers = [peer for peer in range(size) if peer != rank]
-        links = connect_peers(rank, peers, listener, token, call, max(limit, 2 * TOKEN_LIMIT))
-    return Heartbeat(rank, links, [host for *_, host in others], limit)
+    """Connect every pair of ranks; `hosts` are the names of theirs. Every rank calls `gather` once."""
+    peers = [peer for peer in range(len(hosts)) if peer != rank]
+    with socket.create_server((own_address(towards), 0), backlog=len(hosts)) as listener:
+        links = connect_peers(rank, peers, listener, "heartbeat", gather, max(limit, 2 * TOKEN_LIMIT))
+    return Heartbeat(rank, links, hosts, limit)

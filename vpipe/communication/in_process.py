@@ -1,9 +1,8 @@
 """The channel between threads of one process: a dictionary behind a condition. For tests and lessons."""
 
 import threading
-import time
-from collections import Counter
-from collections.abc import Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -23,6 +22,11 @@ class _Mailbox:
         self.waiting: Counter[int] = Counter()  # messages not yet taken, by stream
         self.closed = False
 
+    def close(self) -> None:
+        with self.changed:
+            self.closed = True
+            self.changed.notify_all()
+
 
 class InProcessChannel(Channel):
     name = "in process"
@@ -32,13 +36,11 @@ class InProcessChannel(Channel):
         self._outbox = outbox
         self._inbox = inbox
 
-    def _wait(self, box: _Mailbox, ready: Any, what: str) -> None:
-        deadline = time.monotonic() + self.timeout
-        while not ready():
-            if box.closed:
-                raise PeerError(f"rank {self.peer} left while this rank waited for {what}")
-            if not box.changed.wait(deadline - time.monotonic()):
-                raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
+    def _wait(self, box: _Mailbox, ready: Callable[[], bool], what: str) -> None:
+        if not box.changed.wait_for(lambda: ready() or box.closed, self.timeout):
+            raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
+        if not ready():
+            raise PeerError(f"rank {self.peer} left while this rank waited for {what}")
 
     def send(self, key: Key, tensor: Tensor) -> None:
         box = self._outbox
@@ -62,10 +64,8 @@ class InProcessChannel(Channel):
         return [f"{key} from rank {self.peer} was not taken" for key in self._inbox.messages]
 
     def close(self) -> None:
-        for box in (self._outbox, self._inbox):
-            with box.changed:
-                box.closed = True
-                box.changed.notify_all()
+        self._outbox.close()
+        self._inbox.close()
 
 
 class InProcessHub:
@@ -76,10 +76,10 @@ class InProcessHub:
         self.timeout = timeout
         self.exclusive = threading.RLock()
         self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
-        self._gathered: dict[str, dict[int, Any]] = {}
+        self._gathered: defaultdict[str, dict[int, Any]] = defaultdict(dict)
         self.published: dict[tuple[str, int], Any] = {}
+        self.broken = ""  # the reason, once one of the threads has failed
         self._changed = threading.Condition()
-        self._broken: str | None = None
 
     def join(self, rank: int) -> "InProcessWorld":
         return InProcessWorld(self, rank)
@@ -87,29 +87,22 @@ class InProcessHub:
     def abort(self, reason: str) -> None:
         """Wake every waiting thread with an error: one of them failed."""
         with self._changed:
-            self._broken = reason
+            self.broken = reason
             self._changed.notify_all()
         for box in self._boxes.values():
-            with box.changed:
-                box.closed = True
-                box.changed.notify_all()
+            box.close()
 
     def gather(self, rank: int, name: str, value: Any) -> list[Any]:
-        deadline = time.monotonic() + self.timeout
         with self._changed:
-            values = self._gathered.setdefault(name, {})
+            values = self._gathered[name]
             values[rank] = value
             self._changed.notify_all()
-            while len(values) < self.size:
-                self.check()
-                if not self._changed.wait(deadline - time.monotonic()):
-                    missing = sorted(set(range(self.size)) - set(values))
-                    raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
+            if not self._changed.wait_for(lambda: len(values) == self.size or self.broken, self.timeout):
+                missing = sorted(set(range(self.size)) - set(values))
+                raise PeerError(f"waited {self.timeout:g} s at {name!r} for ranks {missing}")
+            if len(values) < self.size:
+                raise PeerError(self.broken)
             return [values[r] for r in range(self.size)]
-
-    def check(self) -> None:
-        if self._broken:
-            raise PeerError(self._broken)
 
 
 class InProcessWorld(World):
@@ -127,7 +120,8 @@ class InProcessWorld(World):
         self.hub.published[name, self.rank] = value
 
     def published(self, name: str, rank: int) -> Any:
-        self.hub.check()
+        if self.hub.broken:
+            raise PeerError(self.hub.broken)
         return self.hub.published.get((name, rank))
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:

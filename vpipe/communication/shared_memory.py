@@ -25,6 +25,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,27 +34,13 @@ from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.sockets import connect_peers
 from vpipe.errors import PeerError
 
-DTYPES = (
-    torch.float32,
-    torch.float64,
-    torch.bfloat16,
-    torch.float16,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-    torch.complex64,
-    torch.complex128,
-)
-DTYPE_CODES = {dtype: code for code, dtype in enumerate(DTYPES)}
-HEADER = struct.Struct("<BBBxiqqq")  # kind, dtype, dimensions, stream, number, slot, slot's size
-_DATA, _INLINE, _TAKEN, _FREE, DEVICE_DATA = range(5)
+HEADER = struct.Struct("<Bxxxiqqq")  # kind, stream, number, slot, bytes of the tensor
+DATA, _TAKEN, _FREE = range(3)
+_INLINE = -1  # in place of a slot: the bytes follow
 _INLINE_BYTES = 1024
 _NOTICES = 4  # that may wait together
 _ANCILLARY_BYTES = socket.CMSG_SPACE(array.array("i").itemsize)  # one descriptor
-_MESSAGE_BYTES = HEADER.size * (_NOTICES + 1) + 8 * 64 + _INLINE_BYTES
+_MESSAGE_BYTES = HEADER.size * (_NOTICES + 1) + 2 * _INLINE_BYTES
 
 
 class SharedMemoryChannel(Channel):
@@ -68,7 +55,7 @@ class SharedMemoryChannel(Channel):
         self._slots: list[mmap.mmap] = []  # ours, written here
         self._free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
         self._peer_slots: dict[int, mmap.mmap] = {}  # theirs, read here
-        self._arrived: dict[Key, tuple[Tensor, int | None]] = {}
+        self._arrived: dict[Key, tuple[Tensor, int]] = {}  # bytes, and the slot that they are in
         self._held: dict[Key, int] = {}  # received and not yet released: their slots
         self._notices: list[bytes] = []  # not sent yet
         self._patience = max(1, min(_NOTICES, buffer // 2))
@@ -77,35 +64,32 @@ class SharedMemoryChannel(Channel):
     def send(self, key: Key, tensor: Tensor) -> None:
         self._wait_for_room(key)
         tensor = tensor.detach()
-        size = tensor.numel() * tensor.element_size()
-        shape = struct.pack(f"<{tensor.dim()}q", *tensor.shape)
-        dtype = DTYPE_CODES[tensor.dtype]
+        size = tensor.nbytes
         if size <= _INLINE_BYTES:
-            header = HEADER.pack(_INLINE, dtype, tensor.dim(), key.stream, key.number, -1, size)
             whole = tensor.contiguous()
-            self._transmit(header + shape + ctypes.string_at(whole.data_ptr(), size))
+            header = HEADER.pack(DATA, *key, _INLINE, size)
+            self._transmit(header + ctypes.string_at(whole.data_ptr(), size))
             return
         slot, descriptor = self._slot_of(size)
         target = torch.frombuffer(self._slots[slot], dtype=tensor.dtype, count=tensor.numel())
         target.view(tensor.shape).copy_(tensor)
-        header = HEADER.pack(_DATA, dtype, tensor.dim(), key.stream, key.number, slot, size)
-        self._transmit(header + shape, descriptor)
+        self._transmit(HEADER.pack(DATA, *key, slot, size), descriptor)
 
     def receive(
         self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
     ) -> Tensor:
         if key not in self._arrived:
             self._wait(lambda: key in self._arrived, f"message {key}")
-        tensor, slot = self._arrived.pop(key)
-        if slot is not None:
+        data, slot = self._arrived.pop(key)
+        if slot != _INLINE:
             self._held[key] = slot
-        self._notify(HEADER.pack(_TAKEN, 0, 0, key.stream, key.number, -1, 0))
-        return tensor
+        self._notify(HEADER.pack(_TAKEN, *key, 0, 0))
+        return data.view(dtype).view(tuple(shape))
 
     def release(self, key: Key) -> None:
         slot = self._held.pop(key, None)
         if slot is not None:
-            self._notify(HEADER.pack(_FREE, 0, 0, 0, 0, slot, self._freed_size(slot)))
+            self._notify(HEADER.pack(_FREE, 0, 0, slot, 0))
 
     def leftovers(self) -> list[str]:
         self._send_notices()
@@ -215,49 +199,32 @@ class SharedMemoryChannel(Channel):
     def _take_in(self, message: bytes, descriptors: list[int]) -> None:
         start = 0
         while start < len(message):
-            kind, code, dimensions, stream, number, slot, size = HEADER.unpack_from(message, start)
+            kind, stream, number, slot, size = HEADER.unpack_from(message, start)
             start += HEADER.size
             if kind == _TAKEN:
                 self._untaken[stream] -= 1
             elif kind == _FREE:
-                self._take_free(slot, size)
+                self._take_back(slot)
             else:
-                shape = struct.unpack_from(f"<{dimensions}q", message, start)
-                payload = message[start + 8 * dimensions :]
-                if kind == DEVICE_DATA:
-                    tensor = self._device_tensor(slot, size, code, payload)
-                else:
-                    tensor = self._tensor(
-                        payload if kind == _INLINE else None, slot, size, DTYPES[code], descriptors
-                    )
-                self._arrived[Key(stream, number)] = (tensor.view(shape), None if kind == _INLINE else slot)
+                data = self._data(slot, size, message[start:], descriptors)
+                self._arrived[Key(stream, number)] = (data, slot)
                 return
 
-    def _take_free(self, slot: int, size: int) -> None:
+    def _take_back(self, slot: int) -> None:
         """The peer is done with one of our slots."""
-        self._free[size].append(slot)
+        self._free[len(self._slots[slot])].append(slot)
 
-    def _freed_size(self, slot: int) -> int:
-        return len(self._peer_slots[slot])
-
-    def _device_tensor(self, slot: int, size: int, code: int, payload: bytes) -> Tensor:
-        raise PeerError(
-            f"rank {self.peer} sends from a GPU to a rank without one: give all ranks GPUs, or none"
-        )
-
-    def _tensor(
-        self, payload: bytes | None, slot: int, size: int, dtype: torch.dtype, descriptors: list[int]
-    ) -> Tensor:
-        """The message's tensor: over its payload, or over the slot, whose descriptor comes the first time."""
-        if payload is not None:
-            return (
-                torch.frombuffer(bytearray(payload), dtype=dtype) if payload else torch.empty(0, dtype=dtype)
-            )
+    def _data(self, slot: int, size: int, payload: bytes, descriptors: list[int]) -> Tensor:
+        """The bytes of a message: its payload, or those in the slot, whose descriptor comes the first time."""
+        if not size:
+            return torch.empty(0, dtype=torch.uint8)
+        if slot == _INLINE:
+            return torch.frombuffer(bytearray(payload), dtype=torch.uint8)
         if descriptors:
             pages = os.fstat(descriptors[0]).st_size
             self._peer_slots[slot] = mmap.mmap(descriptors[0], pages)
             os.close(descriptors[0])
-        return torch.frombuffer(self._peer_slots[slot], dtype=dtype, count=size // dtype.itemsize)
+        return torch.frombuffer(self._peer_slots[slot], dtype=torch.uint8, count=size)
 
     def _peer_is_gone(self) -> PeerError:
         return PeerError(
@@ -266,25 +233,10 @@ class SharedMemoryChannel(Channel):
 
 
 def connect_all(
-    rank: int, peers: Sequence[int], gather: Callable[[str, str], list[str]], timeout: float
+    rank: int, peers: Sequence[int], gather: Callable[[str, Any], list[Any]], timeout: float
 ) -> dict[int, socket.socket]:
-    """A socket to each of this host's ranks; `gather` is called once by every rank of the world.
-
-    The addresses lie in the abstract namespace, so they vanish with their sockets.
-    """
-    token = os.urandom(16).hex()
+    """A socket to each of this host's ranks; `gather` is called once by every rank of the world."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(_address(token))
+        listener.bind("")  # the kernel gives it an abstract address, which vanishes with the socket
         listener.listen(len(peers) + 1)
-        tokens = gather("shared memory", token)
-
-        def call(peer: int) -> tuple[socket.socket, str]:
-            link = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            link.connect(_address(tokens[peer]))
-            return link, tokens[peer]
-
-        return connect_peers(rank, peers, listener, token, call, timeout)
-
-
-def _address(token: str) -> bytes:
-    return b"\0vpipe-" + token[:16].encode()
+        return connect_peers(rank, peers, listener, "shared memory", gather, timeout)

@@ -12,6 +12,7 @@ import struct
 import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
+from typing import Any
 
 from vpipe.errors import PeerError
 
@@ -61,20 +62,25 @@ def connect_peers(
     rank: int,
     peers: Collection[int],
     listener: socket.socket,
-    token: str,
-    call: Callable[[int], tuple[socket.socket, str]],
+    name: str,
+    gather: Callable[[str, Any], list[Any]],
     timeout: float,
 ) -> dict[int, socket.socket]:
-    """A connection to each peer. The higher rank of a pair calls; `call` gives its socket and the token to show.
+    """A connection to each peer. `gather` is called once, with this name, by every rank of the world.
 
-    A caller that does not show this rank's token is disconnected.
+    The higher rank of a pair calls and shows the other's token. A caller that does not show it is disconnected.
     """
+    token, address = os.urandom(16).hex(), listener.getsockname()
+    others = gather(name, [address.decode() if isinstance(address, bytes) else address, token])
     links: dict[int, socket.socket] = {}
     deadline = time.monotonic() + timeout
     try:
         for peer in (peer for peer in peers if peer < rank):
-            links[peer], shown = call(peer)
-            links[peer].sendall(f"{shown} {rank:8d}".encode())
+            address, shown = others[peer]
+            link = links[peer] = socket.socket(listener.family, listener.type)
+            link.settimeout(timeout)
+            link.connect(address if isinstance(address, str) else tuple(address))
+            link.sendall(f"{shown} {rank:8d}".encode())
         while len(links) < len(peers):
             listener.settimeout(max(0.01, deadline - time.monotonic()))
             link, _ = listener.accept()

@@ -27,7 +27,7 @@ from vpipe.communication.choice import (
     location_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel, StreamGroups
+from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel
 from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
@@ -131,7 +131,8 @@ class ProcessWorld(World):
         self._owns_group = False
         self._heartbeat_limit = heartbeat_limit
         self._heartbeat: Heartbeat | None = None
-        self._groups = StreamGroups(False, timeout)
+        self._groups: list[dist.ProcessGroup] = []  # one for each stream, for GroupChannel
+        self._group_backend = ""
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
@@ -180,10 +181,12 @@ class ProcessWorld(World):
                 )
             self._owns_group = True
         if self._heartbeat_limit is not None:
+            hosts = [place.host.partition("/")[0] for place in places]
             self._heartbeat = connect_heartbeat(
-                self.rank, self.size, towards, self.all_gather, self._heartbeat_limit
+                self.rank, hosts, towards, self.all_gather, self._heartbeat_limit
             )
-        self._groups = StreamGroups(any(self.all_gather("nccl", NCCL in kinds.values())), self._timeout)
+        if any(self.all_gather("nccl", NCCL in kinds.values())):
+            self._group_backend = "nccl"
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
             CUDA_IPC: lambda peer: CudaIpcChannel(peer, buffer, self._timeout, links[peer], device),
@@ -194,13 +197,17 @@ class ProcessWorld(World):
         return {peer: make[kind](peer) for peer, kind in kinds.items()}
 
     def open_streams(self, count: int) -> None:
-        self._groups.open(count)
+        """Every rank takes part in making each of the groups."""
+        if self._group_backend:
+            wait = timedelta(seconds=self._timeout)
+            self._groups += [dist.new_group(backend=self._group_backend, timeout=wait) for _ in range(count)]
 
     def close(self) -> None:
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-        self._groups.close()
+        while self._groups:
+            dist.destroy_process_group(self._groups.pop())
         if self._owns_group:
             dist.destroy_process_group()
             self._owns_group = False

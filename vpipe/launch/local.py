@@ -12,19 +12,18 @@ import secrets
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
-from pathlib import Path
+from functools import partial
 from types import FrameType
 
 from vpipe.errors import ConfigError, RankFailedError, VPipeError
 from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
-from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch
-from vpipe.record.whereabouts import VARIABLE, Page, shared_page
+from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
+from vpipe.record.whereabouts import VARIABLE, shared_page
 from vpipe.system.environment import LISTENER, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.host_memory import usable_cores
@@ -37,28 +36,6 @@ POLL = 0.02
 TAIL = 20
 """Lines of its log that are shown when a rank dies and reports no error."""
 _DONE = b"done"
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """What to start, and how to watch it."""
-
-    arguments: Sequence[str]
-    count: int
-    folder: Path
-    stages: Sequence[str]
-    """The stages of each rank, as text for messages."""
-    port: int = 0
-    directory: Path | None = None
-    interpreter: Sequence[str] = (sys.executable,)
-    quiet: bool = False
-    heartbeat_limit: float = 10.0
-    patience: float = 600.0
-    gpus: Sequence[int] | None = None
-    """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
-
-    def log(self, rank: int) -> Path:
-        return self.folder / f"output.log.{rank}"
 
 
 @dataclass
@@ -76,23 +53,19 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None
         page, descriptor = stack.enter_context(shared_page(ranks.count))
         signals = stack.enter_context(_handling_signals())
         children = stack.enter_context(_started(ranks, descriptor, attempt))
-        logs = [ranks.log(rank) for rank in range(ranks.count)]
-        watch = LauncherWatch(
-            children, page, logs, ranks.stages, limit=ranks.heartbeat_limit, patience=ranks.patience
-        )
-        if log is not None and attempt:
-            watch.when_all_train(lambda: log.recovered(attempt))
-        failed = _wait(children, watch, signals)
+        recovered = partial(log.recovered, attempt) if log is not None and attempt else None
+        watch = LauncherWatch(children, page, ranks, recovered)
+        failed = _wait(watch, signals)
         found = round(time.time(), 3)
         if failed is not None:
             page.verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
-            _end(children, failed, page, ranks)
+            _end(watch, failed)
         if signals.to_end:
             raise SystemExit(_exit_code(children, signals.to_end[0]))
         if failed is not None:
             if log is not None and not failed.mistake:
                 log.failed(attempt, failed, found)
-            raise _failure(failed, page, watch, ranks)
+            raise _failure(failed, watch)
         if any(child.returncode for child in children):
             raise SystemExit(ASKED)  # the ranks themselves were signalled
 
@@ -170,9 +143,8 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
                     env=environment | own,
                     cwd=ranks.directory,
                     stdin=subprocess.DEVNULL,
-                    stdout=log
-                    if rank or ranks.quiet
-                    else None,  # the first rank writes to the user's terminal
+                    # The first rank writes to the user's terminal.
+                    stdout=log if rank or ranks.quiet else None,
                     stderr=log,
                     start_new_session=True,
                     pass_fds=(page,) if rank else (page, listener.fileno()),
@@ -200,10 +172,9 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
     }
 
 
-def _wait(
-    children: Sequence[subprocess.Popen[bytes]], watch: LauncherWatch, signals: _Signals
-) -> FailedRank | None:
+def _wait(watch: LauncherWatch, signals: _Signals) -> FailedRank | None:
     """Until all have ended, one has failed, or a second signal to end came; the rank that failed, if one has."""
+    children = watch.children
     passed_on, saves = 0, 0
     while any(child.poll() is None for child in children) and len(signals.to_end) < 2:
         failed = watch.failed_rank()
@@ -255,8 +226,9 @@ def _exit_code(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
     return code if code is not None and code >= 0 else 128 + number
 
 
-def _end(children: Sequence[subprocess.Popen[bytes]], failed: FailedRank, page: Page, ranks: Ranks) -> None:
+def _end(watch: LauncherWatch, failed: FailedRank) -> None:
     """The others read which rank failed and end; one that does not is killed, and its log says why."""
+    children = watch.children
     _kill(children[failed.rank])  # stopped, it would not notice anything
     deadline = time.monotonic() + GRACE
     while any(child.poll() is None for child in children) and time.monotonic() < deadline:
@@ -264,8 +236,8 @@ def _end(children: Sequence[subprocess.Popen[bytes]], failed: FailedRank, page: 
     for rank, child in enumerate(children):
         if child.poll() is None:
             _kill(child)
-            with ranks.log(rank).open("a") as log:
-                log.write(f"error: stopped because {page.verdict}\n")
+            with watch.ranks.log(rank).open("a") as log:
+                log.write(f"error: stopped because {watch.page.verdict}\n")
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -276,12 +248,12 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _failure(failed: FailedRank, page: Page, watch: LauncherWatch, ranks: Ranks) -> VPipeError:
+def _failure(failed: FailedRank, watch: LauncherWatch) -> VPipeError:
     if failed.mistake:
         return VPipeError(failed.how)
-    output = watch.output(failed.rank)
+    output, verdict = watch.output(failed.rank), watch.page.verdict
     start = output.rfind("Traceback (most recent call last):")
     if start >= 0:
-        return RankFailedError(f"{page.verdict}\n{output[start:].rstrip()}")
+        return RankFailedError(f"{verdict}\n{output[start:].rstrip()}")
     tail = "\n".join(f"  | {line}" for line in output.splitlines()[-TAIL:])
-    return RankFailedError(f"{page.verdict}; the end of {ranks.log(failed.rank)}:\n{tail}")
+    return RankFailedError(f"{verdict}; the end of {watch.ranks.log(failed.rank)}:\n{tail}")

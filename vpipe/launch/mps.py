@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -54,33 +54,25 @@ def gpus_of(config: RunConfig) -> list[int] | None:
 def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
     """The variables for each rank's environment, by which it computes on its GPU, with its share of it."""
     counts = Counter(gpus)
-    memory = _memory_settings(os.environ)
-    environments = [{DEVICE: f"cuda:{gpu}", GPU_SHARE: str(counts[gpu]), **memory} for gpu in gpus]
     shared = {gpu: count for gpu, count in counts.items() if count > 1}
-    if not shared:
-        yield list(environments)
-        return
-    if shutil.which(CONTROL) is None:
-        for gpu, count in shared.items():
-            print(
-                f"{count} ranks share GPU {gpu}, one after the other: {CONTROL} is not installed, which would let them "
-                "compute at the same time",
-                file=sys.stderr,
-            )
-        yield list(environments)
-        return
-    with _daemon() as common:
-        yield [
-            {**own, **common, "CUDA_MPS_ACTIVE_THREAD_PERCENTAGE": str(100 // counts[gpu])}
-            for own, gpu in zip(environments, gpus, strict=True)
-        ]
-
-
-def _memory_settings(environment: Mapping[str, str]) -> dict[str, str]:
-    """Segments that grow, so that the allocator keeps fewer pieces that nothing fits into; unless a user has chosen."""
-    return (
-        {} if any(name in environment for name in ALLOCATOR) else {ALLOCATOR[0]: "expandable_segments:True"}
-    )
+    installed = shutil.which(CONTROL) is not None
+    for gpu, count in () if installed else shared.items():
+        print(
+            f"{count} ranks share GPU {gpu}, one after the other: {CONTROL} is not installed, which would let them "
+            "compute at the same time",
+            file=sys.stderr,
+        )
+    common: dict[str, str] = {}
+    if not any(name in os.environ for name in ALLOCATOR):
+        # Segments that grow: the allocator keeps fewer pieces that nothing fits into.
+        common[ALLOCATOR[0]] = "expandable_segments:True"
+    own = {gpu: {DEVICE: f"cuda:{gpu}", GPU_SHARE: str(count)} for gpu, count in counts.items()}
+    with ExitStack() as stack:
+        if shared and installed:
+            common |= stack.enter_context(_daemon())
+            for gpu, count in counts.items():
+                own[gpu]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // count)
+        yield [common | own[gpu] for gpu in gpus]
 
 
 @contextmanager

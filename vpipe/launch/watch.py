@@ -27,6 +27,28 @@ FOLLOWER_WAIT = 1.0
 """Seconds after which a rank that blames another one is named itself, if no other has failed."""
 
 
+@dataclass(frozen=True)
+class Ranks:
+    """What to start, and how to watch it."""
+
+    arguments: Sequence[str]
+    count: int
+    folder: Path
+    stages: Sequence[str]
+    """The stages of each rank, as text for messages."""
+    port: int = 0
+    directory: Path | None = None
+    interpreter: Sequence[str] = (sys.executable,)
+    quiet: bool = False
+    heartbeat_limit: float = 10.0
+    patience: float = 600.0
+    gpus: Sequence[int] | None = None
+    """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
+
+    def log(self, rank: int) -> Path:
+        return self.folder / f"output.log.{rank}"
+
+
 class FailedRank(NamedTuple):
     rank: int
     how: str
@@ -74,26 +96,19 @@ class LauncherWatch:
         self,
         children: Sequence[Popen[bytes]],
         page: Page,
-        logs: Sequence[Path],
-        stages: Sequence[str],
-        *,
-        limit: float,
-        patience: float,
+        ranks: Ranks,
+        on_training: Callable[[], None] | None = None,
     ) -> None:
+        """`on_training` is called once, when every rank has begun an action."""
         self.children = children
         self.page = page
-        self.stages = stages  # of each rank, as text
-        self.limit = limit
-        self.patience = patience
-        self._logs = [(log, log.stat().st_size) for log in logs]  # an earlier attempt may have written there
+        self.ranks = ranks
+        self._on_training = on_training
+        # An earlier attempt may have written to the logs.
+        self._logged = [ranks.log(rank).stat().st_size for rank in range(ranks.count)]
         self._seen = [_Seen() for _ in children]
         self._follower_since: float | None = None
         self._looked = 0.0
-        self._train: Callable[[], None] | None = None
-
-    def when_all_train(self, call: Callable[[], None]) -> None:
-        """`call` is called once, when every rank has begun an action."""
-        self._train = call
 
     def failed_rank(self) -> FailedRank | None:
         """The rank that failed first, once one has."""
@@ -108,14 +123,15 @@ class LauncherWatch:
             self._follower_since = self._follower_since or time.monotonic()
             if None not in codes or time.monotonic() - self._follower_since > FOLLOWER_WAIT:
                 rank = min(failed)
-                return FailedRank(rank, self._last_error(rank) or f"ended with exit code {PEER_FAILED}")
+                error = self._last_error(rank).partition("\n")[0]
+                return FailedRank(rank, error or f"ended with exit code {PEER_FAILED}")
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
         self._looked = now
-        if self._train and all(self.page.place(rank).action for rank in range(len(codes))):
-            self._train()
-            self._train = None
+        if self._on_training and all(self.page.place(rank).action for rank in range(len(codes))):
+            self._on_training()
+            self._on_training = None
         return next(filter(None, (self._still(r, now) for r, code in enumerate(codes) if code is None)), None)
 
     def _still(self, rank: int, now: float) -> FailedRank | None:
@@ -124,13 +140,14 @@ class LauncherWatch:
         if found is None:
             return None
         state, ticks = found
+        limit = self.ranks.heartbeat_limit
         seen.stopped = (seen.stopped or now) if state == "T" else None
-        if seen.stopped is not None and now - seen.stopped > self.limit / 2:
+        if seen.stopped is not None and now - seen.stopped > limit / 2:
             return FailedRank(rank, self._where(rank, f"stopped (SIGSTOP) for {now - seen.stopped:.1f} s"))
         if seen.at is None:
             seen.ticks, seen.at = ticks, now
         window = now - seen.at
-        if window > min(1.0, self.limit / 5):  # a tick is 10 ms: shorter windows show nothing
+        if window > min(1.0, limit / 5):  # a tick is 10 ms: shorter windows show nothing
             used = (ticks - seen.ticks) / os.sysconf("SC_CLK_TCK")
             # The main thread's state. Others, which wait for the lock, look for it and run for a moment all the time.
             at_work = used > IDLE * window or state in ("R", "D")
@@ -139,7 +156,7 @@ class LauncherWatch:
         beat = self.page.beat(rank)
         silent = now - beat if beat else 0.0
         idle = now - seen.idle if seen.idle is not None else 0.0
-        if silent > self.patience or (silent > 0.9 * self.limit and idle > self.limit / 2):
+        if silent > self.ranks.patience or (silent > 0.9 * limit and idle > limit / 2):
             how = f"stuck: its interpreter has not run for {silent:.1f} s"
             return FailedRank(rank, self._where(rank, how))
         return None
@@ -149,32 +166,28 @@ class LauncherWatch:
             return self._where(rank, f"killed by {signal.Signals(-code).name}")
         error = self._last_error(rank)
         if code == MISTAKE and error:
-            return self._message(rank)
-        return self._where(rank, error or f"ended with exit code {code}")
+            return error
+        return self._where(rank, error.partition("\n")[0] or f"ended with exit code {code}")
 
     def _where(self, rank: int, how: str) -> str:
         place = self.page.place(rank)
         when = f"its last action was {place}" if place.action else f"during {place}"
-        return f"{how} ({self.stages[rank]}, {when})"
+        return f"{how} ({self.ranks.stages[rank]}, {when})"
 
     def _last_error(self, rank: int) -> str:
-        """The error that it reported in one line, or the last line of its traceback."""
-        lines = self.output(rank).splitlines()
-        errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-        if errors:
-            return errors[-1]
-        start = max((n for n, line in enumerate(lines) if line.startswith("Traceback ")), default=len(lines))
-        return next((line for line in lines[start + 1 :] if line[:1].strip()), "")
-
-    def _message(self, rank: int) -> str:
-        """The last error that it reported, with all of its lines: it ended after that."""
-        return f"\n{self.output(rank)}".rpartition("\nerror: ")[2].rstrip()
+        """The error that it reported, with all of its lines (it ended then), or the last line of its traceback."""
+        output = "\n" + self.output(rank)
+        _, reported, error = output.rpartition("\nerror: ")
+        if reported:
+            return error.rstrip()
+        _, failed, trace = output.rpartition("\nTraceback ")
+        lines = trace.splitlines()[1:] if failed else []
+        return next((line for line in lines if line[:1].strip()), "")
 
     def output(self, rank: int) -> str:
         """What the rank has written to its log in this attempt."""
-        log, start = self._logs[rank]
-        with log.open("rb") as file:
-            file.seek(start)
+        with self.ranks.log(rank).open("rb") as file:
+            file.seek(self._logged[rank])
             return file.read().decode(errors="replace")
 
 

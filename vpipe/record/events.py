@@ -6,7 +6,6 @@ Times are those of `time.perf_counter`; in the file they are rank 0's (`vpipe.ru
 
 from __future__ import annotations
 
-import json
 from array import array
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -16,7 +15,7 @@ from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
 from vpipe.schedule import Action, Op
-from vpipe.system.files import read_json, write_text
+from vpipe.system.files import read_json, write_json
 
 CAPACITY = 1 << 16
 """Actions that a ring holds: some 3 MB, of which the system provides only the pages that are written to."""
@@ -158,6 +157,7 @@ class Events:
         path = folder / f"events.{self.rank}.json"
         actions = self.actions()
         origin = min((a.start for a in actions), default=0.0)
+        rows = [_row(entry, origin) for entry in actions]
         head = {
             "format": FORMAT,
             "rank": self.rank,
@@ -170,15 +170,7 @@ class Events:
             "memory_of": "process" if memory is None else memory.of,
             "memory": [] if memory is None else _thinned(memory, origin),
         }
-        columns = (
-            zip(*(_row(entry, origin) for entry in actions), strict=True) if actions else [()] * len(COLUMNS)
-        )
-        values = head | dict(zip(COLUMNS, map(list, columns), strict=True))
-        # One line for each key: compact, and still readable.
-        lines = [
-            f"{json.dumps(key)}: {json.dumps(value, separators=(',', ':'))}" for key, value in values.items()
-        ]
-        write_text(path, "{" + ",\n ".join(lines) + "}\n")
+        write_json(path, head | {key: [row[n] for row in rows] for n, key in enumerate(COLUMNS)})
         return path
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ValidationError
 
 from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml, read_json, read_text
@@ -120,11 +120,7 @@ def read_keys(path: Path) -> dict[str, str]:
     }
 
 
-class _Facts(BaseModel):
-    model_config = ConfigDict(extra="ignore", frozen=True)
-
-
-class BlockFacts(_Facts):
+class BlockFacts(BaseModel, frozen=True):
     name: str
     stage: int
     flops: int
@@ -132,7 +128,7 @@ class BlockFacts(_Facts):
     """Bytes that cross the cut behind the block."""
 
 
-class StageFacts(_Facts):
+class StageFacts(BaseModel, frozen=True):
     """`stages.json`, written when training begins, so that an interrupted run has it too."""
 
     synchronous: bool

@@ -8,7 +8,7 @@ import torch
 from vpipe.communication import HOST
 from vpipe.errors import CompileError, OutOfMemoryError, VPipeError
 from vpipe.schedule import Action
-from vpipe.system.device_memory import held_on_device, used_memory
+from vpipe.system.device_memory import used_memory
 from vpipe.system.host_memory import free_memory
 from vpipe.system.units import read_bytes
 
@@ -41,7 +41,7 @@ def _out_of_memory(message: str, place: str) -> OutOfMemoryError:
     available: int | None
     if torch.cuda.is_initialized():
         free, total = torch.cuda.mem_get_info()
-        held, kept = held_on_device(), torch.cuda.memory_reserved()
+        held, kept = used_memory(torch.device("cuda")), torch.cuda.memory_reserved()
         limit = int(total * torch.cuda.get_per_process_memory_fraction())
         available = max(0, min(free + kept, limit) - held)
         words = f"it holds {held:,} bytes of the GPU, of which {free:,} of {total:,} are free"

@@ -41,22 +41,19 @@ def check_cuda_graphs(device: torch.device) -> None:
         )
 
 
-def limit_memory(device: torch.device, bytes_: int | None) -> int | None:
-    """Let this process have so much of its GPU's memory, or its equal share; what it may have, if there is a limit."""
-    if device.type != "cuda":
-        return None
-    total = torch.cuda.get_device_properties(device).total_memory
+def limit_memory(device: torch.device, bytes_: int | None) -> None:
+    """Let this process have so much of its GPU's memory, or its equal share."""
     share = int(os.environ.get(GPU_SHARE, "1"))
+    if device.type != "cuda" or (bytes_ is None and share == 1):
+        return
+    total = torch.cuda.get_device_properties(device).total_memory
     limit = bytes_ if bytes_ is not None else total // share
-    if bytes_ is None and share == 1:
-        return None
     if limit * share > total:
         raise VPipeError(
             f"gpu_memory is {limit} bytes for each of {share} ranks on one GPU, which has {total}: "
             "give less, or more GPUs"
         )
     torch.cuda.set_per_process_memory_fraction(limit / total, device)
-    return limit
 
 
 def make_deterministic() -> None:

@@ -30,7 +30,7 @@ class Reserve:
 def reserving(reserve: Reserve, device: torch.device) -> Iterator[None]:
     """Memory that is allocated inside, and counted as free by the allocator afterwards, belongs to the reserve."""
     global _earlier
-    _earlier = peak_on_device(device)
+    _earlier = peak_memory(device)
     before = _free(device)
     yield
     reserve.bytes += max(0, _free(device) - before)
@@ -40,7 +40,7 @@ def reserving(reserve: Reserve, device: torch.device) -> Iterator[None]:
 def used_memory(device: torch.device) -> int:
     """Bytes that this rank uses now: of its GPU, else of its process, libraries included."""
     if device.type == "cuda":
-        return held_on_device(device)
+        return torch.cuda.memory_allocated(device) + _reserved()
     try:
         with open("/proc/self/statm", "rb") as file:
             return int(file.read().split()[1]) * resource.getpagesize()
@@ -51,19 +51,9 @@ def used_memory(device: torch.device) -> int:
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this rank has used: of its GPU, else of its process."""
     if device.type == "cuda":
-        return peak_on_device(device)
+        return max(_earlier, torch.cuda.max_memory_allocated(device) + _reserved())
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024
-
-
-def held_on_device(device: torch.device | None = None) -> int:
-    """Bytes of the GPU that this process uses now."""
-    return torch.cuda.memory_allocated(device) + _reserved()
-
-
-def peak_on_device(device: torch.device) -> int:
-    """The most bytes of the GPU that this process has used."""
-    return max(_earlier, torch.cuda.max_memory_allocated(device) + _reserved())
 
 
 def forget_peak(device: torch.device) -> None:

@@ -34,6 +34,7 @@ POINTS = (
 TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
 """Points with a tensor that `nan` can set."""
 KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
+_SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 EXIT_CODE = 70
 """The exit code of `exit`."""
 
@@ -59,19 +60,11 @@ class Fault:
         )
 
     def strike(self) -> None:
-        """Inject the fault, and write so to the rank's log."""
+        """Inject the fault, and write so to the rank's log; `nan`, which needs a tensor, is left to the caller."""
         self.times -= 1
         print(f"{VARIABLE}: {self.kind} at {self.point}, {time.time():.3f}", file=sys.stderr, flush=True)
-        self.happen()
-
-    def happen(self) -> None:
-        """All kinds but `nan`, which needs a tensor."""
-        if self.kind == "kill":
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif self.kind == "term":
-            os.kill(os.getpid(), signal.SIGTERM)
-        elif self.kind == "stop":
-            os.kill(os.getpid(), signal.SIGSTOP)
+        if self.kind in _SIGNALS:
+            os.kill(os.getpid(), _SIGNALS[self.kind])
         elif self.kind == "segv":
             ctypes.string_at(0)
         elif self.kind == "raise":

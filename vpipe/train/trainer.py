@@ -15,7 +15,7 @@ from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
-from vpipe.launch import LAUNCHED
+from vpipe.launch.rank import LAUNCHED
 from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
