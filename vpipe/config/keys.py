@@ -20,7 +20,10 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from vpipe.cost.fields import mistake
 from vpipe.schedule.builders import ASYNCHRONOUS, NAMES
+from vpipe.system.files import short_repr
+from vpipe.system.validation import unknown_key
 
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
 
@@ -62,15 +65,28 @@ Machine = Annotated[str, AfterValidator(_machine)]
 Path_ = Annotated[str, Field(min_length=1)]
 
 
-def _conflict(key: str, problem: str) -> PydanticCustomError:
-    """An error for keys that contradict each other."""
-    return PydanticCustomError("conflict", "{key}: {problem}", {"key": key, "problem": problem})
+class _Keys(BaseModel):
+    """Keys and their values; any other key is a mistake."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                raise mistake(unknown_key(key, values[key], cls.model_fields))
+        return values
+
+    def _conflict(self, key: str, problem: str) -> PydanticCustomError:
+        """An error for keys that contradict each other."""
+        return mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
 
 
-class OptimizerGroup(BaseModel):
+class OptimizerGroup(_Keys):
     """Settings of some parameters; a key that is not given has the run's own value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     match: Pattern | Annotated[list[Pattern], Field(min_length=1)]
     optimizer: OptimizerName | None = None
@@ -78,12 +94,8 @@ class OptimizerGroup(BaseModel):
     weight_decay: NotNegative | None = None
 
 
-class RunConfig(BaseModel):
+class RunConfig(_Keys):
     """One run: model, pipeline, training. Paths in it are relative to the file it was read from."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
     # The model
 
@@ -261,30 +273,38 @@ class RunConfig(BaseModel):
         if self.model is not None:
             for key in ("model_type", *MODEL_SIZES):
                 if key in given:
-                    raise _conflict(key, "the file that `model` names says it: leave one of the two out")
+                    raise self._conflict(key, "the file that `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
-            raise _conflict("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
+            raise self._conflict(
+                "hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}"
+            )
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
-            raise _conflict(
+            raise self._conflict(
                 "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
             )
         if self.max_updates is not None and self.warmup_updates > self.max_updates:
-            raise _conflict("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
+            raise self._conflict(
+                "warmup_updates", f"the run has only {self.max_updates} updates (max_updates)"
+            )
         if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
-            raise _conflict("replicas", f"give one number for each of the {self.stages} stages")
+            raise self._conflict("replicas", f"give one number for each of the {self.stages} stages")
         if self.machines is not None:
             self._check_machines(len(self.machines))
         return self
 
     def _check_machines(self, count: int) -> None:
         if self.module is not None and self._vgpus != count:
-            raise _conflict("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
+            raise self._conflict(
+                "module", f"`machines` names {count} ranks: make the two equal, or leave one out"
+            )
         if self.replicas is not None and sum(self.replicas) != count:
-            raise _conflict(
+            raise self._conflict(
                 "replicas", f"they add up to {sum(self.replicas)}, but `machines` names {count} ranks"
             )
         if self.replicas is None and self.stages not in (None, count):
-            raise _conflict("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
+            raise self._conflict(
+                "stages", f"`machines` names {count} ranks: make the two equal, or give replicas"
+            )
 
     @property
     def source(self) -> Path:
