@@ -90,14 +90,13 @@ def verify_config(
     Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
     (compiled dropout draws other masks), and the learning rate is constant.
     """
-    model, _, loss_fn = build_model(config)
+    model = build_model(config).model
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
     return verify(
         model,
         lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
-        loss_fn=loss_fn,
         updates=updates,
         dtype=dtype,
         device=device,
