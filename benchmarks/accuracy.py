@@ -39,7 +39,7 @@ from vpipe.profile.device import measure_device
 from vpipe.profile.links import measure_link
 from vpipe.profile.model import MeasuredModel
 from vpipe.profile.rounds import run_rounds
-from vpipe.schedule import ASYNCHRONOUS, NAMES
+from vpipe.schedule import KINDS
 from vpipe.simulate import Simulation, simulate
 
 MINIBATCHES = 8
@@ -157,7 +157,7 @@ def main() -> None:
     os.environ.update(ENVIRONMENT)  # for the ranks
     torch.set_num_threads(1)
     sizes = [2] if given.quick else [int(ranks) for ranks in given.ranks.split(",")]
-    names = ("1f1b", "zb-h1", "pipedream") if given.quick else NAMES
+    names = ("1f1b", "zb-h1", "pipedream") if given.quick else KINDS
     rounds = 2 if given.quick else given.rounds
     load = os.getloadavg()[0]
     resize(given.layers, given.width)
@@ -178,7 +178,7 @@ def resize(layers: int, width: int) -> None:
 
 
 def predict(case: Case, profile: Profile) -> Simulation:
-    minibatches = 6 * MINIBATCHES if case.schedule in ASYNCHRONOUS else MINIBATCHES
+    minibatches = 6 * MINIBATCHES if not KINDS[case.schedule].synchronous else MINIBATCHES
     return simulate(profile, case.plan(len(profile.blocks)), minibatches=minibatches)
 
 
@@ -253,7 +253,7 @@ class Runner:
         batches = work.batches(MINIBATCHES)
         options = {"update_interval": MINIBATCHES} if case.schedule == "2bw" else {"minibatches": MINIBATCHES}
         self.updates = 1  # of a step
-        if case.schedule in ASYNCHRONOUS and case.schedule != "2bw":
+        if not KINDS[case.schedule].synchronous and case.schedule != "2bw":
             options, self.updates = {}, MINIBATCHES
         self.pipe = vpipe.Pipeline(
             work.build_model(),

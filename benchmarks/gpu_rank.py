@@ -20,7 +20,7 @@ from vpipe.errors import VPipeError
 from vpipe.graph.partition import partition_for_ranks
 from vpipe.plan import plan
 from vpipe.plan.result import PlanResult
-from vpipe.schedule import ASYNCHRONOUS, SPLIT, build
+from vpipe.schedule import kind_of
 
 COMPILED = ("vpipe", "1f1b", "zb-v")
 """The asynchronous one, the plainest, and one that splits backward: to compile takes half a minute each time."""
@@ -68,8 +68,9 @@ def find_limits(bench: Bench) -> dict[str, float]:
 def balanced(profile: Profile, case: Case) -> tuple[int, ...]:
     """Cuts that let the busiest rank take as little time as possible, by the profile, updates included."""
     name, per_update = case.schedule, case.minibatches or 1
-    schedule = build(name, RANKS, None if name in ASYNCHRONOUS else per_update, chunks=case.chunks)
-    blocks = as_scheduled(profile, name in SPLIT, per_update).blocks
+    kind = kind_of(name)
+    schedule = kind.build(RANKS, per_update if kind.synchronous else None, chunks=case.chunks)
+    blocks = as_scheduled(profile, kind.splits_backward, per_update).blocks
     times = [block.forward + block.backward + block.update / per_update for block in blocks]
     return partition_for_ranks([round(1e9 * seconds) for seconds in times], schedule.placement)
 

@@ -29,7 +29,7 @@ from timeit import repeat
 from typing import Any
 
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, write_plan, write_profile
-from vpipe.schedule import NAMES, Action, Op, build
+from vpipe.schedule import KINDS, Action, Op, build
 
 sys.path.append(str(Path(__file__).parents[1]))  # for made-up runs, of which the tests have some
 
@@ -77,7 +77,7 @@ class Bounds:
 
 
 def main() -> None:
-    everything = ",".join(NAMES)
+    everything = ",".join(KINDS)
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parts = {
         "simulate": simulations,

@@ -2,9 +2,11 @@
 
 from hypothesis import strategies as st
 
-from vpipe.schedule import NAMES, Schedule, build, lower
+from vpipe.schedule import KINDS, Schedule, build, lower
 
-CHUNKED = ("interleaved", "zb-v")
+NAMES = tuple(KINDS)
+ASYNCHRONOUS = tuple(name for name, kind in KINDS.items() if not kind.synchronous)
+CHUNKED = tuple(name for name, kind in KINDS.items() if kind.chunks > 1)
 """Several stages a rank, and as many replicas of each."""
 
 

@@ -192,3 +192,5 @@ def test_what_cannot_be_captured_is_an_error() -> None:
         VPipeError, match=r"stage 0 cannot be captured as CUDA graphs: .*; leave cuda_graphs out"
     ):
         run_ranks(1, work)
+    # The failed capture leaves the device's generator as it was.
+    torch.nn.functional.dropout(torch.ones(4, device=tasks.GPU))

@@ -10,9 +10,9 @@ from tests.gpu import tasks
 from tests.gpu.tasks import SCHEDULES
 from tests.multiprocess.pool import Pool
 from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
+from tests.schedules import ASYNCHRONOUS
 from tests.unit.test_compiled import compiler_is_missing
 from vpipe.pipeline.threads import run_ranks
-from vpipe.schedule import ASYNCHRONOUS
 from vpipe.verify import verify
 from vpipe.weights import optimizer_factory
 

@@ -7,7 +7,6 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")])
-UNWRAPPED = {"CONTRIBUTING.md", "SECURITY.md", "docs/config.md"}
 FOLDERS = [ROOT, ROOT / "vpipe", ROOT / "tests", ROOT / "configs"]
 """Where a path that the docs name may begin."""
 
@@ -30,7 +29,7 @@ def slug(heading: str) -> str:
     return re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-")
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if name(page) not in UNWRAPPED], ids=name)
+@page
 def test_lines_have_at_most_100_characters(page: Path) -> None:
     # A line of one long word, such as a link, cannot be broken.
     assert [line for line in prose(page) if len(line) > 100 and " " in line.strip()] == []

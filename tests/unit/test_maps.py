@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vpipe.config.file import read_config
 from vpipe.config.maps import KEYS, Maps, read_maps
 from vpipe.errors import ConfigError
+from vpipe.schedule import Op, build
 
 MODULES, RANKS, DEPTHS = KEYS
 
@@ -140,11 +141,36 @@ def test_what_a_partition_and_replicas_say_is_read_back(file: Path, blocks: list
     written = {
         MODULES: [stage for stage, count in enumerate(blocks) for _ in range(count)],
         RANKS: {str(s): list(range(firsts[s], firsts[s] + count)) for s, count in enumerate(replicas)},
-        DEPTHS: {str(stage): len(blocks) - 1 - stage for stage in range(len(blocks))},
     }
     file.write_text(json.dumps(written))
     maps = read_maps(file)
     assert (maps.partition, maps.replicas) == (blocks, replicas)
+
+
+@given(replicas=st.lists(st.integers(1, 3), min_size=1, max_size=4), mapped=st.booleans())
+def test_depths_are_those_of_the_schedule(file: Path, replicas: list[int], mapped: bool) -> None:
+    """Counted in 1F1B's own programs: forwards before the first backward, less the one that belongs to it."""
+    schedule = build("1f1b", len(replicas), 100, replicas=replicas)
+    depths = [
+        [action.op for action in schedule.program(ranks[0])].index(Op.B) - 1 for ranks in schedule.placement
+    ]
+    written: dict[str, Any] = {DEPTHS: {str(stage): depth for stage, depth in enumerate(depths)}}
+    if mapped:
+        written[RANKS] = {str(stage): list(ranks) for stage, ranks in enumerate(schedule.placement)}
+    file.write_text(json.dumps(written))
+    given_too = None if mapped else replicas
+    assert read_maps(file, given_too).replicas == (replicas if mapped else None)
+    written[DEPTHS]["0"] += 1
+    file.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="stage_to_depth_map is "):
+        read_maps(file, given_too)
+
+
+def test_depths_of_uneven_replicas_that_the_run_gives(file: Path) -> None:
+    path = configured(file, {DEPTHS: {"0": 2, "1": 0}}, replicas=[1, 2])
+    assert read_config(path).replicas == [1, 2]
+    with pytest.raises(ConfigError, match=r'write \{"0": 2, "1": 0\}'):
+        read_config(configured(file, {DEPTHS: {"0": 1, "1": 0}}, replicas=[1, 2]))
 
 
 TWO = {MODULES: [0, 0, 0, 1, 1], RANKS: {"0": [0, 1], "1": [2]}}

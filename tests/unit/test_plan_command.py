@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.schedules import NAMES
 from vpipe.cli.planning import plan as plan_command
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan, write_profile
 from vpipe.errors import VPipeError
 from vpipe.plan import plan
 from vpipe.plan.report import runs
-from vpipe.schedule import NAMES
 from vpipe.simulate import simulate
 from vpipe.system.units import read_bytes, show_bytes
 

@@ -8,9 +8,10 @@ from hypothesis import strategies as st
 from tests.drawing import draws
 from tests.unit.test_plan_optimal import block
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie
-from vpipe.plan.loads import equal_loads, staircase_loads
+from vpipe.plan.loads import equal_loads, loads_by_place
 from vpipe.plan.model import stage_memory
 from vpipe.plan.stages import StageCut, placed
+from vpipe.schedule import kind_of
 from vpipe.simulate import simulate
 
 SCHEDULES = st.sampled_from(["pipedream", "vpipe", "2bw", "1f1b", "gpipe"])
@@ -28,9 +29,9 @@ def both(
     interval = ranks if name == "2bw" else None
     used = Plan(partition, tuple(policies[:blocks]), name, replicas, update_interval=interval)
     if len(set(replicas)) == 1:
-        loads = equal_loads(name, ranks, replicas[0], minibatches)
+        loads = equal_loads(kind_of(name), ranks, replicas[0], minibatches)
     else:
-        loads = staircase_loads(name, ranks, minibatches)
+        loads = loads_by_place(kind_of(name), ranks, minibatches)
     stages, behind = [], ranks
     for end, count, own in zip(accumulate(partition), partition, replicas, strict=True):
         stages.append(StageCut(end - count, end, loads.index[behind, own], 0.0))

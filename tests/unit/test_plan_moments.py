@@ -18,7 +18,7 @@ from vpipe.simulate import simulate
 
 
 def test_the_picture() -> None:
-    first = schedule_moments("zb-v", 4, 1, 16, None)[0]
+    first = schedule_moments(build("zb-v", 4, 16))[0]
     assert Moment(None, ((7, 0), (1, 0))) in first
     assert max(sum(map(sum, moment.counts)) for moment in first) == 8  # 1F1B's first rank, in half stages
 
@@ -47,9 +47,9 @@ def test_equals_the_simulated_peak(
     chosen = Plan(partition, tuple(policies[: len(blocks)]), name)
     simulated = simulate(profile, chosen, name, minibatches)
     schedule = build(name, positions, minibatches)
-    loads = schedule_loads(name, positions, 1, minibatches, None)
+    loads = schedule_loads(schedule)
     ends = list(accumulate(partition))
-    for position, moments in enumerate(schedule_moments(name, positions, 1, minibatches, None)):
+    for position, moments in enumerate(schedule_moments(schedule)):
         held = schedule.stages_of(position)
         slices = [
             Slice(

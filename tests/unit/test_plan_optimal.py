@@ -25,8 +25,8 @@ from tests.drawing import draws
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, Tie, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
+from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.model import Load, Slice, stage_memory
-from vpipe.plan.policies import choose, least_memory
 from vpipe.simulate import simulate
 
 SCHEDULES = ("pipedream", "2bw", "1f1b", "gpipe")

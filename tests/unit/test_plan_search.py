@@ -14,27 +14,32 @@ from hypothesis import strategies as st
 from tests.drawing import draws
 from tests.unit.test_plan_optimal import block, problems
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
-from vpipe.plan import branch
-from vpipe.plan.branch import Search, efficiency
-from vpipe.plan.exact import BlockSearch
-from vpipe.plan.loads import staircase_loads
-from vpipe.plan.model import Load, Slice, host_bandwidth, stage_memory, stage_time
-from vpipe.plan.policies import compute_seconds, fixed_bytes
-from vpipe.plan.prices import Group, best_prices
+from vpipe.plan.block_search import BlockSearch
+from vpipe.plan.choice import compute_seconds, fixed_bytes
+from vpipe.plan.count_search import CountSearch, Prices, best_prices
+from vpipe.plan.loads import loads_by_place
+from vpipe.plan.model import Load, Slice, stage_memory, stage_time
+from vpipe.plan.options import Group, Option, SliceOptions
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.sums import Span
+from vpipe.schedule import kind_of
 
 POLICIES = ("keep", "recompute", "swap")
 
 
+def option(saved: int, seconds: float, copying: float = 0.0) -> Option:
+    return Option("any", 0, saved, 0, 0, 0, seconds, 0, copying)
+
+
 def groups(most: int) -> st.SearchStrategy[Group]:
-    """Of up to so many blocks."""
+    """Of up to three options and up to so many blocks."""
+    options = st.builds(
+        lambda saved, seconds, copying: option(saved, seconds / 4, copying / 4),
+        st.integers(1, 60), st.integers(0, 12), st.just(0) | st.integers(0, 24),
+    )  # fmt: skip
     return st.builds(
-        lambda kept, again, recompute, rate, swapping, blocks: Group(
-            kept, again / 4, min(recompute, 3 * kept), rate * kept, swapping / 8, blocks
-        ),
-        st.integers(1, 30), st.integers(0, 12), st.integers(0, 60), st.integers(0, 2),
-        st.just(0) | st.integers(0, 24), st.integers(1, most),
+        lambda found, blocks: Group(tuple(found), tuple((0, number) for number in range(blocks))),
+        st.lists(options, max_size=3, unique=True), st.integers(1, most),
     )  # fmt: skip
 
 
@@ -48,46 +53,44 @@ diverse = st.builds(
 
 @draws(120)
 @given(
-    st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(12), min_size=1, max_size=2),
-    st.sampled_from([0.5, 4.0, 50.0]),
+    st.lists(groups(2), min_size=1, max_size=4) | st.lists(groups(8), min_size=1, max_size=2),
     st.floats(0, 1),
-    st.booleans(),
 )
-def test_counts_equal_brute_force(found: list[Group], host: float, share: float, priced: bool) -> None:
-    """`priced`: with the bounds that otherwise only long searches have."""
-    found = sorted(found, key=efficiency, reverse=True)
-    most = sum(max(group.recompute, group.swap) * group.blocks for group in found)
+def test_counts_equal_brute_force(found: list[Group], share: float) -> None:
+    most = sum(max((one.saved for one in group.options), default=0) * len(group.places) for group in found)
     need, compute = max(1, round(share * most)), 3.0
-    saved, longer, swapped = np.zeros(1), np.zeros(1), np.zeros(1)
+    saved, longer, copying = np.zeros(1), np.zeros(1), np.zeros(1)
     for group in found:
-        again, count = np.indices((group.blocks + 1,) * 2).reshape(2, -1)
-        again, count = again[again + count <= group.blocks], count[again + count <= group.blocks]
-        saved = np.add.outer(saved, group.recompute * again + group.swap * count).ravel()
-        longer = np.add.outer(longer, group.again * again + group.swapping * count).ravel()
-        swapped = np.add.outer(swapped, group.kept * count).ravel()
-    best = np.where(saved >= need, np.maximum(compute + longer, swapped / host), inf).min()
-    search = Search(compute, host, 0.0)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(branch, "SOON", 1 if priced else branch.SOON)
-        counts = search.improve(found, need)
+        blocks, options = len(group.places), len(group.options)
+        counts = np.indices((blocks + 1,) * options).reshape(options, -1) if options else np.zeros((0, 1))
+        counts = counts[:, counts.sum(axis=0) <= blocks]
+        columns = np.array([(one.saved, one.seconds, one.copying) for one in group.options]).reshape(-1, 3)
+        more = counts.T @ columns
+        saved, longer, copying = (
+            np.add.outer(before, own).ravel()
+            for before, own in zip((saved, longer, copying), more.T, strict=True)
+        )
+    best = np.where(saved >= need, np.maximum(compute + longer, copying), inf).min()
+    search = CountSearch(found, need, compute, 0.0)
     if best == inf:
-        assert counts is None
+        assert search.counts is None
         return
-    assert counts is not None
+    assert search.counts is not None
     assert search.seconds == pytest.approx(best)
-    pairs = [(group, *both) for group, both in zip(found, counts, strict=True)]
-    assert all(again + count <= group.blocks for group, again, count in pairs)
-    assert sum(group.recompute * again + group.swap * count for group, again, count in pairs) >= need
+    reached = 0
+    for group, numbers in zip(search.groups, search.counts, strict=True):
+        assert sum(numbers) <= len(group.places)
+        reached += sum(one.saved * count for one, count in zip(group.options, numbers, strict=True))
+    assert reached >= need
 
 
-def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Swapping saves one byte more than recomputing, and takes ten seconds for it."""
-    group = Group(kept=1001, again=0.0, recompute=1000, swap=1001, swapping=10.0, blocks=1)
-    assert best_prices([group], 1001, 3.0, 1e9).counts is None
-    assert best_prices([group], 1000, 3.0, 1e9).counts == [(1, 0)]
-    monkeypatch.setattr(branch, "SOON", 1)
-    search = Search(3.0, 1e9, 0.0)
-    assert search.improve([group], 1001) == [(0, 1)]
+def test_a_byte_is_paid_as_much_as_the_last_one_costs() -> None:
+    """One option saves a byte more than the other, and takes ten seconds for it."""
+    group = Group((option(1000, 0.0), option(1001, 10.0)), ((0, 0),))
+    assert best_prices([group], 1001, 3.0) == Prices(1.0, 10.0)
+    assert best_prices([group], 1000, 3.0) == Prices(1.0, 0.0)
+    search = CountSearch([group], 1001, 3.0, 0.0)
+    assert search.counts == [(0, 1)]
     assert search.seconds == pytest.approx(13.0)
 
 
@@ -97,12 +100,18 @@ def test_no_price_that_is_tried_pays_for_the_last_byte(monkeypatch: pytest.Monke
     st.integers(2, 5),
     st.sampled_from([(0, False), (1, False), (1, True)]),
     st.sampled_from([0.5, 4.0, 50.0]),
+    st.tuples(st.floats(0, 1), st.floats(0, 2)),
     st.data(),
 )
 def test_block_by_block_equals_brute_force(
-    blocks: list[BlockCost], in_flight: int, updating: tuple[int, bool], host: float, data: st.DataObject
+    blocks: list[BlockCost],
+    in_flight: int,
+    updating: tuple[int, bool],
+    host: float,
+    prices: tuple[float, float],
+    data: st.DataObject,
 ) -> None:
-    """Under a limit that some choice just meets."""
+    """Under a limit that some choice just meets, whatever the prices."""
     profile = Profile(tuple(blocks), DeviceCost(1, host, 2 * host), LinkCost(1.0, 0.0), 1)
     slices = [Slice(0, len(blocks), Load(1, in_flight, 1, 0, False, 1.0, *updating), (0,), None, None)]
     found = []
@@ -110,7 +119,8 @@ def test_block_by_block_equals_brute_force(
         time = stage_time(profile, slices, [policies])
         found.append((stage_memory(profile, slices, [policies]).total, max(time.compute, time.host)))
     memory = data.draw(st.sampled_from([needed for needed, _ in found]))
-    search = BlockSearch(profile, slices, compute_seconds(profile, slices), host_bandwidth(profile))
+    compute = compute_seconds(profile, slices)
+    search = BlockSearch(profile, SliceOptions(profile, slices), compute, Prices(*prices))
     reached = search.fastest(memory - fixed_bytes(profile, slices), 0.0)
     assert reached is not None
     assert reached[0] == pytest.approx(min(seconds for needed, seconds in found if needed <= memory))
@@ -124,7 +134,7 @@ def test_bounds_of_slices_are_never_above_what_they_cost(
     profile, ranks, cap = problem
     if dear:
         profile = replace(profile, blocks=tuple(replace(b, swapping=b.forward / 2) for b in profile.blocks))
-    costs = TimeCosts(profile, staircase_loads(schedule, ranks, 5), cap)
+    costs = TimeCosts(profile, loads_by_place(kind_of(schedule), ranks, 5), cap)
     rows = np.arange(len(costs.loads.loads))
     for start in range(len(profile.blocks)):
         bounds = costs.quick(Span(start, len(profile.blocks), rows))

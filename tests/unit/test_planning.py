@@ -92,7 +92,7 @@ def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunC
         ((), "give a run's YAML file, or --profile and --stages"),
         (("--profile", "profile.json"), "give a run's YAML file, or --profile and --stages"),
         (("run.yml", "--profile", "profile.json"), "give either a run's YAML file or --profile, not both"),
-        (("run.yml", "--set", "schedule=order.csv"), "a table cannot be planned, name a schedule"),
+        (("run.yml", "--set", "schedule=order.csv"), "order.csv: cannot be read: No such file"),
         (("run.yml", "--set", "log_directory=run.yml/runs"), "run.yml/runs/cache cannot be made (Not a dir"),
     ],
 )

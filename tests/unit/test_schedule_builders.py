@@ -8,14 +8,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
-from tests.schedules import programs
+from tests.schedules import ASYNCHRONOUS, NAMES, programs
 from vpipe.errors import ScheduleError
-from vpipe.schedule import NAMES, Action, Op, Schedule, bubble, build, check, draw, holdings, lower, walk
-from vpipe.schedule.builders import ASYNCHRONOUS
+from vpipe.schedule import Action, Op, Schedule, bubble, build, check, draw, holdings, lower, walk
 
 SMALL = list(product(range(1, 9), (1, 2, 3, 4, 5, 7, 8, 11, 15, 16, 23, 32)))
 ALL_SMALL = list(product(range(1, 9), range(1, 33)))
 UNEQUAL = [name for name in NAMES if name not in ("interleaved", "zb-v")]
+
+BUFFER = {"interleaved": None}
+"""A channel with room for one message is enough for all but this one, whose long rounds let some wait."""
 
 
 def picture(schedule: Schedule) -> list[str]:
@@ -63,8 +65,14 @@ def test_zb_v_goes_down_and_up_again() -> None:
 
 
 def test_interleaved_runs_chunk_after_chunk() -> None:
+    assert programs(build("interleaved", 2, 4, chunks=2))[1] == (
+        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1F3 1B1 3F2 3B2 3F3 3B3 1B2 1B3 3STEP3 1STEP3"
+    )
+
+
+def test_interleaved_has_longer_rounds_rather_than_a_short_one() -> None:
     assert programs(build("interleaved", 2, 3, chunks=2))[1] == (
-        "1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 1B1 3F2 3B2 1B2 3STEP2 1STEP2"
+        "1F0 1F1 1F2 3F0 3B0 3F1 3B1 3F2 3B2 1B0 1B1 1B2 3STEP2 1STEP2"
     )
 
 
@@ -87,14 +95,14 @@ def test_a_replica_without_a_minibatch_of_the_last_group_updates_all_the_same() 
 def test_small_pipelines_can_run(name: str) -> None:
     for stages, minibatches in SMALL:
         if minibatches <= 8:
-            check(build(name, stages, minibatches))
+            check(build(name, stages, minibatches), buffer=BUFFER.get(name, 1))
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_all_small_pipelines_can_run(name: str) -> None:
     for stages, minibatches in ALL_SMALL:
-        check(build(name, stages, minibatches))
+        check(build(name, stages, minibatches), buffer=BUFFER.get(name, 1))
 
 
 @pytest.mark.parametrize("name", ["gpipe", "1f1b"])
@@ -171,19 +179,19 @@ def test_interleaved_runs_with_any_number_of_minibatches(p: int, m: int, chunks:
 )
 def test_any_replicas_can_run(name: str, replicas: list[int], minibatches: int, data: st.DataObject) -> None:
     interval = data.draw(st.none() | st.integers(30, 40)) if name in ASYNCHRONOUS else None
-    check(build(name, len(replicas), minibatches, replicas=replicas, update_interval=interval))
+    check(build(name, len(replicas), minibatches, replicas=replicas, update_interval=interval), buffer=1)
 
 
 def test_all_small_replicated_pipelines_can_run() -> None:
     for name, replicas in product(("1f1b", "pipedream"), product((1, 2, 3), repeat=3)):
         for minibatches in (1, 2, 3, 7, 11):
-            check(build(name, 3, minibatches, replicas=replicas))
+            check(build(name, 3, minibatches, replicas=replicas), buffer=1)
 
 
 @draws(40)
 @given(st.integers(1, 5), st.integers(1, 20), st.integers(1, 3))
 def test_zb_v_takes_equal_replicas(stages: int, minibatches: int, replicas: int) -> None:
-    check(build("zb-v", stages, minibatches, replicas=(replicas,) * stages))
+    check(build("zb-v", stages, minibatches, replicas=(replicas,) * stages), buffer=1)
 
 
 @draws(60)

@@ -10,7 +10,7 @@ from vpipe.schedule import Action, Op, Schedule, build, check, listed, lower, re
 
 def refusal(table: str) -> str:
     with pytest.raises(ScheduleError) as caught:
-        check(read_table(dedent(table).strip().replace(" ", ","), "mine.csv"))
+        check(read_table(dedent(table).strip().replace(" ", ","), "mine.csv"), buffer=1)
     return str(caught.value)
 
 
@@ -100,6 +100,7 @@ def test_more_messages_under_way_than_the_channel_buffers() -> None:
         ("0F0 0SEND_F0 0B0", "rank 0: 0SEND_F0 has nobody at the other end"),
         ("0F0 0B0 0STEP0 0F1 0B1 0F2 0STEP1 0B2", "rank 0: 0STEP2 is missing"),
         ("0F0 0B0 0F1 0B1 0STEP1 0F2 0B2 0STEP2 0F3 0B3 0STEP3", "0STEP2 does not end an update of 2"),
+        ("0F0 0F1 0B0 0B1 0STEP0 0STEP1", "rank 0: 0B1 stands before 0STEP0, which would get its gradients"),
         ("0F0 0B0 0B1 0B2\n0F1 0F2", "rank 0: 0B1 belongs to rank 1"),
         ("0F0 0SEND_F0 0RECV_B0 0B0\n1F0 1B0 1SEND_B0", "rank 1: 1RECV_F0 is missing"),
         ("0F0 0RECV_B0 0B0\n1RECV_F0 1F0 1B0 1SEND_B0", "rank 0: 0SEND_F0 is missing"),
@@ -142,4 +143,4 @@ def test_skip_connections() -> None:
     for name in ("zb-v", "interleaved"):
         check(build(name, 2, 9), edges, buffer=4)
     with pytest.raises(ScheduleError, match="waits in 0SEND_F6 for room in its channel"):
-        check(build("1f1b", 4, 9, replicas=(2, 1, 3, 1)), edges)
+        check(build("1f1b", 4, 9, replicas=(2, 1, 3, 1)), edges, buffer=1)

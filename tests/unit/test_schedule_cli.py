@@ -22,6 +22,7 @@ def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str
     facts = json.loads(capsys.readouterr().out)
     assert facts["ranks"][3][:4] == ["3F0", "3B0", "3STEP0", "3F1"]
     assert facts["bubble"] == pytest.approx(3 / 11)
+    assert facts["steady_bubble"] == 0
     assert facts["in_flight"] == [4, 3, 2, 1]
     assert facts["versions"] == [4, 3, 2, 1]
     assert (facts["name"], facts["stages"], facts["minibatches"]) == ("pipedream", 4, 8)
@@ -40,6 +41,28 @@ def test_drawing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[
     out = capsys.readouterr().out
     assert "rank 1  ·   1F0 1F1" in out
     assert "bubble 7.7%" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "shown"),
+    [
+        (("pipedream", "--stages", 4), "bubble 27.3%, 0.0% in the steady state"),
+        (("2bw", "--stages", 4, "--update-interval", 5), "bubble 27.3%, 0.0% in the steady state"),
+        (("1f1b", "--stages", 4), "bubble 27.3%"),
+        # One rank of the second stage does the work of two of the first, which wait for it.
+        (("vpipe", "--stages", 2, "--replicas", "2,1"), "bubble 40.7%, 33.3% in the steady state"),
+    ],
+)
+def test_the_bubble_of_the_table_and_of_the_steady_state(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    arguments: tuple[object, ...],
+    shown: str,
+) -> None:
+    assert run(monkeypatch, *arguments, "--minibatches", 8, "--svg", tmp_path / "a.svg") == 0
+    assert shown in capsys.readouterr().out.splitlines()
+    assert f"; {shown}</text>" in (tmp_path / "a.svg").read_text()
 
 
 def test_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:

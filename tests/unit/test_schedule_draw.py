@@ -4,7 +4,8 @@ from xml.etree import ElementTree
 
 import pytest
 
-from vpipe.schedule import NAMES, Op, build, draw, draw_svg
+from tests.schedules import NAMES
+from vpipe.schedule import Op, build, draw, draw_svg
 
 
 def test_long_schedules_are_drawn_in_strips() -> None:

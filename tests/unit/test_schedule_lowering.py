@@ -7,11 +7,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
-from tests.schedules import plain_schedules, programs
+from tests.schedules import ASYNCHRONOUS, plain_schedules, programs
 from vpipe.errors import ScheduleError
 from vpipe.schedule import Action, Op, Schedule, build, check, lower
 from vpipe.schedule.action import COMMUNICATION
-from vpipe.schedule.builders import ASYNCHRONOUS
 
 
 def test_a_chain_of_two() -> None:

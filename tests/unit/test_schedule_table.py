@@ -2,11 +2,13 @@
 
 import pytest
 from hypothesis import given
+from hypothesis import strategies as st
 
 from tests.drawing import draws
-from tests.schedules import programs, schedules
+from tests.schedules import plain_schedules, programs, schedules
 from vpipe.errors import ScheduleError
-from vpipe.schedule import Schedule, build, check, read_table, write_table
+from vpipe.schedule import Op, Schedule, build, check, lower, read_table, write_table
+from vpipe.schedule.program import shortened
 
 
 def test_one_row_a_rank() -> None:
@@ -44,3 +46,16 @@ def test_a_table_without_updates_is_synchronous() -> None:
 def test_mistakes_are_named(table: str, message: str) -> None:
     with pytest.raises(ScheduleError, match=message):
         read_table(table, "mine.csv")
+
+
+@draws(60)
+@given(plain_schedules(), st.integers(1, 14), st.booleans())
+def test_a_table_can_be_run_with_fewer_minibatches(schedule: Schedule, count: int, lowered: bool) -> None:
+    """As the last time, when the data ends."""
+    table = read_table(write_table(lower(schedule) if lowered else schedule))
+    assert table.minibatches is not None
+    count = min(count, table.minibatches)
+    shorter = shortened(table, count)
+    check(shorter)
+    steps = {a.minibatch for rank in range(table.num_ranks) for a in shorter.program(rank) if a.op is Op.STEP}
+    assert max(steps) == count - 1

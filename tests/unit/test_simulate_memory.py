@@ -8,11 +8,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
+from tests.schedules import NAMES
 from tests.unit.test_simulate_time import block, profile
 from vpipe.cost import BlockCost, LinkCost, Plan, Profile, Tie, for_batch_size
-from vpipe.schedule import NAMES, Action, build, holdings
+from vpipe.schedule import Action, build, holdings
+from vpipe.schedule.facts import fresh_gradients
 from vpipe.simulate import RankMemory, RankPrediction, Simulation, simulate
-from vpipe.simulate.arrange import arrange, fresh_gradients
+from vpipe.simulate.arrange import arrange
 
 
 def chain(stages: int, **more: int) -> Profile:

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
+from tests.schedules import NAMES
 from tests.unit.test_cost_files import examples
 from vpipe.cli.planning import simulate as simulate_command
 from vpipe.errors import VPipeError
-from vpipe.schedule import NAMES
 from vpipe.system.units import duration
 
 Files = tuple[Path, Path]

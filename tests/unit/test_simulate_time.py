@@ -9,12 +9,13 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.drawing import draws
+from tests.schedules import NAMES
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
-from vpipe.schedule import NAMES, Action, Event, Op, bubble, build, lower
+from vpipe.schedule import Action, Event, Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
-from vpipe.simulate.contention import company_of
+from vpipe.simulate.contention import contention_of
 
 FREE = LinkCost(inf, 0.0)
 
@@ -369,11 +370,11 @@ def test_ranks_of_different_devices_do_not_crowd_each_other() -> None:
     result = simulate(pairs, Plan((1,) * 4, ("keep",) * 4), "pipedream", 64)
     # In the steady part nobody waits: all is as it was measured.
     assert result.samples_per_second == pytest.approx(2 / 3, rel=0.02)
-    company = company_of(
+    contention = contention_of(
         [Event(0, Action(0, Op.F, 0), 0.0, 1.0), Event(2, Action(2, Op.F, 0), 0.0, 1.0)],
         4,
         pairs.device,
         [{Op.F: 1.0}] * 4,
     )
-    assert company.factors == {Action(0, Op.F, 0): 1 / 1.5, Action(2, Op.F, 0): 1 / 1.5}
-    assert company.means == (1 / 1.5, 1.0, 1 / 1.5, 1.0)
+    assert contention.factors == {Action(0, Op.F, 0): 1 / 1.5, Action(2, Op.F, 0): 1 / 1.5}
+    assert contention.means == (1 / 1.5, 1.0, 1 / 1.5, 1.0)

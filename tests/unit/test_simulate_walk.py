@@ -1,4 +1,4 @@
-"""What the walk does for simulation: order on each rank only, times of messages, and little memory."""
+"""The walk under the simulator: order on each rank only, times of messages, little memory, deadlocks."""
 
 from itertools import islice
 from random import Random
@@ -9,7 +9,10 @@ from hypothesis import strategies as st
 
 from tests.drawing import draws
 from tests.schedules import schedules
-from vpipe.schedule import Action, Schedule, build, walk
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
+from vpipe.schedule import Action, Deadlock, Schedule, build, walk
+from vpipe.schedule.program import listed
+from vpipe.simulate import simulate
 
 
 @draws(60)
@@ -56,3 +59,25 @@ def test_only_what_is_still_needed_is_remembered(by_start: bool) -> None:
     state = running.gi_frame.f_locals["self"]  # type: ignore[attr-defined]
     assert sum(map(len, state.done)) < 24
     assert sum(map(len, state.gathered)) < 8
+
+
+@pytest.mark.parametrize(
+    ("programs", "waits"),
+    [
+        (
+            ("0F0 0B1 0F1 0B0 0STEP1", "1F0 1B0 1F1 1B1 1STEP1"),
+            "rank 0 waits in 0B1 for 0F1",
+        ),
+        (
+            ("0F0 0F1 0B0 0B1 0STEP1", "1F0 1F1 1B0 1STEP1 1B1"),
+            "rank 1 waits in 1STEP1 for 1 more backward",
+        ),
+    ],
+)
+def test_a_schedule_that_cannot_run_is_refused(programs: tuple[str, ...], waits: str) -> None:
+    actions = [[Action.parse(text) for text in program.split()] for program in programs]
+    schedule = Schedule("by hand", ((0,), (1,)), 2, 2, True, listed(actions), lazy=False)
+    block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
+    profile = Profile((block,) * 2, DeviceCost(10**9, 1.0, 1.0), LinkCost(1.0, 0.0), 1)
+    with pytest.raises(Deadlock, match=waits):
+        simulate(profile, Plan((1, 1), ("keep",) * 2), schedule)

@@ -60,7 +60,8 @@ def plan(
     stages: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
     schedule: Annotated[
-        str | None, typer.Option(help="A schedule's name, or auto for the fastest that fits.")
+        str | None,
+        typer.Option(help="A schedule's name, its table (.csv), or auto for the fastest that fits."),
     ] = None,
     minibatches: Annotated[
         int | None, typer.Option(help="Minibatches of an update (synchronous ones).")
@@ -72,6 +73,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
+    from vpipe.config.arguments import named_or_table
     from vpipe.cost import read_any_profile, write_plan
     from vpipe.plan import plan as find_plan
     from vpipe.plan.report import describe, plan_table
@@ -82,7 +84,8 @@ def plan(
             raise VPipeError("give a run's YAML file, or --profile and --stages")
         cap = None if memory is None else read_bytes(memory)
         costs = read_any_profile(profile)
-        result = find_plan(costs, stages, cap, schedule or "vpipe", minibatches, size, chunks)
+        chosen = named_or_table(schedule or "vpipe", Path())
+        result = find_plan(costs, stages, cap, chosen, minibatches, size, chunks)
     elif profile is not None:
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
@@ -112,7 +115,9 @@ def plan(
 def simulate(
     profile: Annotated[Path, typer.Option(help="A file of `vpipe profile`, or PipeDream's graph.txt.")],
     plan: Annotated[Path, typer.Option(help="A file of `vpipe plan`, or a vpipe.json.")],
-    schedule: Annotated[str | None, typer.Option(help="Another schedule than the plan's.")] = None,
+    schedule: Annotated[
+        str | None, typer.Option(help="Another schedule than the plan's: a name, or a CSV file.")
+    ] = None,
     minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline (Chrome trace) to this file.")
@@ -120,15 +125,19 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict time, waiting and memory of a step without running it."""
+    from vpipe.config.arguments import named_or_table
     from vpipe.cost import read_any_profile, read_plan
-    from vpipe.schedule.builders import at_least_one
+    from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table
 
     costs = read_any_profile(profile)
     if minibatches is not None:
         at_least_one("minibatches", minibatches)
-    result = run_simulation(costs, read_plan(plan), schedule, minibatches, timeline=trace is not None)
+    planned = read_plan(plan)
+    directory = Path() if schedule else plan.parent
+    chosen = named_or_table(schedule or planned.schedule, directory)
+    result = run_simulation(costs, planned, chosen, minibatches, timeline=trace is not None)
     if trace is not None:
         from vpipe.observe.trace import write_simulated_trace
 

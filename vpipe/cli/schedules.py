@@ -13,6 +13,7 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run
 from vpipe.errors import ScheduleError
+from vpipe.schedule import KINDS
 from vpipe.system.console import show
 
 if TYPE_CHECKING:
@@ -24,9 +25,7 @@ app = typer.Typer()
 
 @app.command()
 def schedule(
-    name: Annotated[
-        str | None, typer.Argument(help="gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe.")
-    ] = None,
+    name: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}.")] = None,
     stages: Annotated[
         int | None, typer.Option(help="Pipeline positions: ranks, where there are no replicas.")
     ] = None,
@@ -46,6 +45,7 @@ def schedule(
 ) -> None:
     """Draw a schedule, and tell its bubble, its minibatches in flight and its weight versions."""
     from vpipe.schedule import build, check, describe, draw, draw_svg, lower, read_table, write_table
+    from vpipe.schedule.facts import show_bubble
     from vpipe.system.files import read_text, write_text
 
     if source is not None:
@@ -71,7 +71,7 @@ def schedule(
         print(json.dumps(facts))
         return
     print(draw(plan, width=shutil.get_terminal_size((120, 24)).columns))
-    print(f"\nbubble {facts['bubble']:.1%}")
+    print(f"\n{show_bubble(plan)}")
     for key in ("in_flight", "versions", "staleness"):
         print(f"{key.replace('_', ' ')} {facts[key]}")
 

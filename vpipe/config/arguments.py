@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import ConfigError, PartitionError
-from vpipe.schedule import ASYNCHRONOUS, Schedule, build, read_table
+from vpipe.schedule import Schedule, kind_of, read_table
 from vpipe.system.files import read_text
 
 if TYPE_CHECKING:
@@ -96,16 +97,29 @@ def check_blocks(config: RunConfig, schedule: Schedule) -> None:
             raise ConfigError(f"{config.source}: {error}") from None
 
 
+def named_or_table(written: str, directory: Path) -> str | Schedule:
+    """A schedule's name as it is; what ends with .csv is read as a table, from a path relative to `directory`."""
+    if not written.endswith(".csv"):
+        return written
+    path = (directory / written).absolute()
+    return read_table(read_text(path), str(path))
+
+
 def build_schedule(config: RunConfig) -> Schedule:
     """The configured schedule, checked against ranks and partition before any rank starts."""
     name = config.chosen_schedule
     if name.endswith(".csv"):
         schedule = read_table(read_text(config.path(name)), name)
+        if schedule.num_ranks != config.ranks:
+            raise ConfigError(
+                f"{config.source}: the table {name!r} is written for {schedule.num_ranks} ranks, but the run has "
+                f"{config.ranks}: make the two equal"
+            )
     else:
-        schedule = build(
-            name,
+        kind = kind_of(name)
+        schedule = kind.build(
             config.positions,
-            None if name in ASYNCHRONOUS else config.minibatches or 2 * config.positions,
+            (config.minibatches if kind.synchronous else None) or kind.default_minibatches(config.positions),
             chunks=config.chunks,
             replicas=config.replicas,
             update_interval=config.update_interval,

@@ -12,7 +12,8 @@ from vpipe.config.keys import LARGEST, RunConfig
 INTRODUCTION = """\
 # Configuration
 
-Every key of a run's YAML file. This page is generated from `vpipe/config/keys.py` by `make docs`; do not edit it.
+Every key of a run's YAML file. This page is generated from `vpipe/config/keys.py` by `make docs`;
+do not edit it.
 
 ```yaml
 model_type: bert
@@ -20,8 +21,9 @@ stages: 2
 batch_size: 16
 ```
 
-All keys may be left out. Paths are relative to the file that names them, unless the key says otherwise. A key
-that does not exist, or a value of the wrong type, is refused with the key's name and what was expected.
+All keys may be left out. Paths are relative to the file that names them, unless the key says
+otherwise. A key that does not exist, or a value of the wrong type, is refused with the key's name
+and what was expected.
 """
 
 _NOUNS = {

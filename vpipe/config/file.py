@@ -56,7 +56,7 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
     """The partition and the replicas of the maps, which must not contradict the keys."""
-    maps = read_maps(path)
+    maps = read_maps(path, config.replicas)
     mapped = {"partition": maps.partition, "replicas": maps.replicas}
     for key, value in mapped.items():
         own = getattr(config, key)

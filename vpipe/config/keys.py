@@ -21,8 +21,8 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from vpipe.cost.fields import mistake
-from vpipe.schedule.builders import ASYNCHRONOUS, NAMES
-from vpipe.system.files import short_repr
+from vpipe.schedule import KINDS, read_table
+from vpipe.system.files import read_text, short_repr
 from vpipe.system.validation import unknown_key
 
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
@@ -43,10 +43,10 @@ def _machine(value: str) -> str:
 
 
 def _schedule(value: str) -> str:
-    if value not in NAMES and not value.endswith(".csv"):
-        close = get_close_matches(value, NAMES, n=1, cutoff=0.4)
+    if value not in KINDS and not value.endswith(".csv"):
+        close = get_close_matches(value, KINDS, n=1, cutoff=0.4)
         hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"one of {', '.join(NAMES)}, or the path of a .csv file{hint}")
+        raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file{hint}")
     return value
 
 
@@ -340,6 +340,8 @@ class RunConfig(_Keys):
             return len(self.machines)
         if self.module is not None:
             return self._vgpus
+        if self.chosen_schedule.endswith(".csv"):
+            return read_table(read_text(self.path(self.chosen_schedule))).num_ranks
         return len(self.partition) if isinstance(self.partition, list) else 1
 
     @property
@@ -363,10 +365,9 @@ class RunConfig(_Keys):
     def with_schedule(self, schedule: str) -> RunConfig:
         """The same run under another schedule, without what only the file's own schedule understands."""
         kept: dict[str, Any] = {"schedule": schedule}
-        if schedule in ASYNCHRONOUS:
-            kept["minibatches"] = None
-        elif schedule in NAMES:
-            kept["update_interval"] = None
-        if schedule != "interleaved":
+        kind = KINDS.get(schedule)  # None: a table
+        if kind is not None:
+            kept["update_interval" if kind.synchronous else "minibatches"] = None
+        if kind is None or not kind.any_chunks:
             kept["chunks"] = None
         return self.model_copy(update=kept)

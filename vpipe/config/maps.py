@@ -5,16 +5,18 @@
      "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first backward
 
 Each may be missing. They are the guides' form of the keys `partition` and `replicas`; the depths follow
-from the number of stages, so they are only checked.
+from the ranks of the stages, so they are only checked.
 """
 
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
+from vpipe.schedule.staircase import depths
 from vpipe.system.files import read_json, short_repr
 from vpipe.system.validation import unknown_key
 
@@ -30,16 +32,19 @@ class Maps(NamedTuple):
     """Ranks of each stage."""
 
 
-def read_maps(path: Path) -> Maps:
-    """The maps of a file, checked one by one and against each other."""
+def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
+    """The maps of a file, checked one by one and against each other.
+
+    `replicas` are the ranks of each stage, where another file says it.
+    """
     found = read_json(path)
     try:
-        return _maps(found)
+        return _maps(found, replicas)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
 
 
-def _maps(found: Any) -> Maps:
+def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
     if not isinstance(found, dict):
         raise ValueError(
             f'holds {short_repr(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}'
@@ -52,6 +57,10 @@ def _maps(found: Any) -> Maps:
     if len({len(stages) for stages in maps.values()}) > 1:
         listed = ", ".join(f"{key} has {len(stages)}" for key, stages in maps.items())
         raise ValueError(f"the maps differ in the number of stages: {listed}: make them equal")
+    if DEPTHS in maps:
+        stages = len(maps[DEPTHS])
+        ranks = maps.get(RANKS) or replicas or ()
+        _check_depths(found[DEPTHS], maps[DEPTHS], ranks if len(ranks) == stages else [1] * stages)
     return Maps(maps.get(MODULES), maps.get(RANKS))
 
 
@@ -93,17 +102,20 @@ def _ranks(value: Any) -> list[int]:
     return [len(ranks) for ranks in stages]
 
 
-def _depths(value: Any) -> list[int]:
-    stages = _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
-    right = list(range(len(stages) - 1, -1, -1))
-    if not all(type(depth) is int for depth in stages) or stages != right:
+def _depths(value: Any) -> list[Any]:
+    return _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
+
+
+def _check_depths(value: Any, found: list[Any], replicas: Sequence[int]) -> None:
+    """Whether they are those that the schedule has with so many ranks of each stage."""
+    right = depths(replicas)
+    if not all(type(depth) is int for depth in found) or found != right:
         written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
-        turned = " (it is the wrong way round)" if stages == right[::-1] else ""
+        turned = " (it is the wrong way round)" if found == right[::-1] else ""
         raise ValueError(
-            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(stages)} stages runs {right[0]} forwards "
+            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(found)} stages runs {right[0]} forwards "
             f"before its first backward, the last none: write {written}"
         )
-    return right
 
 
 def _by_stage(name: str, value: Any, example: str) -> list[Any]:

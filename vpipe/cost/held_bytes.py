@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from vpipe.cost.costs import BlockCost, Profile
-from vpipe.cost.plan_file import RECOMPUTE
+from vpipe.cost.policies import POLICIES
 
 
 def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
@@ -34,7 +34,7 @@ def input_bytes(blocks: Sequence[BlockCost], number: int) -> int:
 
 def held_bytes(blocks: Sequence[BlockCost], number: int, policy: str) -> int:
     """Bytes that a block holds of a minibatch on the device before its backward."""
-    return input_bytes(blocks, number) if policy == RECOMPUTE else blocks[number].kept_bytes
+    return POLICIES[policy].held(blocks[number], input_bytes(blocks, number))
 
 
 def backward_bytes(
@@ -55,12 +55,12 @@ def backward_bytes(
     reusable = split or not profile.device.graphs
     most = freed = 0
     for number in range(stop - 1, start - 1, -1):
-        policy = policies[number - start]
-        held = held_bytes(blocks, number, policy)
-        again = blocks[number].kept_bytes - held if policy == RECOMPUTE else 0
-        most = max(most, blocks[number].working_bytes + again - freed)
+        policy, block = POLICIES[policies[number - start]], blocks[number]
+        entered = input_bytes(blocks, number)
+        most = max(most, block.working_bytes + policy.rebuilt(block, entered) - freed)
         if reusable:
-            freed += held - gradients[number - start] - (blocks[number].deferred if split else 0)
+            left = gradients[number - start] + (block.deferred if split else 0)
+            freed += policy.held(block, entered) - left
         most = max(most, -freed)  # gradients, or what waits for them, may need more than was held
     return max(most, update_bytes(blocks[start:stop]) - freed) if updated else most
 
@@ -74,7 +74,7 @@ def forward_bytes(profile: Profile, start: int, policies: Sequence[str]) -> int:
     most = behind = 0
     for number in range(start + len(policies) - 1, start - 1, -1):
         policy = policies[number - start]
-        if policy != RECOMPUTE:
+        if not POLICIES[policy].reruns_forward:
             most = max(most, blocks[number].forward_bytes - behind)
         behind += held_bytes(blocks, number, policy)
     return most

@@ -15,11 +15,11 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Field, PlainValidator
 
 from vpipe.cost.fields import FileObject, Unit, finite, not_in_file, read_object
+from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError
-from vpipe.schedule import NAMES
+from vpipe.schedule import KINDS
 from vpipe.system.files import short_repr, write_json
 
-KEEP, RECOMPUTE, SWAP = POLICIES = ("keep", "recompute", "swap")
 MOST_BLOCKS = 1_000_000
 """More than any model has: a typing error must not fill the memory."""
 
@@ -31,8 +31,8 @@ def _policy(name: Any) -> Any:
 
 
 def _schedule(name: str) -> str:
-    if name not in NAMES:
-        raise ValueError(f"one of {', '.join(NAMES)}")
+    if name not in KINDS and not name.endswith(".csv"):
+        raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file")
     return name
 
 

@@ -10,12 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import BUFFERED_MESSAGES
-from vpipe.cost.plan_file import POLICIES, recomputed_from_end
+from vpipe.cost.plan_file import recomputed_from_end
+from vpipe.cost.policies import POLICIES
 from vpipe.errors import PartitionError, ScheduleError
 from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields
-from vpipe.schedule import Action, Op, Schedule, build, check, lower
-from vpipe.schedule.builders import ASYNCHRONOUS
+from vpipe.schedule import Action, Op, Schedule, ScheduleKind, check, kind_of, lower
+from vpipe.schedule.program import shortened
 from vpipe.stage.precision import cast, compute_dtype, skeleton
 
 StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
@@ -35,8 +36,8 @@ class Layout:
 
     @property
     def buffer(self) -> int:
-        """Messages of one tensor that may be under way: enough that a full pipeline never waits for room."""
-        return max(BUFFERED_MESSAGES, 2 * self.schedule.num_stages)
+        """Messages of one tensor that may be under way."""
+        return max(BUFFERED_MESSAGES, self.schedule.buffer)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:
@@ -114,7 +115,8 @@ def make_layout(
     links = edges(stage_graphs)
 
     def lowered(count: int) -> Schedule:
-        return lower(for_count(count), links, shared)
+        shorter = for_count(count)
+        return shorter if shorter.lowered else lower(shorter, links, shared)
 
     layout = Layout(
         graph,
@@ -134,18 +136,18 @@ def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[i
     """The schedule, and how it is made for an update of fewer minibatches."""
     name = options.schedule
     if isinstance(name, Schedule):
-        plain, for_count = name, partial(_only, name)
+        plain, for_count = name, partial(shortened, name)
     else:
         positions = _positions(options.stages, options.replicas, ranks)
+        kind = kind_of(name)
         for_count = partial(
-            build,
-            name,
+            kind.build,
             positions,
             chunks=options.chunks,
             replicas=options.replicas,
             update_interval=options.update_interval,
         )
-        plain = for_count(_count(name, options.minibatches, positions))
+        plain = for_count(_count(kind, options.minibatches, positions))
     if plain.num_ranks != ranks:
         raise ScheduleError(
             f"schedule {plain.name!r} needs {plain.num_ranks} ranks and {ranks} were started: "
@@ -173,25 +175,16 @@ def _positions(stages: int | None, replicas: Sequence[int] | None, ranks: int) -
     return ranks if stages is None else stages
 
 
-def _count(name: str, minibatches: int | None, positions: int) -> int | None:
+def _count(kind: ScheduleKind, minibatches: int | None, positions: int) -> int | None:
     """Minibatches of a program: all of an update's, or as many as the data has."""
-    if name not in ASYNCHRONOUS:
-        return 2 * positions if minibatches is None else minibatches
-    if minibatches is not None:
+    if minibatches is None:
+        return kind.default_minibatches(positions)
+    if not kind.synchronous:
         raise ScheduleError(
-            f"minibatches is {minibatches}, but schedule {name!r} is asynchronous and does not stop after an "
+            f"minibatches is {minibatches}, but schedule {kind.name!r} is asynchronous and does not stop after an "
             f"update: give update_interval={minibatches} if an update is to be made of so many"
         )
-    return None
-
-
-def _only(schedule: Schedule, count: int) -> Schedule:
-    if count != schedule.minibatches:
-        raise ScheduleError(
-            f"the data ended with {count} minibatches and schedule {schedule.name!r} is written for "
-            f"{schedule.minibatches}: give a number of batches that it divides"
-        )
-    return schedule
+    return minibatches
 
 
 def _policies(

@@ -1,12 +1,19 @@
-"""What to say when nothing fits: how much is missing where, and the smallest changes that would fit."""
+"""The refusal where nothing fits: how much is missing where, and the smallest changes that would fit."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from math import inf
+from typing import NamedTuple
 
 from vpipe.cost import Profile, for_batch_size
-from vpipe.plan.least import fits, least_of_all
-from vpipe.plan.task import Task
+from vpipe.plan.chunks import PositionHolding
+from vpipe.plan.model import Slice
+from vpipe.plan.slices import MemoryCosts
+from vpipe.plan.stage_bounds import all_moves, least_limit
+from vpipe.plan.stages import placed, search
+from vpipe.plan.task import Task, divisors, loads_of, seats_of, weights_alone
 from vpipe.system.units import show_bytes
 
 
@@ -79,3 +86,90 @@ def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
         middle = (low + high) // 2
         low, high = (middle, high) if fit(middle) else (low, middle)
     return low
+
+
+class Least(NamedTuple):
+    """The least memory in which a schedule runs, and the blocks of the rank that needs it."""
+
+    memory: int
+    position: int
+    slices: tuple[Slice, ...]
+
+
+def least_of_all(tasks: Sequence[Task]) -> tuple[Task, Least] | None:
+    """The least of tasks that differ in their schedule only; None if the model has too few blocks for all of them.
+
+    Exact searches go first, those that seem to need least before the others, and leave a limit to the climbs.
+    """
+    best: tuple[Task, Least] | None = None
+    for _, bound, place, task, find in sorted(_ways(tasks), key=lambda way: way[:3]):
+        limit = inf if best is None else best[1].memory
+        found = find(limit) if bound <= limit else None
+        if found is not None and (best is None or (found.memory, place) < (limit, tasks.index(best[0]))):
+            best = task, found
+    return best
+
+
+def _ways(tasks: Sequence[Task]) -> Iterator[tuple[bool, float, int, Task, Callable[[float], Least | None]]]:
+    """Whether it is a climb, a bound, the task's place, the task; how the least of a layout is found under a limit."""
+    for place, task in enumerate(tasks):
+        if not task.in_line:
+            # Of large problems only the most positions: there may be less elsewhere, but this fits.
+            for positions in divisors(task) if task.small else divisors(task)[-1:]:
+                bound = max(weights_alone(task, positions), task.memory)
+                yield True, bound, place, task, partial(_chunked_least, task, positions)
+            continue
+        for loads in loads_of(task):
+            costs = MemoryCosts(task.profile, loads)
+            bound = least_limit(all_moves(loads), costs.floors, len(task.profile.blocks))
+            yield False, bound, place, task, partial(_line_least, costs)
+
+
+def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
+    stages = search(costs, len(costs.profile.blocks), even=False, limit=limit)
+    if stages is None:
+        return None
+    worst = max(range(len(stages)), key=lambda index: stages[index].cost)
+    return Least(int(stages[worst].cost), worst, (placed(stages, costs.loads)[worst],))
+
+
+def fits(task: Task) -> bool:
+    """Whether there is any plan."""
+    if not task.in_line:
+        return any(_missing(holdings) == 0 for holdings in _every_layout(task))
+    costs = (MemoryCosts(task.profile, loads) for loads in loads_of(task))
+    blocks = len(task.profile.blocks)
+    return any(search(cost, blocks, even=False, limit=task.memory) is not None for cost in costs)
+
+
+def _chunked_least(task: Task, positions: int, limit: float) -> Least | None:
+    """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
+    low = high = task.memory
+    if not (holdings := seats_of(task, positions)):
+        return None
+    if limit < inf and _missing(seats_of(task._replace(memory=int(limit)), positions)):
+        return None
+    last, times = holdings, 1
+    while (missing := _missing(holdings)) > 0:
+        low, high, last = high, int(min(high + times * missing, limit)), holdings
+        times *= 2
+        holdings = seats_of(task._replace(memory=high), positions)
+    while task.small and high - low > 1:
+        middle = (low + high) // 2
+        holdings = seats_of(task._replace(memory=middle), positions)
+        if _missing(holdings) == 0:
+            high = middle
+        else:
+            low, last = middle, holdings
+    worst = max(range(len(last)), key=lambda index: last[index].missing)
+    return Least(high, worst, last[worst].slices)
+
+
+def _missing(holdings: Sequence[PositionHolding]) -> int:
+    return max(holding.missing for holding in holdings)
+
+
+def _every_layout(task: Task) -> Iterator[list[PositionHolding]]:
+    for positions in divisors(task):
+        if weights_alone(task, positions) <= task.memory and (holdings := seats_of(task, positions)):
+            yield holdings

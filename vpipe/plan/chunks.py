@@ -1,6 +1,6 @@
 """The search for stages where a rank holds several: even ranks first, then the worst rank gives blocks away.
 
-The ranks' times no longer fall apart into stages one after the other, so there is no exact search. Cuts start where
+A rank's time depends on several cuts here, so there is no exact search. Cuts start where
 all chunks work equally long. Then the worst rank (the one that lacks most memory, or else takes longest) hands its
 first or last block to a stage nearby, all cuts between moving by one, as long as that helps and `EFFORT` lasts.
 """
@@ -13,14 +13,14 @@ from math import inf
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
-from vpipe.plan.groups import Policies
+from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.model import Load, Slice, StageMemory, stage_time
 from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
-from vpipe.plan.policies import choose, least_memory
+from vpipe.plan.options import Policies
 
 NEARBY = 8
 EFFORT = 5_000
-"""What may be spent on looking at ranks (`_Climb.price`), after which the cuts stay as they are."""
+"""What may be spent on looking at ranks (`_Climb.effort_of`), after which the cuts stay as they are."""
 Placement = tuple[tuple[int, ...], ...]
 
 
@@ -49,13 +49,13 @@ def search_chunks(
     moments: Sequence[Moments],
     memory: int,
 ) -> list[PositionHolding] | None:
-    """The seats by position, with bytes missing where nothing fits; None if there are too few blocks.
+    """The holdings by position, with bytes missing where nothing fits; None if there are too few blocks.
 
     `moments` are those of each position.
     """
     if len(placement) > len(profile.blocks):
         return None
-    return _Climb(profile, placement, loads, moments, memory).seats()
+    return _Climb(profile, placement, loads, moments, memory).holdings()
 
 
 class _Climb:
@@ -78,35 +78,37 @@ class _Climb:
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
         self.known: dict[tuple[int, ...], PositionHolding] = {}
-        self.paid: set[tuple[int, ...]] = set()
+        self.charged: set[tuple[int, ...]] = set()
         self.effort = EFFORT
 
-    def seats(self) -> list[PositionHolding]:
+    def holdings(self) -> list[PositionHolding]:
         cuts = self.even()
-        seats = [self.seat(position, cuts) for position in range(len(self.stages))]
-        score = self.score(seats)
-        improved = any(seat.missing == 0 for seat in seats)  # else nobody has room for what others hand on
+        holdings = [self.holding(position, cuts) for position in range(len(self.stages))]
+        score = self.score(holdings)
+        improved = any(
+            holding.missing == 0 for holding in holdings
+        )  # else no rank can take blocks from others
         while improved and self.effort > 0:
             improved = False
-            for moved, changed in self.moves(cuts, seats):
-                found = self.after(seats, moved, changed, score)
+            for moved, changed in self.moves(cuts, holdings):
+                found = self.after(holdings, moved, changed, score)
                 if found is not None and (reached := self.score(found)) < score:
-                    cuts, seats, score, improved = moved, found, reached, True
+                    cuts, holdings, score, improved = moved, found, reached, True
                     break
-        return seats
+        return holdings
 
     def after(
-        self, seats: Sequence[PositionHolding], cuts: Sequence[int], changed: set[int], score: Score
+        self, holdings: Sequence[PositionHolding], cuts: Sequence[int], changed: set[int], score: Score
     ) -> list[PositionHolding] | None:
-        """The seats with other cuts; None as soon as they cannot be better than `score`, the worst come first."""
-        found = list(seats)
-        missing = sum(seat.missing for position, seat in enumerate(seats) if position not in changed)
+        """The holdings with other cuts; None as soon as they cannot be better than `score`, the worst come first."""
+        found = list(holdings)
+        missing = sum(holding.missing for position, holding in enumerate(holdings) if position not in changed)
         for position in changed:
-            self.pay(position, cuts)
-        for position in sorted(changed, key=lambda one: (-seats[one].missing, -seats[one].seconds)):
-            found[position] = seat = self.seat(position, cuts)
-            missing += seat.missing
-            worse = missing >= score.missing if score.missing else missing or seat.seconds > score.seconds
+            self.charge(position, cuts)
+        for position in sorted(changed, key=lambda one: (-holdings[one].missing, -holdings[one].seconds)):
+            found[position] = holding = self.holding(position, cuts)
+            missing += holding.missing
+            worse = missing >= score.missing if score.missing else missing or holding.seconds > score.seconds
             if worse:
                 return None
         return found
@@ -123,10 +125,12 @@ class _Climb:
         return [*cuts, blocks]
 
     def moves(
-        self, cuts: list[int], seats: Sequence[PositionHolding]
+        self, cuts: list[int], holdings: Sequence[PositionHolding]
     ) -> Iterator[tuple[list[int], set[int]]]:
         """Cuts with one block of the worst rank handed on, and the positions that this changes."""
-        worst = max(range(len(seats)), key=lambda index: (seats[index].missing, seats[index].seconds))
+        worst = max(
+            range(len(holdings)), key=lambda index: (holdings[index].missing, holdings[index].seconds)
+        )
         for stage in self.stages[worst]:
             if cuts[stage + 1] - cuts[stage] == 1:
                 continue
@@ -154,23 +158,23 @@ class _Climb:
             None if after == own else after[0],
         )
 
-    def seat(self, position: int, cuts: Sequence[int]) -> PositionHolding:
-        key = self.pay(position, cuts)
+    def holding(self, position: int, cuts: Sequence[int]) -> PositionHolding:
+        key = self.charge(position, cuts)
         if key not in self.known:
             slices = tuple(self.slice(stage, cuts) for stage in self.stages[position])
             self.known[key] = self.solve(slices, self.moments[position])
         return self.known[key]
 
-    def pay(self, position: int, cuts: Sequence[int]) -> tuple[int, ...]:
-        """The price of a seat that is looked at for the first time, also if it is not solved in the end; its key."""
+    def charge(self, position: int, cuts: Sequence[int]) -> tuple[int, ...]:
+        """Charges the effort of a holding when it is first looked at, solved or not; its key."""
         key = (position, *(cut for stage in self.stages[position] for cut in cuts[stage : stage + 2]))
-        if key not in self.paid:
-            self.paid.add(key)
-            self.effort -= self.price([self.slice(stage, cuts) for stage in self.stages[position]])
+        if key not in self.charged:
+            self.charged.add(key)
+            self.effort -= self.effort_of([self.slice(stage, cuts) for stage in self.stages[position]])
         return key
 
-    def price(self, slices: Sequence[Slice]) -> int:
-        """Of a seat: its blocks, and the more of them differ the longer their policies are searched."""
+    def effort_of(self, slices: Sequence[Slice]) -> int:
+        """That of a holding: its blocks, and the more of them differ the longer their policies are searched."""
         blocks = [block for piece in slices for block in self.profile.blocks[piece.start : piece.stop]]
         kinds = {(block.kept_bytes, block.again, block.swapping) for block in blocks}
         return len(blocks) * max(1, len(kinds) // 10)
@@ -196,9 +200,9 @@ class _Climb:
         return PositionHolding(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
 
     @staticmethod
-    def score(seats: Sequence[PositionHolding]) -> Score:
+    def score(holdings: Sequence[PositionHolding]) -> Score:
         return Score(
-            sum(seat.missing for seat in seats),
-            max(seat.seconds for seat in seats),
-            sum(seat.seconds**2 for seat in seats),
+            sum(holding.missing for holding in holdings),
+            max(holding.seconds for holding in holdings),
+            sum(holding.seconds**2 for holding in holdings),
         )

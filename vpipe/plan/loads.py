@@ -1,13 +1,9 @@
-"""The loads of a schedule: minibatches in flight and weight versions, for every place that a stage may have.
+"""The loads of a schedule: minibatches in flight and weight versions of every stage, as its programs or its rule say.
 
-A stage's place is told by the ranks from it to the pipeline's end and by its own replicas: so many minibatches
-pass a rank before the first comes back,
-
-    in flight = ceil(ranks from here on / replicas)
-
-whatever the stages behind it look like. PipeDream has as many versions of the weights, 2BW two; the
-synchronous schedules have one. GPipe has all of a rank's minibatches in flight. Whether gradients are fresh does depend
-on the other stages: among any replicas they are taken not to be.
+Where a schedule's `holding` rule gives them by a stage's place alone (the ranks from it to the pipeline's end, and its
+own replicas), stages may have any replicas. Of all other schedules they are read from the programs: with equally many
+replicas everywhere, or as a table has them. Whether gradients are fresh depends on the other stages: among any replicas
+they are taken not to be.
 """
 
 from __future__ import annotations
@@ -17,12 +13,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from vpipe.plan.model import Load
-from vpipe.schedule import Op, Schedule, build
-
-AT_ONCE = ("pipedream", "vpipe")
-"""They update after every minibatch of a rank, if all stages have as many replicas."""
-CHUNKED = ("interleaved", "zb-v")
-EVEN = (*CHUNKED, "zb-h1")  # their holdings are known only for the whole, and with equal replicas
+from vpipe.schedule import Op, Schedule, ScheduleKind, holdings
+from vpipe.schedule.facts import fresh_gradients, sample
 
 
 @dataclass(frozen=True)
@@ -33,69 +25,82 @@ class Loads:
     loads: tuple[Load, ...]
     index: Mapping[tuple[int, int], int]
     """The place in `loads`."""
+    update_interval: int | None = None
+    """That of an asynchronous schedule with these loads; None: the one that the schedule has by itself."""
 
 
-def staircase_loads(name: str, ranks: int, minibatches: int | None) -> Loads:
-    """For gpipe, 1f1b, pipedream, vpipe and 2bw: any replicas on any stage."""
-    return _numbered(
-        ranks,
-        {
-            (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
-            for behind in range(1, ranks + 1)
-            for replicas in range(1, min(behind, minibatches or behind) + 1)
-        },
-    )
+def loads_by_place(kind: ScheduleKind, ranks: int, minibatches: int) -> Loads:
+    """Any replicas on any stage; `minibatches` of a synchronous update."""
+    places = {
+        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches)
+        for behind in range(1, ranks + 1)
+        for replicas in range(1, min(behind, minibatches) + 1)
+    }
+    return _numbered(ranks, places, _stated_interval(kind, ranks))
 
 
-def equal_loads(name: str, ranks: int, replicas: int, minibatches: int | None) -> Loads:
-    """The same with so many replicas on every stage, which makes gradients fresh in those that update at once."""
-    found = {
-        (behind, replicas): staircase_load(name, ranks, behind, replicas, minibatches)
+def equal_loads(kind: ScheduleKind, ranks: int, replicas: int, minibatches: int) -> Loads:
+    """The same with so many replicas on every stage, which may make gradients fresh."""
+    fresh = not kind.synchronous and planned_interval(kind, ranks, replicas) == replicas
+    places = {
+        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches)._replace(fresh=fresh)
         for behind in range(replicas, ranks + 1, replicas)
     }
-    fresh = name in AT_ONCE
-    return _numbered(
-        ranks, {place: load._replace(fresh=load.fresh or fresh) for place, load in found.items()}
-    )
+    return _numbered(ranks, places, _stated_interval(kind, ranks))
 
 
-def staircase_load(name: str, ranks: int, behind: int, replicas: int, minibatches: int | None) -> Load:
-    ahead = -(-behind // replicas)
-    if name in AT_ONCE:
-        # An update follows every minibatch of the stage with the most replicas; others have no more.
-        return Load(replicas, ahead, ahead, 0, False, 1.0, ranks)
-    if name == "2bw":
-        interval = two_versions_interval(ranks)
-        return Load(
-            replicas, ahead, min(ahead, 2), 0, False, interval / replicas, 2, fresh=interval == replicas
-        )
-    own = -(-(minibatches or 1) // replicas)
-    return Load(replicas, own if name == "gpipe" else min(own, ahead), 1, 0, False, own)
+def load_at(kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatches: int) -> Load:
+    assert kind.holding is not None
+    assert not kind.splits_backward
+    own, interval = -(-minibatches // replicas), planned_interval(kind, ranks)
+    held = kind.holding(ranks, behind, replicas, own, interval)
+    if kind.synchronous:
+        return Load(replicas, held.in_flight, 1, 0, False, own)
+    per_update = max(interval, replicas) / replicas
+    alone = replicas == ranks == interval
+    return Load(replicas, held.in_flight, held.versions, 0, False, per_update, held.lag, fresh=alone)
 
 
-def two_versions_interval(ranks: int) -> int:
-    """An update interval that 2BW allows for all replicas of so many ranks: no more are ever in flight."""
-    return ranks
+def planned_interval(kind: ScheduleKind, ranks: int, replicas: int = 1) -> int:
+    """The update interval that is planned for: that of a stage on each rank, or more where replicas need it."""
+    usual = kind.interval((1,) * ranks, None)
+    return usual if replicas == 1 else kind.interval((replicas,) * (ranks // replicas), usual)
 
 
-def even_loads(name: str, positions: int, replicas: int, minibatches: int) -> Loads:
-    """For zb-h1: as the schedule itself holds them, with equal replicas everywhere."""
-    held = schedule_loads(name, positions, replicas, minibatches, None)
-    ranks = positions * replicas
-    return _numbered(ranks, {(ranks - stage * replicas, replicas): load for stage, load in enumerate(held)})
+def _stated_interval(kind: ScheduleKind, ranks: int) -> int | None:
+    if kind.synchronous or planned_interval(kind, ranks) == 1:
+        return None
+    return planned_interval(kind, ranks)
+
+
+def line_loads(schedule: Schedule) -> Loads:
+    """Those of a whole schedule with its stages in line."""
+    behind, places = schedule.num_ranks, {}
+    for load in schedule_loads(schedule):
+        places[behind, load.replicas] = load
+        behind -= load.replicas
+    return _numbered(schedule.num_ranks, places, None if schedule.synchronous else schedule.update_interval)
+
+
+def in_line(schedule: Schedule) -> bool:
+    """Whether each stage has ranks of its own, numbered stage by stage."""
+    return [rank for ranks in schedule.placement for rank in ranks] == list(range(schedule.num_ranks))
 
 
 @lru_cache(maxsize=64)
-def schedule_loads(
-    name: str, positions: int, replicas: int, minibatches: int, chunks: int | None
-) -> tuple[Load, ...]:
-    """The load of each stage, read from the programs; they update when nothing is in flight: there is one version."""
-    schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
-    assert schedule.synchronous
-    own = -(-minibatches // replicas)
-    return tuple(
-        Load(replicas, found.in_flight, 1, found.waiting, found.split, own) for found in _counts(schedule)
-    )
+def schedule_loads(schedule: Schedule) -> tuple[Load, ...]:
+    """The load of each stage, read from the programs."""
+    shown, interval, fresh = sample(schedule), schedule.update_interval, fresh_gradients(schedule)
+    versions = [1] * schedule.num_stages
+    if not schedule.synchronous:
+        versions = [held.versions for held in holdings(shown)]
+    loads = []
+    for ranks, live, most in zip(shown.placement, versions, _counts(shown), strict=True):
+        own = -(-interval // len(ranks)) if schedule.synchronous else max(1.0, interval / len(ranks))
+        loads.append(
+            Load(len(ranks), most.in_flight, live, most.waiting, most.split, own, schedule.lag, fresh)
+        )
+    return tuple(loads)
 
 
 @dataclass
@@ -108,10 +113,9 @@ class _Count:
 
 
 def _counts(schedule: Schedule) -> list[_Count]:
-    """Of each stage's first rank: of its replicas none has more minibatches."""
     F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     found = [_Count() for _ in range(schedule.num_stages)]
-    for rank in sorted({ranks[0] for ranks in schedule.placement}):
+    for rank in range(schedule.num_ranks):
         now = {stage: [0, 0] for stage in schedule.stages_of(rank)}
         for stage, op, _ in schedule.program(rank):
             most, own = found[stage], now[stage]
@@ -130,7 +134,7 @@ def _counts(schedule: Schedule) -> list[_Count]:
     return found
 
 
-def _numbered(ranks: int, found: Mapping[tuple[int, int], Load]) -> Loads:
+def _numbered(ranks: int, places: Mapping[tuple[int, int], Load], update_interval: int | None) -> Loads:
     numbers: dict[Load, int] = {}
-    index = {place: numbers.setdefault(load, len(numbers)) for place, load in found.items()}
-    return Loads(ranks, tuple(numbers), index)
+    index = {place: numbers.setdefault(load, len(numbers)) for place, load in places.items()}
+    return Loads(ranks, tuple(numbers), index, update_interval)

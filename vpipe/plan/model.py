@@ -11,7 +11,7 @@ trains, its memory holds, summed over its slices:
                  is a lag 1 x more if it holds the first of them, 2 x lag in all if not; once for the rank, the
                  workspace of libraries
     activations  for each minibatch in flight, that is from its F to the end of its B (or I)
-        keep       kept_bytes x in_flight
+        keep       kept_bytes x in_flight (the policies are those of `vpipe/cost/policies.py`)
         recompute  input x in_flight, where the input is the boundary_bytes of the block before it (nothing for
                    the model's first block, which reads the batch)
         swap       kept_bytes x min(in_flight, 2): one in use, and one on its way between device and host; the
@@ -36,7 +36,7 @@ A rank works on a minibatch for
                  of the others, shared by the rank's minibatches of one update; and what it sends, if senders copy
                  their messages themselves
     host         swapped kept_bytes / to_host + the same / from_host: copies go one at a time; with those of the
-                 ranks that share the link (`sharing.py`)
+                 ranks that share the link (`result.py`)
     link         for each slice the slower of its two cuts; activations and gradients at the same time
 
 All three overlap, so the time is the largest of them; the stage as a whole, with r replicas that take turns,
@@ -50,12 +50,10 @@ from math import ceil
 from typing import NamedTuple
 
 from vpipe.cost import (
-    RECOMPUTE,
-    SWAP,
+    POLICIES,
     Profile,
     backward_bytes,
     broadcast_seconds,
-    held_bytes,
     input_bytes,
     update_bytes,
 )
@@ -120,20 +118,20 @@ class Time(NamedTuple):
 
 def stage_memory(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> StageMemory:
     """The peak memory of a rank that holds `slices`, with a policy for each of their blocks."""
-    weights = activations = backward = swapped = 0
+    weights = activations = backward = copied = 0
     buffers = profile.device.workspace
     for piece, chosen in zip(slices, policies, strict=True):
-        load, lying = piece.load, profile.device.lying(piece.load.in_flight)
+        load = piece.load
         weights += weight_bytes(profile, piece)
         buffers += buffer_bytes(profile, piece)
-        for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
-            minibatches = lying if policy == SWAP else load.in_flight
-            held = held_bytes(profile.blocks, number, policy)
-            activations += held * minibatches
-            swapped += held if policy == SWAP else 0
-            activations += profile.blocks[number].deferred * load.waiting
+        for number, name in zip(range(piece.start, piece.stop), chosen, strict=True):
+            block, policy = profile.blocks[number], POLICIES[name]
+            held = policy.held(block, input_bytes(profile.blocks, number))
+            activations += held * policy.minibatches(profile.device, load.in_flight)
+            activations += block.deferred * load.waiting
+            copied += policy.copied(block)
         backward = max(backward, running_bytes(profile, piece, chosen))
-    backward = max(backward, drained_update_bytes(profile, slices, swapped) - activations)
+    backward = max(backward, drained_update_bytes(profile, slices, copied) - activations)
     return StageMemory(weights, activations, backward, buffers)
 
 
@@ -153,30 +151,27 @@ def running_bytes(profile: Profile, piece: Slice, policies: Sequence[str]) -> in
     )
 
 
-def drained_update_bytes(profile: Profile, slices: Sequence[Slice], swapped: int = 0) -> int:
+def drained_update_bytes(profile: Profile, slices: Sequence[Slice], copied: int = 0) -> int:
     """What the update of a slice needs at most while nothing is in flight: in synchronous schedules.
 
-    Beside what lingers of the blocks that are `swapped`, so many bytes of a minibatch.
+    `copied`: bytes of a minibatch that go to the host, some of which still lie on the device then.
     """
     if slices[0].load.asynchronous:
         return 0
     most = max(update_bytes(profile.blocks[piece.start : piece.stop]) for piece in slices)
-    return most + profile.device.lingering * swapped
+    return most + profile.device.lingering * copied
 
 
 def stage_time(profile: Profile, slices: Sequence[Slice], policies: Sequence[Sequence[str]]) -> Time:
     """A rank's time for one minibatch; a stage of r replicas gives one every r-th part of it."""
-    compute = swapped = link = 0.0
+    compute = copied = link = 0.0
     for piece, chosen in zip(slices, policies, strict=True):
-        for number, policy in zip(range(piece.start, piece.stop), chosen, strict=True):
-            block = profile.blocks[number]
-            compute += block.forward + block.backward
-            compute += block.again if policy == RECOMPUTE else 0.0
-            compute += block.swapping if policy == SWAP else 0.0
-            swapped += block.kept_bytes if policy == SWAP else 0
+        for block, name in zip(profile.blocks[piece.start : piece.stop], chosen, strict=True):
+            compute += block.forward + block.backward + POLICIES[name].seconds(block)
+            copied += POLICIES[name].copied(block)
         compute += fixed_seconds(profile, piece)
         link += link_seconds(profile, piece)
-    return Time(compute, swapped / host_bandwidth(profile), link)
+    return Time(compute, copied / host_bandwidth(profile), link)
 
 
 def weight_bytes(profile: Profile, piece: Slice) -> int:

@@ -17,7 +17,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.cost import SWAP, Profile, held_bytes
+from vpipe.cost import POLICIES, Profile, held_bytes
 from vpipe.plan.model import (
     Slice,
     StageMemory,
@@ -26,7 +26,8 @@ from vpipe.plan.model import (
     running_bytes,
     weight_bytes,
 )
-from vpipe.schedule import Op, Schedule, build
+from vpipe.schedule import Op, Schedule
+from vpipe.schedule.facts import sample
 
 Counts = npt.NDArray[np.int64]
 LARGEST = 2**62
@@ -58,15 +59,24 @@ class Moments(tuple[Moment, ...]):
 
 
 @lru_cache(maxsize=64)
-def schedule_moments(
-    name: str, positions: int, replicas: int, minibatches: int, chunks: int | None
-) -> tuple[Moments, ...]:
-    """Those of each position, whose ranks' programs differ in the minibatches only."""
-    schedule = build(name, positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
-    return tuple(moments(schedule, position * replicas) for position in range(positions))
+def schedule_moments(schedule: Schedule) -> tuple[Moments, ...]:
+    """Those of each position, over all its ranks."""
+    shown = sample(schedule)
+    return tuple(moments(shown, ranks) for ranks in sorted(set(shown.placement)))
 
 
-def moments(schedule: Schedule, rank: int) -> Moments:
+def moments(schedule: Schedule, ranks: Iterable[int]) -> Moments:
+    seen: dict[tuple[int, ...], None] = {}
+    for rank in ranks:
+        seen.update(_seen(schedule, rank))
+    return Moments(
+        Moment(None if running < 0 else running, tuple(zip(counts[::2], counts[1::2], strict=True)))
+        for running, *counts in _largest(seen)
+    )
+
+
+def _seen(schedule: Schedule, rank: int) -> dict[tuple[int, ...], None]:
+    """The slice whose backward runs (-1: none) and all counts, each once."""
     F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     place = {stage: number for number, stage in enumerate(schedule.stages_of(rank))}
     now = [0] * (2 * len(place))  # of each slice in flight, waiting
@@ -85,10 +95,7 @@ def moments(schedule: Schedule, rank: int) -> Moments:
             now[2 * own + 1] += 1
         elif op is W:
             now[2 * own + 1] -= 1
-    return Moments(
-        Moment(None if running < 0 else running, tuple(zip(counts[::2], counts[1::2], strict=True)))
-        for running, *counts in _largest(seen)
-    )
+    return seen
 
 
 def _largest(seen: Iterable[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -122,7 +129,8 @@ def peak_memory(
     for piece, chosen in zip(slices, policies, strict=True):
         numbers = range(piece.start, piece.stop)
         sizes = [held_bytes(profile.blocks, n, policy) for n, policy in zip(numbers, chosen, strict=True)]
-        moved = sum(size for size, policy in zip(sizes, chosen, strict=True) if policy == SWAP)
+        sent = [POLICIES[name].copied(profile.blocks[n]) for n, name in zip(numbers, chosen, strict=True)]
+        moved = sum(size for size, bytes_ in zip(sizes, sent, strict=True) if bytes_)
         held.append(sum(sizes) - moved)
         swapped.append(moved)
         deferred.append(sum(profile.blocks[number].deferred for number in numbers))

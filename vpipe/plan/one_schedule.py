@@ -3,24 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from math import inf
 
-from vpipe.cost import Profile
-from vpipe.plan.cuda_graphs import plan_taped
-from vpipe.plan.loads import AT_ONCE, CHUNKED, Loads
-from vpipe.plan.model import Slice, stage_time
-from vpipe.plan.policies import from_the_end
-from vpipe.plan.reach import all_moves, reach
+from vpipe.cost import SWAP, Profile
+from vpipe.plan.choice import from_the_end
+from vpipe.plan.loads import Loads, planned_interval
+from vpipe.plan.model import Slice, StageMemory, stage_time
 from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
-from vpipe.plan.sharing import with_parts_of_the_link
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, seats_of, weights_alone
-from vpipe.plan.windows import step_floors
-from vpipe.schedule import ASYNCHRONOUS
+from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, schedule_of, seats_of, weights_alone
+from vpipe.simulate import RankMemory, simulate
 
 ROUNDING = 1 + 1e-9
+TRIES = 12
+NEVER = 1e6
+"""Seconds that swapping would take: a stage that swaps cannot be captured in CUDA graphs."""
 
 Find = Callable[[Profile, float], PlanResult | None]
 """The plan whose slowest stage is quickest, by the costs of a profile; None also if it is above a limit for certain."""
@@ -29,7 +29,7 @@ Find = Callable[[Profile, float], PlanResult | None]
 def plan_schedule(task: Task, limit: float = inf) -> PlanResult | None:
     """The fastest plan that fits; None if there is none, or if it takes longer than `limit` seconds a minibatch."""
     if task.profile.device.graphs:
-        return plan_taped(task, partial(_fastest_plan, limit=limit))
+        return _plan_cuda_graphs(task, limit)
     return _fastest_plan(task, limit)
 
 
@@ -50,7 +50,7 @@ def _timed(task: Task, find: Find, limit: float) -> Iterator[PlanResult]:
     found = [alone]
     if waits_for_others(task.profile, alone):
         # What is slow with a part of the link may be quick with all of it, so there is no limit here.
-        parts = (find(profile, inf) for profile in with_parts_of_the_link(task.profile))
+        parts = (find(profile, inf) for profile in _with_parts_of_the_link(task.profile))
         found += [result for result in parts if result is not None]
     for result in found:
         if (known := timed(task.profile, result, limit)) is not None:
@@ -66,58 +66,122 @@ def waits_for_others(profile: Profile, result: PlanResult) -> bool:
     return max(position.seconds for position in result.positions) > alone
 
 
+def _with_parts_of_the_link(profile: Profile) -> Iterator[Profile]:
+    """The profile with a 2nd, 4th, 8th, ... part of the link to the host for each rank.
+
+    What ranks copy over one link couples stages that the search takes one by one. Within its part a rank never waits
+    for another; the fastest of these plans, by the sums, may not be the fastest that there is.
+    """
+    together, part = profile.device.shared_by, 1
+    while part < together:
+        part = min(2 * part, together)
+        device = profile.device
+        yield replace(
+            profile,
+            device=replace(
+                device, to_host=device.to_host / part, from_host=device.from_host / part, shared_by=1
+            ),
+        )
+
+
 def _layouts(task: Task) -> Iterator[Find]:
     """The ways to lay stages out on ranks that the schedule allows: each is searched by itself."""
-    if task.schedule not in CHUNKED:
+    if task.in_line:
         offered = (*loads_of(task), *equal_loads_of(task))
         yield from (partial(_of_stages, task, loads) for loads in offered)
         return
     for positions in divisors(task):
         if weights_alone(task, positions) <= task.memory:
-            yield partial(_of_seats, task, positions)
+            yield partial(_of_chunks, task, positions)
 
 
-def _of_seats(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
-    seats = seats_of(task._replace(profile=searched), positions)
+def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
+    holdings = seats_of(task._replace(profile=searched), positions)
     chosen = [
-        FoundPosition(seat.slices, seat.policies, seat.memory) for seat in seats if seat.policies is not None
+        FoundPosition(holding.slices, holding.policies, holding.memory)
+        for holding in holdings
+        if holding.policies is not None
     ]
-    if not seats or len(chosen) < len(seats):
+    if not holdings or len(chosen) < len(holdings):
         return None
-    chunks = len(seats[0].slices)
-    return assemble(task.profile, task.schedule, task.memory, task.update, chunks, None, chosen)
+    chunks, interval = len(holdings[0].slices), schedule_of(task, positions).update_interval
+    if task.kind.synchronous:
+        return assemble(task.profile, task.kind, task.memory, task.update, chunks, None, chosen)
+    return assemble(task.profile, task.kind, task.memory, task.minibatches, chunks, interval, chosen)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
-    asynchronous = task.schedule in ASYNCHRONOUS
+    asynchronous = not task.kind.synchronous
     if not asynchronous and limit < inf:
         limit *= task.profile.device.crowding
-        if not reach(all_moves(loads), step_floors(costs, task.update).under(limit), blocks).covers:
-            return None
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
         limit = inf if task.profile.links or costs.cuts.max() > limit else limit
     stages = search(costs, blocks, limit=limit)
     if stages is None:
         return None
-    slices = with_fresh_gradients(task.schedule, placed(stages, loads))
+    slices = with_fresh_gradients(task, placed(stages, loads))
     policies = [
         from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
         for piece, stage in zip(slices, stages, strict=True)
     ]
     return assemble(
         task.profile,
-        task.schedule,
+        task.kind,
         task.memory,
         task.minibatches if asynchronous else task.update,
         None,
-        task.update_interval if task.schedule == "2bw" else None,
+        loads.update_interval,
         [FoundPosition([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
     )
 
 
-def with_fresh_gradients(schedule: str, slices: list[Slice]) -> list[Slice]:
+def with_fresh_gradients(task: Task, slices: list[Slice]) -> list[Slice]:
     """The slices as they are if their replicas turn out to be equal, which a search among any cannot count on."""
-    if schedule not in AT_ONCE or len({piece.load.replicas for piece in slices}) > 1:
+    kind, replicas = task.kind, {piece.load.replicas for piece in slices}
+    if kind.synchronous or kind.holding is None or len(replicas) > 1:
+        return slices
+    if planned_interval(kind, task.ranks, *replicas) not in replicas:
         return slices
     return [piece._replace(load=piece.load._replace(fresh=True)) for piece in slices]
+
+
+def _plan_cuda_graphs(task: Task, limit: float) -> PlanResult | None:
+    """The fastest plan that fits with stages replayed from CUDA graphs; None if none was found.
+
+    The search counts what is there at each moment; graphs give nothing back, which only the simulation counts. Where a
+    plan needs too much then, shrink the budget by the shortfall and search again.
+    """
+    blocks = tuple(replace(block, swapping=NEVER) for block in task.profile.blocks)
+    eager = replace(task.profile, blocks=blocks, device=replace(task.profile.device, graphs=False))
+    searched = task._replace(profile=eager)
+    for _ in range(TRIES):
+        found = _fastest_plan(searched, limit)
+        if found is None or SWAP in found.policies:
+            return None
+        simulated = _with_memory(task, found)
+        over = [position.memory.total - task.memory for position in simulated.positions]
+        if max(over) <= 0:
+            return simulated
+        worst = found.positions[over.index(max(over))]
+        smaller = min(searched.memory, worst.memory.total) - max(over)
+        if smaller < 1:
+            return None
+        searched = searched._replace(memory=smaller)
+    return None
+
+
+def _with_memory(task: Task, result: PlanResult) -> PlanResult:
+    table = result.kind.table
+    few = None if table else result.minibatches or 4 * result.ranks
+    ranks = simulate(task.profile, result.to_plan(), table, few).ranks
+    positions = tuple(
+        replace(position, memory=_as_planned(ranks[position.ranks[0]].memory))
+        for position in result.positions
+    )
+    return replace(result, positions=positions)
+
+
+def _as_planned(held: RankMemory) -> StageMemory:
+    weights = held.weights + held.versions + held.gradients + held.optimizer
+    return StageMemory(weights, held.activations, 0, held.buffers)

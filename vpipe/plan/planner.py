@@ -1,9 +1,10 @@
-"""The planner: partition, memory policy, replicas, and where asked schedule and batch size, in one search."""
+"""The planner: partition, memory policy, replicas, and if requested schedule and batch size, in one search."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Sequence
-from difflib import get_close_matches
+from dataclasses import replace
 from math import inf
 
 from vpipe.cost import Profile, as_scheduled, for_batch_size
@@ -12,13 +13,10 @@ from vpipe.plan.advice import nothing_fits
 from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
-from vpipe.schedule import ASYNCHRONOUS, NAMES, SPLIT
+from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
 from vpipe.system.units import show_bytes
 
 AUTO = "auto"
-# Where two are equally fast the earlier is taken: synchronous ones train without stale weights. `pipedream` is
-# `vpipe` by another name.
-TRIED = ("1f1b", "zb-h1", "zb-v", "interleaved", "gpipe", "2bw", "vpipe")
 LARGEST = 64
 """How many times the profiled batch size is the largest that `auto` looks at."""
 
@@ -27,16 +25,16 @@ def plan(
     profile: Profile,
     ranks: int,
     memory: int | None = None,
-    schedule: str = "vpipe",
+    schedule: str | Schedule = "vpipe",
     minibatches: int | None = None,
     batch_size: int | str | None = None,
     chunks: int | None = None,
 ) -> PlanResult:
     """The fastest way to train on so many ranks within `memory` bytes each (default: the profiled device's).
 
-    `schedule` is a name, or 'auto' for the fastest of all that fit; `minibatches` are those of an update of the
-    synchronous ones (default: four for each rank); `batch_size` is the size of a minibatch (default: the
-    profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
+    `schedule` is a name, a table, or 'auto' for the fastest of all names that fit; `minibatches` are those of an
+    update of the synchronous ones (default: four for each rank); `batch_size` is the size of a minibatch (default:
+    the profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
     """
     memory = profile.device.memory if memory is None else memory
     for what, value in (
@@ -49,37 +47,41 @@ def plan(
             at_least_one(what, value)
     if not profile.blocks:
         raise VPipeError("the profile has no blocks: there is nothing to plan")
-    names = schedule_names(schedule)
+    kinds = kinds_of(schedule)
+    if isinstance(schedule, Schedule):
+        check_table(schedule, ranks, minibatches, chunks)
 
-    def task(name: str, size: int) -> Task:
-        made = Task(for_batch_size(profile, size), ranks, memory, name, minibatches, chunks)
-        return made._replace(profile=as_scheduled(made.profile, name in SPLIT, made.update_interval))
+    def task(kind: ScheduleKind, size: int) -> Task:
+        made = Task(for_batch_size(profile, size), ranks, memory, kind, minibatches, chunks)
+        return made._replace(profile=as_scheduled(made.profile, kind.splits_backward, made.update_interval))
 
     if isinstance(batch_size, str):
         if batch_size != AUTO:
             raise VPipeError(f"batch size {batch_size!r} is neither a number nor {AUTO!r}")
-        found = fastest_size(task, names, profile.batch_size)
+        found = fastest_size(task, kinds, profile.batch_size)
         size = 1
     else:
         size = profile.batch_size if batch_size is None else batch_size
         at_least_one("batch_size", size)
-        found = fastest_schedule([task(name, size) for name in names])
+        found = fastest_schedule([task(kind, size) for kind in kinds])
     if found is None and profile.device.graphs:
         raise VPipeError(
             f"no plan was found with stages on CUDA graphs in a memory of {memory} bytes ({show_bytes(memory)}): give "
             "more of it, more ranks or smaller minibatches, or leave cuda_graphs out, which take some of it"
         )
     if found is None:
-        raise VPipeError(nothing_fits([task(name, size) for name in names], profile))
+        raise VPipeError(nothing_fits([task(kind, size) for kind in kinds], profile))
     return found
 
 
-def fastest_size(task: Callable[[str, int], Task], names: Iterable[str], usual: int) -> PlanResult | None:
+def fastest_size(
+    task: Callable[[ScheduleKind, int], Task], kinds: Iterable[ScheduleKind], usual: int
+) -> PlanResult | None:
     """The best of all powers of two that fit, and of the sizes between its neighbours."""
 
     def at(size: int, limit: float = inf) -> PlanResult | None:
         """`limit`: seconds a sample."""
-        return fastest_schedule([task(name, size) for name in names], limit * size)
+        return fastest_schedule([task(kind, size) for kind in kinds], limit * size)
 
     found: list[PlanResult | None] = []
     size = 1
@@ -102,7 +104,7 @@ def fastest_schedule(tasks: Sequence[Task], limit: float = inf) -> PlanResult | 
     Asynchronous schedules go first: without bubbles they leave a limit that most others need not be searched under.
     """
     found: dict[str, PlanResult | None] = {}
-    for task in sorted(tasks, key=lambda task: task.schedule not in ASYNCHRONOUS):
+    for task in sorted(tasks, key=lambda task: task.kind.synchronous):
         result = found[task.schedule] = plan_schedule(task, limit)
         limit = limit if result is None else min(limit, result.seconds)
     return fastest(found[task.schedule] for task in tasks)
@@ -117,16 +119,38 @@ def fastest(results: Iterable[PlanResult | None]) -> PlanResult | None:
     return best
 
 
-def schedule_names(schedule: str) -> tuple[str, ...]:
-    if schedule == AUTO:
-        return TRIED
-    if schedule not in NAMES:
-        close = get_close_matches(schedule, NAMES, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ScheduleError(
-            f"unknown schedule {schedule!r}: {hint}choose {AUTO} or one of {', '.join(NAMES)}"
-        )
-    return (schedule,)
+def kinds_of(schedule: str | Schedule) -> list[ScheduleKind]:
+    """Those to be tried; of two that differ in their name only, the first."""
+    if isinstance(schedule, Schedule):
+        return [table_kind(schedule)]
+    if schedule != AUTO:
+        return [kind_of(schedule)]
+    different: dict[ScheduleKind, ScheduleKind] = {}
+    for kind in KINDS.values():
+        different.setdefault(replace(kind, name=""), kind)
+    return list(different.values())
+
+
+def check_table(table: Schedule, ranks: int, minibatches: int | None, chunks: int | None) -> None:
+    """Whether a table can be planned for so many ranks."""
+    stages = max(len(table.stages_of(rank)) for rank in range(table.num_ranks))
+    for what, value, own in (
+        ("ranks", ranks, table.num_ranks),
+        ("minibatches", minibatches, table.minibatches),
+        ("chunks", chunks, stages),
+    ):
+        if value not in (None, own):
+            raise ScheduleError(
+                f"{what} is {value}, but the table {table.name!r} is written for {own}: make the two equal"
+            )
+    places = sorted(set(table.placement))
+    for one, other in itertools.combinations(places, 2):
+        if not set(one).isdisjoint(other):
+            raise ScheduleError(
+                f"schedule {table.name!r} has a stage on ranks {', '.join(map(str, one))} and another on ranks "
+                f"{', '.join(map(str, other))}, which share some ranks but not all: it cannot be planned; "
+                "give the partition yourself"
+            )
 
 
 def at_least_one(what: str, value: object) -> None:

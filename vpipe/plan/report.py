@@ -1,4 +1,4 @@
-"""What `vpipe plan` prints: plain data, and a table of it."""
+"""The output of `vpipe plan`: plain data, and a table of it."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from typing import Any
 
 from rich.table import Table
 
-from vpipe.cost import RECOMPUTE, SWAP
+from vpipe.cost import KEEP, POLICIES, RECOMPUTE, SWAP
 from vpipe.plan.result import PlanResult, RankPlan, StagePlan
 from vpipe.system.units import show_bytes
+
+HEADS = {RECOMPUTE: "recomputed", SWAP: "swapped"}
 
 
 def describe(result: PlanResult) -> dict[str, Any]:
@@ -50,13 +52,14 @@ def describe(result: PlanResult) -> dict[str, Any]:
 
 def plan_table(result: PlanResult) -> Table:
     table = Table(title=headline(result), title_justify="left", caption_justify="left")
+    others = [name for name in POLICIES if name != KEEP]
     table.add_column("stage", justify="right")
     table.add_column("ranks", justify="right")
     table.add_column("blocks")
     table.add_column("time", justify="right")
     table.add_column(f"memory of {show_bytes(result.cap)}", justify="right")
-    table.add_column("recomputed", overflow="fold")
-    table.add_column("swapped", overflow="fold")
+    for policy in others:
+        table.add_column(HEADS.get(policy, policy), overflow="fold")
     table.add_column("limited by")
     slowest = max(position.seconds for position in result.positions)
     for position in result.positions:
@@ -66,8 +69,7 @@ def plan_table(result: PlanResult) -> Table:
             ", ".join(_blocks(stage) for stage in position.stages),
             f"{position.seconds * 1e3:.4g} ms" + (" *" if position.seconds == slowest else ""),
             f"{show_bytes(position.memory.total)} ({position.memory.total / result.cap:.0%})",
-            runs(_with_policy(position, RECOMPUTE)) or "-",
-            runs(_with_policy(position, SWAP)) or "-",
+            *(runs(_with_policy(position, policy)) or "-" for policy in others),
             position.limit,
         )
     table.caption = "* the slowest; times are of one minibatch, replicas taking turns"

@@ -14,11 +14,10 @@ from vpipe.plan.model import (
     stage_memory,
     stage_time,
 )
-from vpipe.plan.sharing import shared_times
-from vpipe.plan.windows import least_step
-from vpipe.schedule import ASYNCHRONOUS
+from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
+ROUNDING = 1 + 1e-9
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
 
@@ -56,7 +55,7 @@ class RankPlan:
 
 @dataclass(frozen=True)
 class PlanResult:
-    schedule: str
+    kind: ScheduleKind
     cap: int
     partition: tuple[int, ...]
     policies: tuple[str, ...]
@@ -81,8 +80,12 @@ class PlanResult:
         return sum(self.replicas)
 
     @property
+    def schedule(self) -> str:
+        return self.kind.name
+
+    @property
     def synchronous(self) -> bool:
-        return self.schedule not in ASYNCHRONOUS
+        return self.kind.synchronous
 
     def to_plan(self) -> Plan:
         """What is written to a file; the prediction's lists are by pipeline position."""
@@ -107,7 +110,7 @@ class PlanResult:
 
 def assemble(
     profile: Profile,
-    name: str,
+    kind: ScheduleKind,
     cap: int,
     minibatches: int | None,
     chunks: int | None,
@@ -130,7 +133,7 @@ def assemble(
     replicas = tuple(len(position.ranks) for position in planned)
     slowest = max(position.seconds for position in planned)
     return PlanResult(
-        name,
+        kind,
         cap,
         tuple(stage.slice.stop - stage.slice.start for stage in stages),
         tuple(policy for stage in stages for policy in stage.policies),
@@ -145,20 +148,44 @@ def assemble(
     )
 
 
+def shared_times(profile: Profile, ranks: Sequence[tuple[int, ...]], times: Sequence[Time]) -> list[Time]:
+    """The times of all positions, where ranks share the link to the host.
+
+    For each minibatch of the pipeline a link is busy for the sum of what its ranks copy, replicas taking turns; no
+    rank that copies can be quicker than that.
+    """
+    together = profile.device.shared_by
+    carried: dict[int, float] = {}
+    for own, time in zip(ranks, times, strict=True):
+        for rank in own:
+            link = rank // together
+            carried[link] = carried.get(link, 0.0) + time.host / len(own)
+    return [
+        time._replace(host=len(own) * max(carried[rank // together] for rank in own)) if time.host else time
+        for own, time in zip(ranks, times, strict=True)
+    ]
+
+
 def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:
     """With simulated seconds where ranks wait for each other: in a synchronous update, and where replicas take turns.
 
     None: it takes longer than `limit` for certain.
     """
+    table = result.kind.table
+    if table is not None:
+        found = simulate(profile, result.to_plan(), table)
+        return replace(result, seconds=found.step_time / found.update_interval)
     if not result.synchronous:
-        if max(result.replicas) == 1:
+        if max(result.replicas) == 1 and result.kind.holding is not None:
             return result
         few = LONG * max(16, result.ranks)
         period = result.batch_size / simulate(profile, result.to_plan(), None, few).samples_per_second
         return replace(result, seconds=max(result.seconds, period))
     minibatches = result.minibatches
     assert minibatches is not None
-    if least_step(profile, result.positions, minibatches) > limit:
+    busiest = max(position.time.compute / len(position.ranks) for position in result.positions)
+    # Where links differ, what a rank copies itself is not known here.
+    if not profile.links and busiest > limit * profile.device.crowding * ROUNDING:
         return None
     few = min(minibatches, LONG * max(16, result.ranks))
     step = simulate(profile, replace(result.to_plan(), minibatches=few)).step_time

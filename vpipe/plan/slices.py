@@ -14,10 +14,10 @@ from typing import Protocol
 import numpy as np
 
 from vpipe.cost import BlockCost, Profile
+from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice, actions, hop_seconds, host_bandwidth, reduce_seconds
-from vpipe.plan.policies import choose, least_memory
-from vpipe.plan.reach import Floor, Floors
+from vpipe.plan.stage_bounds import Floor, Floors
 from vpipe.plan.sums import Floats, Span, Sums, column
 
 
@@ -138,31 +138,32 @@ class TimeCosts(SliceCosts):
         sums, start, ends, rows = self.sums, span.start, span.ends, span.rows
         keeping = sums.keeping(span)
         need = keeping + sums.working[start : span.last] - self.memory
-        kept = sums.kept[ends] - sums.kept[start]
+        copyable = sums.copyable[ends] - sums.copyable[start]
         parameters = sums.parameters[ends] - sums.parameters[start] - sums.shared(span)
         spent = sums.update[ends] - sums.update[start] + self.reduce_byte[rows] * parameters
         spent = spent + self.versioned[rows] * (sums.version[ends] - sums.version[start])
         compute = sums.compute[ends] - sums.compute[start] + self.copies[start] + self.copies[ends]
         compute = compute + (spent + self.reduce_fixed[rows]) / self.per_update[rows] + self.runtime[rows]
-        longer = self.saving_seconds(span, need, np.minimum(compute * self.host, kept))
+        longer = self.saving_seconds(span, need, np.minimum(compute * self.host, copyable))
         fits = sums.least(span, keeping) <= self.memory
         return np.where(fits, (compute + longer) / self.replicas[rows], np.inf)
 
     def saving_seconds(self, span: Span, need: Floats, carried: Floats) -> Floats:
         """What saving so many bytes takes at least, where the link has `carried` so many by the end of the compute.
 
-        No less than by the best use of each second alone. And no less than if all of them went to recomputing and the
-        link, which carries more with each, were used instead of some of it: each byte saves so much more then.
+        Policies that copy (to the host) and those that do not are bounded apart. No less than by the best use of each
+        second alone. And no less than if all of them went to policies that do not copy, and the link, which carries
+        more with each, were used instead of some of it: each byte saves so much more then.
         """
         sums, start, rows = self.sums, span.start, span.rows
-        rate = sums.swap_rate[rows]
-        recomputing = np.maximum.accumulate(sums.efficiency[rows, start : span.last], axis=1)
-        swapping = np.minimum.accumulate(sums.swapping[start : span.last])
+        by_second = np.maximum.accumulate(sums.efficiency[rows, start : span.last], axis=1)
+        by_byte = np.maximum.accumulate(sums.copied_byte[rows, start : span.last], axis=1)
+        copying = np.minimum.accumulate(sums.copying[start : span.last])
         with np.errstate(divide="ignore", invalid="ignore"):
-            # Where nothing is recomputed, or swapping takes no time, products and quotients may be no numbers.
-            more = np.fmax(0.0, rate - swapping * recomputing)
-            best = np.fmax(recomputing, rate / swapping)
-            both = (need - more * carried) / (recomputing + more * self.host)
+            # Where no policy is of use, or copying takes no time, products and quotients may be no numbers.
+            more = np.fmax(0.0, by_byte - copying * by_second)
+            best = np.fmax(by_second, by_byte / copying)
+            both = (need - more * carried) / (by_second + more * self.host)
             return np.where(need > 0, np.fmax(np.maximum(0.0, need / best), both), 0.0)
 
     def solve(self, start: int, stop: int, load: int) -> tuple[float, list[str]]:

@@ -3,9 +3,9 @@
 Dynamic programming over (ranks, blocks) that are left: what a stage costs depends on the ranks from it to the end
 and on its own replicas, not on how the others are cut. Under a limit, a pass from the front with lower bounds only
 says which states any plan below the limit can go through; a pass from the back then settles those, asking for an
-exact cost only where its bound is the best on offer. The limit starts at a bound for all plans (`reach.py`, which also
-tells states that need not be looked at) and grows until there is a plan below it. A last pass evens out the other
-stages: the least sum of squares under the best maximum.
+exact cost only where its bound is the best on offer. The limit starts at a bound for all plans (`stage_bounds.py`,
+which also tells states that need not be looked at) and grows until there is a plan below it. A last pass evens out the
+other stages: the least sum of squares under the best maximum.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ import numpy as np
 
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice
-from vpipe.plan.reach import Moves, all_moves, furthest, least_limit, reach
 from vpipe.plan.slices import CostFunction
+from vpipe.plan.stage_bounds import Moves, all_moves, furthest, least_limit, stage_bounds
 from vpipe.plan.sums import Floats, Span
 
 ROUNDING = 1 + 1e-9
@@ -56,45 +56,6 @@ def search(
     return None
 
 
-def is_below(costs: CostFunction, blocks: int, limit: float) -> bool:
-    """Whether there are stages of which none costs more than `limit`; the first that are found will do."""
-    moves = all_moves(costs.loads)
-    reached = forward(costs, moves, blocks, limit)
-    if reached[0, blocks] > limit:
-        return False
-    floors = costs.floors.under(limit)
-    band, stops = reach(moves, floors, blocks), furthest(floors)
-
-    def stages_at(behind: int, start: int) -> Iterator[tuple[int, int]]:
-        """Where those of the limit lead to: first to where most is left of what the ranks behind can do."""
-        move = moves[behind]
-        if move is None:
-            return
-        span = Span(start, int(stops[start]), move.loads)
-        own = stage_costs(costs, costs.bounds(span), move, behind, span)
-        ends = np.arange(start + 1, span.last + 1)
-        spare = ends - band.near[move.left][:, None]
-        possible = (own <= limit) & (spare >= 0) & ((move.left > 0)[:, None] ^ (ends == blocks))
-        rows, columns = np.nonzero(possible)
-        for place in np.argsort(-spare[rows, columns], kind="stable"):
-            row, stop = rows[place], start + 1 + int(columns[place])
-            if costs.exact(start, stop, int(move.loads[row])) <= limit:
-                yield int(move.left[row]), stop
-
-    seen = {(costs.loads.ranks, 0)}
-    path = [stages_at(costs.loads.ranks, 0)]
-    while path:
-        state = next(path[-1], None)
-        if state == (0, blocks):
-            return True
-        if state is None:
-            path.pop()
-        elif state not in seen:
-            seen.add(state)
-            path.append(stages_at(*state))
-    return False
-
-
 def stage_costs(costs: CostFunction, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
     """By move and stop: the stage's own cost, or that of its cuts."""
     cuts = np.maximum(costs.cuts[behind, span.start], costs.cuts[move.left, span.ends])
@@ -109,13 +70,13 @@ class _States:
     ) -> None:
         self.costs, self.moves, self.reached, self.limit = costs, moves, reached, limit
         floors = costs.floors.under(limit)
-        self.band, self.stops = reach(moves, floors, blocks), furthest(floors)
+        self.band, self.stops = stage_bounds(moves, floors, blocks), furthest(floors)
 
     def at(self, start: int) -> Iterator[tuple[int, Moves, Span, Floats]]:
         """Those at a block: ranks left, moves, the slices that they may have, and bounds of all of these."""
         come, last = self.reached[:, start], int(self.stops[start])
         matter = np.isfinite(come) & (come <= self.limit)
-        matter &= (self.band.near <= start) & (start <= self.band.far)
+        matter &= (self.band.earliest <= start) & (start <= self.band.latest)
         wanted = [(int(behind), move) for behind in np.flatnonzero(matter) if (move := self.moves[behind])]
         if wanted and last > start:
             span = Span(start, last, np.unique(np.concatenate([move.loads for _, move in wanted])))

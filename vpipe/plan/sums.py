@@ -8,10 +8,10 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from vpipe.cost import Profile
+from vpipe.cost import POLICIES, Profile, input_bytes
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import copies
-from vpipe.plan.reach import Floor
+from vpipe.plan.stage_bounds import Floor
 
 Floats = npt.NDArray[np.float64]
 Rows = npt.NDArray[np.int64]
@@ -38,38 +38,55 @@ class Sums:
         kept = np.array([block.kept_bytes for block in blocks], dtype=float)
         boundary = np.array([block.boundary_bytes for block in blocks], dtype=float)
         entered = np.concatenate([[0.0], boundary[:-1]])
-        forward = np.array([block.forward for block in blocks])
-        again = np.array([block.again for block in blocks])
         self.kept = _before(kept)
-        self.compute = _before(forward + np.array([block.backward for block in blocks]))
+        self.compute = _before([block.forward + block.backward for block in blocks])
         self.update = _before([block.update for block in blocks])
         self.version = _before([block.version for block in blocks])
         self.parameters = _before([block.parameter_bytes for block in blocks])
         self.buffers = 2 * np.concatenate([entered, [0.0]])  # of the cut before each block; none at the ends
-        in_flight = column(load.in_flight for load in loads.loads)
-        self.in_flight = in_flight
-        lying = column(profile.device.lying(load.in_flight) for load in loads.loads)
-        self.swap_rate = np.maximum(0.0, in_flight - lying)
+        self.in_flight = in_flight = column(load.in_flight for load in loads.loads)
         self.deferred = _before([block.deferred for block in blocks])
         self.waiting = column(load.waiting for load in loads.loads)
-        saved = np.maximum(0.0, in_flight * (kept - entered))
-        with np.errstate(divide="ignore"):
-            self.efficiency = np.where(saved > 0, saved / np.where(saved > 0, again, 1.0), 0.0)
-        taken = np.array([block.swapping for block in blocks])
-        self.swapping = np.where(kept > 0, taken / np.where(kept > 0, kept, 1.0), np.inf)  # of a byte
-        self.savable = _before(np.maximum(saved, self.swap_rate * kept))
         self.split = column(load.split for load in loads.loads)
         self.fresh = column(load.fresh for load in loads.loads)
         self.asynchronous = column(load.asynchronous for load in loads.loads)
         self.updating = _before([block.update_bytes for block in blocks])
-        swapped = (in_flight - self.swap_rate - 1) * kept
-        self.others = _before(np.minimum((in_flight - 1) * np.minimum(kept, entered), swapped))
-        # A backward begins with the slice's last block: that lies there whole then, and what it makes for itself.
+        # By load and block, the best that any policy offers.
+        shape = (len(loads.loads), len(blocks))
+        least, others, begun = (np.full(shape, np.inf) for _ in range(3))
+        self.efficiency, self.copied_byte = (
+            np.zeros(shape),
+            np.zeros(shape),
+        )  # saved, by second or copied byte
+        self.copying, copyable = np.full(len(blocks), np.inf), np.zeros(len(blocks))
+        for policy in POLICIES.values():
+            lying = column(policy.minibatches(profile.device, load.in_flight) for load in loads.loads)
+            lying = np.minimum(lying, in_flight)
+            inputs = [input_bytes(blocks, number) for number in range(len(blocks))]
+            held, rebuilt = (
+                np.array([ask(*both) for both in zip(blocks, inputs, strict=True)], dtype=float)
+                for ask in (policy.held, policy.rebuilt)
+            )
+            seconds = np.array([policy.seconds(block) for block in blocks])
+            copied = np.array([policy.copied(block) for block in blocks], dtype=float)
+            saved = np.maximum(0.0, in_flight * kept - lying * held)
+            with np.errstate(divide="ignore", invalid="ignore"):
+                by_second = np.where((saved > 0) & (copied == 0), saved / seconds, 0.0)
+                by_byte = np.where(copied > 0, saved / copied, 0.0)
+                spent = np.where(copied > 0, seconds / copied, np.inf)
+            self.efficiency = np.maximum(self.efficiency, by_second)
+            self.copied_byte = np.maximum(self.copied_byte, by_byte)
+            self.copying = np.minimum(self.copying, spent)
+            copyable = np.maximum(copyable, copied)
+            least = np.minimum(least, lying * held)
+            others = np.minimum(others, (lying - 1) * held)
+            begun = np.minimum(begun, lying * held + rebuilt)
+        self.copyable = _before(copyable)
+        self.savable = _before(in_flight * kept - least)
+        self.others = _before(others)
+        # A backward begins with the slice's last block: that is there whole then, and what it makes for itself.
         self.working = np.array([block.working_bytes for block in blocks], dtype=float)
-        bare = in_flight * kept - np.maximum(saved, self.swap_rate * kept)
-        begun = np.minimum(in_flight * kept, (in_flight - self.swap_rate) * kept)
-        begun = np.minimum(begun, (in_flight - 1) * np.minimum(kept, entered) + kept)
-        self.last = begun - bare + self.working
+        self.last = begun - least + self.working
         self.copies = column(copies(profile, load) for load in loads.loads)
         self.profile = profile
         own = np.array([block.parameter_bytes for block in blocks], dtype=float)

@@ -3,23 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 from typing import NamedTuple
 
 from vpipe.cost import Profile
 from vpipe.plan.chunks import PositionHolding, search_chunks
 from vpipe.plan.loads import (
-    AT_ONCE,
-    CHUNKED,
-    EVEN,
     Loads,
     equal_loads,
-    even_loads,
+    in_line,
+    line_loads,
+    loads_by_place,
+    planned_interval,
     schedule_loads,
-    staircase_loads,
-    two_versions_interval,
 )
 from vpipe.plan.moments import schedule_moments
-from vpipe.schedule import ASYNCHRONOUS, build
+from vpipe.schedule import Schedule, ScheduleKind
 
 SMALL = 1000
 """Ranks times blocks."""
@@ -31,21 +30,31 @@ class Task(NamedTuple):
     profile: Profile
     ranks: int
     memory: int
-    schedule: str
+    kind: ScheduleKind
     minibatches: int | None
     chunks: int | None
 
     @property
+    def schedule(self) -> str:
+        return self.kind.name
+
+    @property
     def update(self) -> int:
         """Minibatches of a synchronous update."""
-        return self.minibatches or 4 * self.ranks
+        table = self.kind.table
+        return (table.minibatches if table else self.minibatches) or 4 * self.ranks
 
     @property
     def update_interval(self) -> int:
         """Minibatches of an update of this schedule."""
-        if self.schedule not in ASYNCHRONOUS:
-            return self.update
-        return two_versions_interval(self.ranks) if self.schedule == "2bw" else 1
+        if self.kind.table is not None:
+            return self.kind.table.update_interval
+        return self.update if self.kind.synchronous else planned_interval(self.kind, self.ranks)
+
+    @property
+    def in_line(self) -> bool:
+        """Whether each rank holds one stage."""
+        return self.kind.holding is not None or in_line(schedule_of(self, 1 if self.ranks == 1 else 2, 1))
 
     @property
     def small(self) -> bool:
@@ -55,11 +64,15 @@ class Task(NamedTuple):
     @property
     def quick(self) -> bool:
         """Whether there is time to try other ranks and batch sizes."""
-        return self.small or self.schedule not in CHUNKED
+        return self.kind.table is None and (self.small or self.in_line)
 
 
 def divisors(task: Task) -> list[int]:
     """The numbers of positions that leave equally many replicas to each, at most one for each minibatch."""
+    if task.kind.table is not None:
+        return [len(set(task.kind.table.placement))]
+    if task.kind.replicas == "one":
+        return [task.ranks]
     return [
         positions
         for positions in range(1, min(task.ranks, len(task.profile.blocks)) + 1)
@@ -67,18 +80,36 @@ def divisors(task: Task) -> list[int]:
     ]
 
 
+def schedule_of(task: Task, positions: int, replicas: int | None = None) -> Schedule:
+    """The schedule with equally many replicas on each of these positions; a table is as it is."""
+    count = task.ranks // positions if replicas is None else replicas
+    minibatches = task.update if task.kind.synchronous else None
+    return _built(task.kind, positions, count, minibatches, task.chunks if task.kind.any_chunks else None)
+
+
+@lru_cache(maxsize=64)
+def _built(
+    kind: ScheduleKind, positions: int, replicas: int, minibatches: int | None, chunks: int | None
+) -> Schedule:
+    return kind.build(positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
+
+
 def loads_of(task: Task) -> Iterable[Loads]:
-    if task.schedule not in EVEN:
-        # Among equal replicas they need less memory.
-        equal = divisors(task)[::-1] if task.schedule in AT_ONCE else []
-        return [
-            *(equal_loads(task.schedule, task.ranks, task.ranks // one, task.update) for one in equal),
-            staircase_loads(task.schedule, task.ranks, task.update),
-        ]
+    """The layouts with a stage on each rank."""
+    kind = task.kind
+    if kind.holding is None:
+        return [line_loads(schedule_of(task, positions)) for positions in divisors(task)]
+    # Among equal replicas gradients are fresh, which needs less memory.
+    equal = divisors(task)[::-1] if updates_at_once(task) else []
     return [
-        even_loads(task.schedule, positions, task.ranks // positions, task.update)
-        for positions in divisors(task)
+        *(equal_loads(kind, task.ranks, task.ranks // positions, task.update) for positions in equal),
+        loads_by_place(kind, task.ranks, task.update),
     ]
+
+
+def updates_at_once(task: Task) -> bool:
+    """Whether an update follows every minibatch of a rank, if all stages have as many replicas."""
+    return not task.kind.synchronous and task.update_interval == 1
 
 
 def equal_loads_of(task: Task) -> Iterable[Loads]:
@@ -87,22 +118,19 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     By sums uneven replicas make stages of equal length. But they wait for each other, which only a simulation tells,
     and then one of these may be quicker. Asynchronous replicas wait in any case.
     """
-    if task.schedule in EVEN or task.schedule in AT_ONCE:
+    if task.kind.holding is None or updates_at_once(task):
         return []
-    ends = {task.ranks} if task.schedule in ASYNCHRONOUS else {task.ranks, 1}
+    ends = {task.ranks, 1} if task.kind.synchronous else {task.ranks}
     return [
-        equal_loads(task.schedule, task.ranks, task.ranks // positions, task.update)
+        equal_loads(task.kind, task.ranks, task.ranks // positions, task.update)
         for positions in divisors(task)
         if positions in ends
     ]
 
 
 def seats_of(task: Task, positions: int) -> list[PositionHolding]:
-    replicas = task.ranks // positions
-    chunks = task.chunks if task.schedule == "interleaved" else None
-    schedule = build(task.schedule, positions, task.update, chunks=chunks, replicas=[replicas] * positions)
-    loads = schedule_loads(task.schedule, positions, replicas, task.update, chunks)
-    moments = schedule_moments(task.schedule, positions, replicas, task.update, chunks)
+    schedule = schedule_of(task, positions)
+    loads, moments = schedule_loads(schedule), schedule_moments(schedule)
     return search_chunks(task.profile, schedule.placement, loads, moments, task.memory) or []
 
 

@@ -32,7 +32,7 @@ COMMUNICATION = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B, Op.REDUCE
 
 PATTERN = re.compile(r"(\d+)(" + "|".join(sorted(Op.__members__, key=len, reverse=True)) + r")(\d+)")
 MOST_DIGITS = 9
-"""Of a stage or a minibatch: more are a slip of the pen, and nobody would live to see the end of it."""
+"""Of a stage or a minibatch; a longer number is a typing error."""
 
 
 class Action(NamedTuple):

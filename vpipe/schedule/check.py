@@ -1,4 +1,4 @@
-"""The check: a schedule that could not be run is refused before any process starts, with the place shown."""
+"""The check of a schedule before any process starts: one that cannot run is refused, with the place shown."""
 
 from __future__ import annotations
 
@@ -16,10 +16,6 @@ from vpipe.schedule.program import Exists, Order, Schedule
 from vpipe.schedule.rules import Rules
 from vpipe.schedule.walk import Deadlock, Event, Wait, walk
 
-BUFFER = 1
-"""The least that a channel holds, and enough for chains; what skips stages may need up to one a stage."""
-
-
 Done = dict[Action, Action]
 """What a rank has done, and in which action: a B does an I and a W."""
 
@@ -32,14 +28,17 @@ class ScheduleFault(NamedTuple):
     what: str
 
 
-def check(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, buffer: int = BUFFER) -> None:
+def check(
+    schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, buffer: int | None = None
+) -> None:
     """Raises `ScheduleError`, with the grid drawn and the place marked, for a schedule that cannot run.
 
     Every minibatch must pass every stage once, in order, on the right rank; each message must be sent and
-    received once; no rank may wait for ever. `buffer` is how many messages a channel holds before a send has
-    to wait. A lazy schedule repeats itself, so only its beginning is looked at.
+    received once; no rank may wait for ever; no backward may stand before the STEP of an earlier update, which would
+    get its gradients. `buffer` is how many messages a channel holds before a send has to wait (default: as many as
+    at run time). A lazy schedule repeats itself, so only its beginning is looked at.
     """
-    total = beginning(schedule)
+    total = schedule.representative
     lowered = schedule if schedule.lowered else lower(schedule, edges)
     rules = Rules(lowered, edges)
     exists = range(total).__contains__
@@ -49,7 +48,7 @@ def check(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, bu
     events: list[Event] = []
     waits: list[Wait] = []
     try:
-        for event in walk(sound, edges=rules.edges, buffer=buffer, exists=exists):
+        for event in walk(sound, edges=rules.edges, buffer=buffer or schedule.buffer, exists=exists):
             events.append(event)
     except Deadlock as deadlock:
         waits = deadlock.waits
@@ -64,15 +63,6 @@ def check(schedule: Schedule, edges: Iterable[tuple[int, int]] | None = None, bu
     raise ScheduleError(
         f"schedule {schedule.name!r} cannot run: {message}\n{draw_marked(schedule, events, marks)}"
     )
-
-
-def beginning(schedule: Schedule) -> int:
-    """As many minibatches of a lazy schedule as show its start, its steady state and its end."""
-    interval = 0 if schedule.synchronous else schedule.update_interval
-    enough = schedule.num_ranks + schedule.num_stages + 2 * interval
-    if schedule.minibatches is None:
-        return enough
-    return min(schedule.minibatches, enough) if schedule.lazy else schedule.minibatches
 
 
 def cut(order: Order, ends: Mapping[int, int | None], rank: int, exists: Exists) -> Iterator[Action]:
@@ -117,6 +107,12 @@ def misplaced(
         for source, needed in rules.dependencies(action, rank):
             if source == rank and needed not in done:
                 unmet.append((index, action, needed))
+        if action.op is Op.B or action.op is Op.W:
+            earlier = Action(action.stage, Op.STEP, rules.group(action.minibatch).start - 1)
+            if earlier.minibatch >= 0 and earlier not in done:
+                yield ScheduleFault(
+                    rank, index, action, f"stands before {earlier}, which would get its gradients"
+                )
         for part in (Op.I, Op.W) if action.op is Op.B else (action.op,):
             if action._replace(op=part) in done:
                 yield ScheduleFault(rank, index, action, "runs twice")

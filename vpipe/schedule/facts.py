@@ -8,12 +8,14 @@ its B or W.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import COMMUNICATION, COMPUTE, Action, Op
 from vpipe.schedule.lowering import lower
 from vpipe.schedule.program import Schedule
+from vpipe.schedule.steady import steady_bubble
 from vpipe.schedule.walk import Cost, unit_cost, walk
 
 
@@ -34,6 +36,13 @@ def bubble(schedule: Schedule, cost: Cost = unit_cost) -> float:
             busy += event.end - event.start
         end = max(end, event.end)
     return 1 - busy / (end * schedule.num_ranks) if end else 0.0
+
+
+def show_bubble(schedule: Schedule) -> str:
+    steady = steady_bubble(schedule)
+    return f"bubble {bubble(schedule):.1%}" + (
+        "" if steady is None else f", {steady:.1%} in the steady state"
+    )
 
 
 def holdings(schedule: Schedule) -> list[Holding]:
@@ -70,6 +79,37 @@ def holding(actions: Iterable[Action]) -> Holding:
     return Holding(in_flight, versions, staleness)
 
 
+def makes_versions(schedule: Schedule, stage: int) -> bool:
+    """Whether minibatches are in flight when the stage updates; an endless schedule's first updates tell."""
+    if schedule.synchronous:
+        return False
+    in_flight = updates = 0
+    for action in schedule.program(schedule.placement[stage][0]):
+        if action.stage == stage:
+            in_flight += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
+            updates += action.op is Op.STEP
+            if action.op is Op.STEP and (in_flight or (schedule.lazy and updates == 3)):
+                return in_flight > 0
+    return False
+
+
+def fresh_gradients(schedule: Schedule) -> bool:
+    """Whether an update follows every backward of every rank, so that each finds no gradients of an earlier one."""
+    counts = {len(ranks) for ranks in schedule.placement}
+    return not schedule.synchronous and counts == {schedule.update_interval} and not splits_backward(schedule)
+
+
+def splits_backward(schedule: Schedule) -> bool:
+    """Whether backward runs in two parts; of a generated schedule the last stage's first backward tells."""
+    if not schedule.lazy:
+        return any(
+            action.op is Op.I for rank in range(schedule.num_ranks) for action in schedule.program(rank)
+        )
+    last = schedule.num_stages - 1
+    ops = (action.op for action in schedule.program(schedule.placement[last][0]) if action.stage == last)
+    return next((op for op in ops if op in (Op.B, Op.I)), Op.B) is Op.I
+
+
 def describe(schedule: Schedule, communication: bool = False) -> dict[str, object]:
     """What `vpipe schedule --json` prints; with `communication`, sends, receives and reductions too."""
     shown = lower(schedule) if communication and not schedule.lowered else schedule
@@ -84,10 +124,16 @@ def describe(schedule: Schedule, communication: bool = False) -> dict[str, objec
         "placement": [list(ranks) for ranks in schedule.placement],
         "ranks": [[str(action) for action in program if action.op not in hidden] for program in programs],
         "bubble": bubble(schedule),
+        "steady_bubble": steady_bubble(schedule),
         "in_flight": [stage.in_flight for stage in held],
         "versions": [stage.versions for stage in held],
         "staleness": [stage.staleness for stage in held],
     }
+
+
+def sample(schedule: Schedule) -> Schedule:
+    """The schedule itself or, of an endless one, so much of it as shows what it ever holds."""
+    return schedule if schedule.minibatches else replace(schedule, minibatches=schedule.representative)
 
 
 def finite(schedule: Schedule) -> Schedule:

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import lcm
 from typing import Protocol
 
 from vpipe.errors import ScheduleError
-from vpipe.schedule.action import Action
+from vpipe.schedule.action import UPDATE, Action, Op
 
 Exists = Callable[[int], bool]
 Edges = frozenset[tuple[int, int]]
+Placement = tuple[tuple[int, ...], ...]
 
 
 class Order(Protocol):
@@ -25,7 +27,7 @@ class Schedule:
     """Pure data, but for `order`: the programs of an endless run cannot be listed, so they are generated."""
 
     name: str
-    placement: tuple[tuple[int, ...], ...]
+    placement: Placement
     """The ranks that hold each stage: several are replicas; one rank may hold several stages."""
     minibatches: int | None
     """None: as many as the data has (asynchronous schedules only)."""
@@ -73,21 +75,71 @@ class Schedule:
             )
         return self.order(rank, exists or self.exists)
 
-    @property
-    def lag(self) -> int:
-        """After how many updates everything that stage 0 did for an update is known to all.
+    @cached_property
+    def representative(self) -> int:
+        """As many minibatches of a lazy schedule as show its start, its steady state and its end."""
+        interval = 0 if self.synchronous else self.update_interval
+        enough = self.num_ranks + self.num_stages + 2 * interval
+        if self.minibatches is None:
+            return enough
+        return min(self.minibatches, enough) if self.lazy else self.minibatches
 
-        Stage 0 starts a minibatch only when the one that many places before it has come back.
+    @cached_property
+    def lag(self) -> int:
+        """After how many updates all that any stage did for an update is known to every rank; 0 if synchronous.
+
+        Who makes update u has run all its minibatches backward. Their forwards stand, in the program of each rank
+        that they came from, behind the STEP of update u - lag.
         """
         if self.synchronous:
             return 0
-        ranks = [len(ranks) for ranks in self.placement]
-        under_way = -(-sum(ranks) // ranks[0]) * ranks[0]
-        return -(-under_way // self.update_interval)
+        return max(self._lag_of(stage, rank) for stage, ranks in enumerate(self.placement) for rank in ranks)
+
+    def _lag_of(self, stage: int, rank: int) -> int:
+        total, interval = self.representative, self.update_interval
+        made = lag = reached = 0
+        before: dict[int, int] = {}  # update: those that stand before the last forward for it
+        # A generated program repeats itself once it updates: all is seen when all replicas have had their turns.
+        enough = 1 + lcm(interval, *map(len, self.placement)) // interval if self.lazy else total
+        for own, op, minibatch in self.program(rank, range(total).__contains__):
+            if own == stage and op is Op.F:
+                before[minibatch // interval] = made
+            elif own == stage and op is Op.STEP:
+                made += 1
+                if made > enough:
+                    break
+        # Forwards for the last update are seen in part only, if the program goes on.
+        ends = total // interval if self.lazy else -(-total // interval)
+        for update in range(min(ends, max(before, default=0)) if made > enough else ends):
+            reached = max(reached, before.get(update, 0))
+            lag = max(lag, update + 1 - reached)
+        return lag
+
+    @property
+    def buffer(self) -> int:
+        """Messages of one tensor that a channel has room for, so that a full pipeline never waits for it."""
+        return 2 * self.num_stages
 
     @property
     def exists(self) -> Exists:
         return always if self.minibatches is None else range(self.minibatches).__contains__
+
+
+def shortened(schedule: Schedule, minibatches: int) -> Schedule:
+    """The same programs without the minibatches that do not exist: what could run with them can without them."""
+    order = partial(_shortened, schedule.order, minibatches, schedule.update_interval)
+    interval = (
+        min(schedule.update_interval, minibatches) if schedule.synchronous else schedule.update_interval
+    )
+    return replace(schedule, minibatches=minibatches, update_interval=interval, order=order)
+
+
+def _shortened(order: Order, minibatches: int, interval: int, rank: int, exists: Exists) -> Iterator[Action]:
+    for action in order(rank, exists):
+        if action.minibatch < minibatches:
+            yield action
+        elif action.op in UPDATE and action.minibatch // interval * interval < minibatches:
+            yield action._replace(minibatch=minibatches - 1)  # an update of fewer
 
 
 def always(minibatch: int) -> bool:

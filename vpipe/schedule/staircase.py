@@ -15,12 +15,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
+from vpipe.errors import ScheduleError
 from vpipe.schedule.action import Action, Op
-from vpipe.schedule.program import Exists
-
-Placement = tuple[tuple[int, ...], ...]
+from vpipe.schedule.kind import PipelineShape, PlaceHolding, ScheduleKind
+from vpipe.schedule.program import Exists, Placement, Schedule
 
 
 def depths(replicas: Sequence[int]) -> list[int]:
@@ -37,7 +38,7 @@ def staircase(
     """One rank's program; `depth` None is endless, `interval` the number of minibatches of an update."""
     F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     make = partial(tuple.__new__, Action)  # as Action(...) does, without its detour
-    stage, replica = seat(placement, rank)
+    stage, replica = stage_of(placement, rank)
     count = len(placement[stage])
     forward = backward = replica
     group_end = (backward // interval + 1) * interval
@@ -72,7 +73,7 @@ def staircase(
         yield Action(stage, Op.STEP, last)
 
 
-def seat(placement: Placement, rank: int) -> tuple[int, int]:
+def stage_of(placement: Placement, rank: int) -> tuple[int, int]:
     """The stage of `rank`, and its place among the stage's replicas."""
     return next((stage, ranks.index(rank)) for stage, ranks in enumerate(placement) if rank in ranks)
 
@@ -89,3 +90,50 @@ def last_existing(minibatch: int, exists: Exists) -> int:
     while exists(minibatch + 1):
         minibatch += 1
     return minibatch
+
+
+def make(ahead: bool, split: bool, shape: PipelineShape) -> Schedule:
+    """`ahead`: whether a stage runs only as many minibatches ahead as keep the ranks behind it busy."""
+    depth = depths(shape.replicas) if ahead else None
+    return shape.schedule(partial(staircase, shape.placement, depth, split, shape.update_interval))
+
+
+def all_held(ranks: int, behind: int, replicas: int, minibatches: int, interval: int) -> PlaceHolding:
+    return PlaceHolding(minibatches)
+
+
+def depth_held(ranks: int, behind: int, replicas: int, minibatches: int, interval: int) -> PlaceHolding:
+    return PlaceHolding(min(minibatches, -(-behind // replicas)))
+
+
+def stale_held(ranks: int, behind: int, replicas: int, minibatches: int, interval: int) -> PlaceHolding:
+    """As many minibatches pass a rank before the first comes back as there are ranks behind it.
+
+    They lie `replicas` apart, and there is a version for each update that is made between the first and the last.
+    """
+    in_flight = -(-behind // replicas)
+    span = (in_flight - 1) * replicas
+    versions = 1 + -(-span // max(interval, replicas))
+    return PlaceHolding(in_flight, versions, lag=1 + -(-(ranks - 1) // interval))
+
+
+def two_versions(replicas: Sequence[int], wanted: int | None) -> int:
+    """The interval of 2BW: two versions are enough if all that was in flight at an update is done at the next one."""
+    ahead = (count * depth for count, depth in zip(replicas, depths(replicas), strict=True))
+    smallest = max(*replicas, *ahead)
+    if wanted is not None and wanted < smallest:
+        raise ScheduleError(
+            f"update_interval {wanted} is too short for two versions of the weights: "
+            f"with these stages schedule '2bw' needs at least {smallest}"
+        )
+    return wanted or max(len(replicas), smallest)
+
+
+GPIPE = ScheduleKind(
+    "gpipe", synchronous=True, make=partial(make, False, False), replicas="any", holding=all_held
+)
+ONE_F_ONE_B = replace(GPIPE, name="1f1b", make=partial(make, True, False), holding=depth_held)
+ZB_H1 = replace(GPIPE, name="zb-h1", make=partial(make, True, True), holding=None)
+VPIPE = replace(ONE_F_ONE_B, name="vpipe", synchronous=False, holding=stale_held)
+PIPEDREAM = replace(VPIPE, name="pipedream")
+TWO_BW = replace(VPIPE, name="2bw", interval=two_versions)

@@ -3,8 +3,8 @@
 Each rank runs its program in order, one action at a time; an action starts when its rank is free and all that
 the rules ask for is done. Only what is still needed is remembered, so an endless schedule can be walked.
 
-`done[number][minibatch]` is when the first end of a tie (`ties.py`) was done; until then, where a rank already
-waits for that, it is -1 - rank. A tie has exactly one reader, with whose start it is forgotten.
+`done[number][minibatch]` is when the action that a dependency (`dependencies.py`) starts from has ended; until then,
+where a rank already waits for it, it is -1 - rank. A dependency has one reader and is deleted when that one starts.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import UPDATE, Action, Op
+from vpipe.schedule.dependencies import DependencyTables
 from vpipe.schedule.program import Exists, Schedule
 from vpipe.schedule.rules import Channel, Rules
-from vpipe.schedule.ties import TieTables
 
 Cost = Callable[[Action], float]
 Transit = Callable[[Action, int, float], float]
@@ -111,8 +111,8 @@ class _Walk:
         self.programs = [schedule.program(rank, exists) for rank in range(schedule.num_ranks)]
         self.pending: list[Action | None] = [None] * schedule.num_ranks
         self.interval = schedule.update_interval
-        self.ties = TieTables(schedule, rules)
-        self.done: list[dict[int, float]] = [{} for _ in range(len(self.ties))]
+        self.dependencies = DependencyTables(schedule, rules)
+        self.done: list[dict[int, float]] = [{} for _ in range(len(self.dependencies))]
         # Ranks that wait for room in a channel, or for the other ranks of a stage.
         self.waiting: dict[object, list[int]] = {}
         # For each stage how many W of a group a replica has done, by group * replicas + replica;
@@ -124,8 +124,9 @@ class _Walk:
         self.places: dict[Channel, deque[float]] = {}
 
     def events(self, transit: Transit | None, hold: Hold | None, by_start: bool) -> Iterator[Event]:
-        # This loop is the price of every action of a simulation: names are local, and little is called.
-        programs, pending, ties, period = self.programs, self.pending, self.ties.phases, self.rules.period
+        # Runs once for each action of a simulation: names are local, and calls are few.
+        programs, pending = self.programs, self.pending
+        dependencies, period = self.dependencies.phases, self.rules.period
         done, gathered, interval = self.done, self.gathered, self.interval
         cost, make_event = self.cost, partial(tuple.__new__, Event)
         replicas = [len(ranks) for ranks in self.schedule.placement]
@@ -135,7 +136,7 @@ class _Walk:
         # Ranks that can go on, by start or by tile, and what each would do.
         timed: list[tuple[float, int]] = []
         tiled: list[int] = []
-        starts, found = [0.0] * len(programs), [ties[0][0][F]] * len(programs)
+        starts, found = [0.0] * len(programs), [dependencies[0][0][F]] * len(programs)
         rank, ranks, last = -1, len(programs), self.schedule.num_stages - 1
         turned = list(range(len(programs)))
         waiters = [-1.0 - number for number in turned]
@@ -150,11 +151,11 @@ class _Walk:
                     continue
                 stage, op, minibatch = action
                 start = free[number]
-                tied = ties[minibatch % period][stage][op]
-                for tie in tied[0]:
-                    time = done[tie].get(minibatch)
+                own = dependencies[minibatch % period][stage][op]
+                for dependency in own[0]:
+                    time = done[dependency].get(minibatch)
                     if time is None:
-                        done[tie][minibatch] = waiters[number]
+                        done[dependency][minibatch] = waiters[number]
                         break
                     if time > start:
                         start = time
@@ -163,7 +164,7 @@ class _Walk:
                         group = minibatch // interval
                         if gathered[stage].get(group) != minibatch + 1 - group * interval:
                             continue  # for good: what is missing stands later in the same program
-                    elif not tied[3]:
+                    elif not own[3]:
                         gate = self.gate(number, action)
                         if gate is None:
                             continue
@@ -172,7 +173,7 @@ class _Walk:
                     if number == rank and not by_start:
                         goes_on = True
                         continue
-                    starts[number], found[number] = start, tied
+                    starts[number], found[number] = start, own
                     if by_start:
                         heappush(timed, (start, number))
                     else:
@@ -185,28 +186,28 @@ class _Walk:
                     rank = heappop(tiled) % ranks
                 else:
                     break
-                start, tied, action = starts[rank], found[rank], pending[rank]
+                start, own, action = starts[rank], found[rank], pending[rank]
                 assert action is not None
                 stage, op, minibatch = action
             assert action is not None
-            needs, makes, sends, computes = tied
-            for tie in needs:
-                del done[tie][minibatch]
+            needs, makes, sends, computes = own
+            for dependency in needs:
+                del done[dependency][minibatch]
             if hold is not None:
                 start = hold(rank, action, start)
             end = start + cost(action)
             yield make_event((rank, action, start, end))
             turned = []
-            for tie in makes:
-                waiter = done[tie].get(minibatch)
+            for dependency in makes:
+                waiter = done[dependency].get(minibatch)
                 if waiter is not None:
                     turned.append(-1 - int(waiter))
-                done[tie][minibatch] = end
-            for tie, reader in sends:
-                waiter = done[tie].get(minibatch)
+                done[dependency][minibatch] = end
+            for dependency, reader in sends:
+                waiter = done[dependency].get(minibatch)
                 if waiter is not None:
                     turned.append(-1 - int(waiter))
-                done[tie][minibatch] = end if transit is None else transit(action, reader, end)
+                done[dependency][minibatch] = end if transit is None else transit(action, reader, end)
             if op is B or op is W:
                 groups = gathered[stage]
                 turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]
@@ -288,8 +289,8 @@ class _Walk:
         """What stands in the way of a rank that waits, in words."""
         stage, op, minibatch = action
         for needed, source in self.rules.needs(stage, op, minibatch):
-            tie = self.ties.number((needed, source), (op, stage))
-            if tie is not None and self.done[tie].get(minibatch, -1.0) < 0:
+            dependency = self.dependencies.number((needed, source), (op, stage))
+            if dependency is not None and self.done[dependency].get(minibatch, -1.0) < 0:
                 return str(Action(source, needed, minibatch))
         if op in SENDS:
             return f"room in its channel, which holds {self.buffer} under way"

@@ -18,12 +18,8 @@ from functools import lru_cache, partial
 from itertools import chain, repeat
 
 from vpipe.schedule.action import Action, Op
-from vpipe.schedule.program import Exists
-
-
-def v_placement(positions: int, replicas: int) -> tuple[tuple[int, ...], ...]:
-    down = [tuple(range(p * replicas, (p + 1) * replicas)) for p in range(positions)]
-    return (*down, *reversed(down))
+from vpipe.schedule.kind import PipelineShape, ScheduleKind
+from vpipe.schedule.program import Exists, Placement, Schedule
 
 
 def zero_bubble_v(
@@ -32,8 +28,9 @@ def zero_bubble_v(
     """One rank's program. All replicas k together are a pipeline of their own: minibatches k, k + R, ..."""
     position, replica = divmod(rank, replicas)
     own = len(range(replica, minibatches, replicas))
-    enough = own >= 2 * positions - 1
-    program = full_v(positions, own, position) if enough else iter(small_v(positions, own)[position])
+    program = (
+        full_v(positions, own, position) if fills_v(positions, own) else small_v(positions, own)[position]
+    )
     if replicas == 1:
         yield from program
     else:
@@ -42,8 +39,15 @@ def zero_bubble_v(
         yield Action(stage, Op.STEP, minibatches - 1)
 
 
+def fills_v(positions: int, minibatches: int) -> bool:
+    """Whether the order of `full_v` is as short as any can be, 6 M + P - 1 units: below that it takes 4 M + 4 P - 2."""
+    return 2 * minibatches >= 3 * positions - 1
+
+
 def full_v(positions: int, minibatches: int, rank: int) -> Iterator[Action]:
-    """A rank's program where at least 2P - 1 minibatches fill the V (capitals: second chunk).
+    """A rank's program where the minibatches fill the V (capitals: second chunk).
+
+    Fewer than 2P - 1 keep the places of those that do not exist.
 
     f f f ...            until the first minibatch is back from the ranks below
     F f  F f ...         until its gradient is back from the ranks above
@@ -56,7 +60,7 @@ def full_v(positions: int, minibatches: int, rank: int) -> Iterator[Action]:
     stages = (rank, 2 * positions - 1 - rank)
     kinds = [(stage, op) for stage in stages for op in (Op.F, Op.I, Op.W)]
     count = [0] * 6
-    below, steady = positions - rank, minibatches - positions
+    below, steady = positions - rank, max(minibatches, 2 * positions - 1) - positions
     make = partial(tuple.__new__, Action)  # as Action(...) does, without its detour
     for kind in chain(
         [f] * (2 * below - 1),
@@ -118,3 +122,14 @@ def small_v(positions: int, minibatches: int) -> list[list[Action]]:
                 held[rank] -= 1
                 left -= 1
     return programs
+
+
+def make(shape: PipelineShape) -> Schedule:
+    positions, replicas = len(shape.replicas), shape.replicas[0]
+    placement: Placement = (*shape.placement, *reversed(shape.placement))
+    assert shape.minibatches is not None
+    order = partial(zero_bubble_v, positions, shape.minibatches, replicas)
+    return shape.schedule(order, placement, lazy=False)
+
+
+ZB_V = ScheduleKind("zb-v", synchronous=True, make=make, chunks=2, replicas="equal")

@@ -1,6 +1,7 @@
-"""What a plan would take, known before anything runs: time, bubbles, memory over time."""
+"""Simulated runs of a plan: time, bubbles, memory over time."""
 
 from vpipe.simulate.memory import RankMemory
-from vpipe.simulate.simulation import RankPrediction, Simulation, Timeline, simulate
+from vpipe.simulate.run import Timeline
+from vpipe.simulate.simulation import RankPrediction, Simulation, simulate
 
 __all__ = ["RankMemory", "RankPrediction", "Simulation", "Timeline", "simulate"]

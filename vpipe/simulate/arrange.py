@@ -8,9 +8,9 @@ from functools import partial
 
 from vpipe.cost import Plan, Profile
 from vpipe.errors import PartitionError, ScheduleError, VPipeError
-from vpipe.schedule import ASYNCHRONOUS, Action, Op, Schedule, build, lower
-from vpipe.schedule.builders import checked_chunks
+from vpipe.schedule import Action, Op, Schedule, kind_of, lower
 from vpipe.schedule.program import Exists, Order
+from vpipe.schedule.steady import enough_minibatches
 
 MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
 
@@ -59,37 +59,14 @@ def arrange(plan: Plan, schedule: Schedule | str | None, minibatches: int | None
     return replace(lower(schedule, edges=()), lowered=False, edges=schedule.edges)
 
 
-def makes_versions(schedule: Schedule, stage: int) -> bool:
-    """Whether minibatches are in flight when the stage updates, as its first updates tell."""
-    if schedule.synchronous:
-        return False
-    in_flight = updates = 0
-    for action in schedule.program(schedule.placement[stage][0]):
-        if action.stage == stage:
-            in_flight += {Op.F: 1, Op.B: -1, Op.W: -1}.get(action.op, 0)
-            updates += action.op is Op.STEP
-            if action.op is Op.STEP and (in_flight or updates == 3):
-                return in_flight > 0
-    return False
-
-
-def fresh_gradients(schedule: Schedule) -> bool:
-    """Whether an update follows every backward of every rank, so that each finds no gradients of an earlier one."""
-    counts = {len(ranks) for ranks in schedule.placement}
-    return not schedule.synchronous and not splits_backward(schedule) and counts == {schedule.update_interval}
-
-
-def splits_backward(schedule: Schedule) -> bool:
-    """Whether backward runs in two parts, as the last stage, which is the first to run one, tells."""
-    last = schedule.num_stages - 1
-    ops = (action.op for action in schedule.program(schedule.placement[last][0]) if action.stage == last)
-    return next((op for op in ops if op in (Op.B, Op.I)), Op.B) is Op.I
-
-
 def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
-    stages = len(plan.partition)
-    own = name == plan.schedule
-    chunks = checked_chunks(name, plan.chunks if own else None) if name in ("interleaved", "zb-v") else 1
+    if name.endswith(".csv"):
+        raise ScheduleError(
+            f"schedule {name!r} is a table, which a plan only names: give the table itself, as `vpipe simulate "
+            f"--schedule {name}` does"
+        )
+    kind, stages, own = kind_of(name), len(plan.partition), name == plan.schedule
+    chunks = kind.checked_chunks(plan.chunks if own and kind.chunks > 1 else None)
     if stages % chunks:
         raise PartitionError(
             f"partition {list(plan.partition)} has {stages} stages, which {chunks} a rank does not divide: "
@@ -98,12 +75,11 @@ def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
     positions = stages // chunks
     replicas = plan.replicas if any(count > 1 for count in plan.replicas) else None
     ranks = sum(replicas or (1,) * positions)
-    interval = plan.update_interval if own and name in ASYNCHRONOUS else None
-    if minibatches is None:
-        # Asynchronous ones need a steady part between filling and draining.
-        minibatches = 2 * positions if name not in ASYNCHRONOUS else 6 * ranks + 4 * (interval or ranks)
-    chosen = chunks if name == "interleaved" else None
-    return build(name, positions, minibatches, chunks=chosen, replicas=replicas, update_interval=interval)
+    interval = plan.update_interval if own and not kind.synchronous else None
+    minibatches = (
+        minibatches or kind.default_minibatches(positions) or enough_minibatches(ranks, interval or ranks)
+    )
+    return kind.build(positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval)
 
 
 def _without_messages(order: Order, rank: int, exists: Exists) -> Iterator[Action]:

@@ -1,4 +1,4 @@
-"""Ranks that share a device: an action is the quicker the more of the others wait meanwhile.
+"""Contention of ranks that share a device: an action is quicker while others wait.
 
 The profile has the times while all of them compute, `crowding` times those of one alone. Between the two an action's
 time grows with the share of it in which the others compute:
@@ -24,12 +24,12 @@ COMPUTING = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
 Times = npt.NDArray[np.float64]
 
 
-class Company(NamedTuple):
-    """By what the times of the profile are multiplied."""
+class Contention(NamedTuple):
+    """Factors for the times of the profile."""
 
     factors: Mapping[Action, float]
     means: tuple[float, ...]
-    """Over all that a rank computes."""
+    """Of all actions of each rank."""
 
 
 class _Busy:
@@ -50,9 +50,9 @@ class _Busy:
         return np.where(last < 0, 0.0, self.before[begun] + part)
 
 
-def company_of(
+def contention_of(
     events: Sequence[Event], ranks: int, device: DeviceCost, seconds: Sequence[Mapping[Op, float]]
-) -> Company:
+) -> Contention:
     """From the events of a run, in order on each rank; `seconds` are the profile's, of each stage's operations.
 
     Ranks of the device that are not in the run wait all the time.
@@ -77,4 +77,4 @@ def company_of(
         factors |= zip((event.action for event in found), factor.tolist(), strict=True)
         full = np.array([seconds[event.action.stage][event.action.op] for event in found])
         means.append(float(full @ factor / full.sum()) if full.sum() else 1.0)
-    return Company(factors, tuple(means))
+    return Contention(factors, tuple(means))

@@ -58,9 +58,8 @@ class HostLink:
         self.left: dict[Key, float] = {}
         self.last_out = 0.0
         self.previous = 0.0  # when the rank's previous action started
-        self.asked: float | None = (
-            None  # when its latest backward started, which is when the next copy in may
-        )
+        # When its latest backward started, which is when the next copy in may.
+        self.requested: float | None = None
 
     def hold(self, action: Action, start: float) -> float:
         """When an action that could start at `start` has its place or its data on the device."""
@@ -72,13 +71,13 @@ class HostLink:
             start = max(start, self.last_out)
             self.follow((stage, minibatch), start)
         elif op is Op.B or op is Op.I:
-            asked = self.previous if self.asked is None else self.asked
-            while self.made and self.made[0][1] <= asked:
+            requested = self.previous if self.requested is None else self.requested
+            while self.made and self.made[0][1] <= requested:
                 self.copy_out()
             if swapped:
-                start = max(start, self.copy_in((stage, minibatch), swapped, asked))
-            self.ledger.settle(asked)
-            self.asked = start
+                start = max(start, self.copy_in((stage, minibatch), swapped, requested))
+            self.ledger.settle(requested)
+            self.requested = start
         self.previous = start
         return start
 
@@ -108,11 +107,11 @@ class HostLink:
     def give_back(self, key: Key, time: float) -> None:
         self.ledger.copied(max(time, self.left.pop(key)), -self.ledger.stashes[key[0]].cost.swapped)
 
-    def copy_in(self, key: Key, swapped: int, asked: float) -> float:
+    def copy_in(self, key: Key, swapped: int, requested: float) -> float:
         """When the copy that a backward reads is there. It goes before the copies out that were made later."""
         while key not in self.out:
             self.copy_out()
-        begin = max(asked, self.free, self.out.pop(key))
+        begin = max(requested, self.free, self.out.pop(key))
         self.ledger.copied(begin, swapped)
         self.free = begin + swapped / self.from_host
         return self.free

@@ -26,6 +26,7 @@ from heapq import heappop, heappush
 from math import inf
 from typing import NamedTuple
 
+from vpipe.cost import DeviceCost
 from vpipe.schedule import Event, Op
 from vpipe.simulate.stage_cost import StageCost
 
@@ -229,3 +230,29 @@ def fixed_memory(costs: Mapping[int, StageCost], optimizer_ratio: float, buffers
     weights = sum(cost.parameters for cost in costs.values())
     gradients = sum(cost.parameters for cost in costs.values() if not cost.fresh)
     return RankMemory(weights, 0, gradients, round(weights * optimizer_ratio), 0, buffers)
+
+
+def cuda_graph_memory(
+    fixed: RankMemory, costs: Mapping[int, StageCost], found: Totals, device: DeviceCost, split: bool
+) -> RankMemory:
+    """The memory of a rank whose stages are replayed from CUDA graphs: taken once, it is never given back.
+
+    in flight  of each minibatch: what its forward needs and saves, its outputs, gradients received and sent
+    shared     what a backward needs beyond that, once for a stage; where backward is split, for each minibatch
+    gradients  always there, since the graphs add to them
+    versions   as many as are ever live
+    update     what the largest of its stages needs
+    buffers    the libraries' workspace a second time, for the stream of the captures; and a copy of gradients that
+               are exchanged, since the next ones are written to their memory
+    """
+    activations = versions = updating = 0
+    buffers = fixed.buffers + device.workspace
+    for stage, cost in costs.items():
+        one = cost.held + 2 * cost.sent + cost.received + device.slack
+        one += max(cost.passing, cost.input_backward if split else 0)
+        buffers += cost.exchanged
+        activations += found.in_flight[stage] * one + (0 if split else cost.whole_backward)
+        versions += (found.live[stage] - 1) * cost.parameters
+        updating = max(updating, cost.updating)
+    gradients = fixed.gradients + updating
+    return fixed._replace(activations=activations, gradients=gradients, versions=versions, buffers=buffers)

@@ -27,9 +27,8 @@ class Line:
         self.free = 0.0
 
 
-Route = tuple[
-    Line, float, bool
-]  # the line, how long it carries the message, whether that is the sender's work
+Route = tuple[Line, float, bool]
+"""The line, how long it carries the message, whether that is the sender's work."""
 
 
 class Network:
@@ -52,17 +51,14 @@ class Network:
     def transit(self, action: Action, reader: int, end: float) -> float:
         """When what ended at `end` has arrived."""
         stage, _, minibatch = action
-        line, seconds, busy = self.route(stage, reader, minibatch)
+        phases = self.routes[stage][reader]
+        line, seconds, busy = phases[minibatch % len(phases)]
         if busy:
             return end
         if line.free > end:
             end = line.free
         line.free = end = end + seconds
         return end
-
-    def route(self, stage: int, reader: int, minibatch: int) -> Route:
-        phases = self.routes[stage][reader]
-        return phases[minibatch % len(phases)]
 
     def sending(self, action: Action) -> float:
         """How long the rank of an action copies what it made; to be asked once for each action."""

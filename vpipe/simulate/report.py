@@ -1,4 +1,4 @@
-"""What `vpipe simulate` prints: plain data, and a table of it."""
+"""The output of `vpipe simulate`: plain data, and a table of it."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
     shares = ("rank", "stage", "compute", "sending", "bubble", "in flight", "live versions")
     for column in (*shares, "peak memory", *RankMemory._fields):
         table.add_column(column, justify="right")
-    crowded = 0
+    over = 0
     for rank in simulation.ranks:
         fits = rank.memory.total <= profile.device.memory
-        crowded += not fits
+        over += not fits
         table.add_row(
             str(rank.rank),
             ", ".join(map(str, rank.stages)),
@@ -61,8 +61,8 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
             show_bytes(rank.memory.total) + ("" if fits else " !"),
             *(show_bytes(count) if count else "-" for count in rank.memory),
         )
-    if crowded:
-        ranks = "1 rank needs" if crowded == 1 else f"{crowded} ranks need"
+    if over:
+        ranks = "1 rank needs" if over == 1 else f"{over} ranks need"
         table.caption = f"! {ranks} more memory than the device's {show_bytes(profile.device.memory)}"
     return table
 

@@ -8,24 +8,17 @@ from math import inf
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Op, Schedule
-from vpipe.simulate.arrange import arrange, check_fit, fresh_gradients, makes_versions, splits_backward
-from vpipe.simulate.contention import Company, company_of
-from vpipe.simulate.cuda_graphs import taped_memory
-from vpipe.simulate.memory import RankMemory, Totals, fixed_memory
+from vpipe.schedule.facts import fresh_gradients, makes_versions, splits_backward
+from vpipe.schedule.steady import SteadyPart
+from vpipe.simulate.arrange import arrange, check_fit
+from vpipe.simulate.contention import Contention, contention_of
+from vpipe.simulate.memory import RankMemory, cuda_graph_memory, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
-from vpipe.simulate.one_by_one import OneByOne, Timeline
-from vpipe.simulate.slots import Slots
+from vpipe.simulate.run import Timeline, action_seconds, run
 from vpipe.simulate.stage_cost import StageCost, stage_costs
-from vpipe.simulate.steady import SteadyPart
-from vpipe.simulate.tallies import Tallies
-from vpipe.simulate.waves import run_waves
 
-MANY_RANKS = 16
-"""From so many on a wave is quicker than its actions one by one."""
-EASINGS = 2
-"""After so many the times of a shared device change by less than a hundredth."""
-MOST_ACTIONS = 2**25
-"""What waves hold in memory, some 40 bytes each."""
+ITERATIONS = 2
+"""Simulations after which the times on a shared device change by less than a hundredth."""
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
@@ -94,14 +87,14 @@ def simulate(
     profile = as_scheduled(profile, split, arranged.update_interval)
     fresh = fresh_gradients(arranged) and not profile.device.graphs
     costs = stage_costs(profile, plan, fresh)
-    company = None
+    contention = None
     if profile.device.crowding > 1 and profile.device.shared_by > 1:
-        for _ in range(EASINGS):
-            run = _Run(profile, arranged, costs, split, True, company)
-            found = run.result().timeline
+        for _ in range(ITERATIONS):
+            before = _Run(profile, arranged, costs, split, contention)
+            found = before.result(timeline=True).timeline
             assert found is not None
-            company = company_of(found.events, arranged.num_ranks, profile.device, run.seconds)
-    return _Run(profile, arranged, costs, split, timeline, company).result()
+            contention = contention_of(found.events, arranged.num_ranks, profile.device, before.seconds)
+    return _Run(profile, arranged, costs, split, contention).result(timeline)
 
 
 class _Run:
@@ -113,12 +106,11 @@ class _Run:
         schedule: Schedule,
         costs: list[StageCost],
         split: bool,
-        timeline: bool,
-        company: Company | None,
+        contention: Contention | None,
     ) -> None:
         self.profile = profile
         self.split = split
-        self.company = company
+        self.contention = contention
         self.schedule = schedule
         self.costs = costs
         self.network = Network(schedule, profile, costs)
@@ -129,8 +121,6 @@ class _Run:
             self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
             if costs[stage].version and makes_versions(schedule, stage):
                 self.seconds[stage][Op.STEP] += costs[stage].version
-        self.wants_timeline = timeline
-        self.timeline: Timeline | None = None
         self.total = schedule.minibatches or 0
         self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
         self.work = [self.work_of(rank) for rank in range(schedule.num_ranks)]
@@ -151,7 +141,7 @@ class _Run:
         work = 0.0
         for stage in self.schedule.stages_of(rank):
             work += self.own(rank, stage) * self.computing[stage] + updates * self.seconds[stage][Op.STEP]
-        return work * self.ease(rank)
+        return work * self.mean_factor(rank)
 
     def steady_work_of(self, rank: int) -> float:
         """Its compute for one of the pipeline's minibatches, of which its replicas do the others."""
@@ -159,10 +149,10 @@ class _Run:
         for stage in self.schedule.stages_of(rank):
             work += self.computing[stage] / len(self.schedule.placement[stage])
             work += self.seconds[stage][Op.STEP] / self.schedule.update_interval
-        return work * self.ease(rank)
+        return work * self.mean_factor(rank)
 
-    def ease(self, rank: int) -> float:
-        return 1.0 if self.company is None else self.company.means[rank]
+    def mean_factor(self, rank: int) -> float:
+        return 1.0 if self.contention is None else self.contention.means[rank]
 
     def steady_load_of(self, rank: int) -> float:
         """The same with the messages that it copies itself, once the run is over."""
@@ -173,9 +163,14 @@ class _Run:
         stage = self.schedule.stages_of(rank)[0]
         return max(1, self.own(rank, stage) * len(self.schedule.placement[stage]))
 
-    def result(self) -> Simulation:
-        self.totals = totals = self.in_waves() or self.one_by_one()
+    def result(self, timeline: bool) -> Simulation:
         schedule, total = self.schedule, self.total
+        factors = self.contention.factors if self.contention else {}
+        cost = action_seconds(self.seconds, self.network, factors)
+        self.totals, recorded = run(
+            schedule, self.profile.device, self.costs, cost, self.network, self.steady, timeline
+        )
+        totals = self.totals
         makespan = max(rank.end for rank in totals)
         steady = None if schedule.synchronous else self.steady.seconds_per_minibatch()
         if steady is None:
@@ -197,47 +192,8 @@ class _Run:
             ranks=tuple(self.figures(rank, period, steady is not None) for rank in range(schedule.num_ranks)),
             in_flight=self.most([rank.in_flight for rank in totals]),
             versions=self.most([rank.live for rank in totals]),
-            timeline=self.timeline,
+            timeline=recorded,
         )
-
-    def one_by_one(self) -> list[Totals]:
-        run = OneByOne(
-            self.schedule,
-            self.profile.device,
-            self.costs,
-            self.seconds,
-            self.network,
-            self.wants_timeline,
-            self.company.factors if self.company else {},
-        )
-        totals = run.run(self.steady)
-        self.timeline = run.timeline()
-        return totals
-
-    def in_waves(self) -> list[Totals] | None:
-        """The same in less time, where there are many ranks and nothing depends on the clock; else None."""
-        schedule, actions = self.schedule, 4 * self.schedule.num_stages * self.total
-        swaps = any(cost.swapped for cost in self.costs)
-        if (
-            swaps
-            or self.company
-            or self.wants_timeline
-            or schedule.num_ranks < MANY_RANKS
-            or actions > MOST_ACTIONS
-        ):
-            return None
-        slots = Slots(schedule, self.network)
-        waves = None if slots.end > actions else run_waves(schedule, self.network, self.seconds, slots)
-        if waves is None:
-            return None
-        tallies = Tallies(schedule, waves, self.costs)
-        found = [tallies.totals(rank) for rank in range(schedule.num_ranks)]
-        totals = [rank for rank in found if rank is not None]
-        if len(totals) < len(found):
-            return None
-        self.network.copying = waves.copying
-        self.steady.starts = tallies.backward_starts(self.steady.rank, self.steady.stage)
-        return totals
 
     def figures(self, rank: int, period: float, steady: bool) -> RankPrediction:
         """`period`: seconds of a minibatch, with filling and draining or, if `steady`, without."""
@@ -249,9 +205,9 @@ class _Run:
         sending = self.network.copying[rank] / turns / period if period else 0.0
         found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
-        # A stage that swaps is on no tape.
+        # A stage that swaps runs eagerly.
         if self.profile.device.graphs and not any(self.costs[stage].swapped for stage in stages):
-            memory = taped_memory(fixed, self.held(rank), found, self.profile.device, self.split)
+            memory = cuda_graph_memory(fixed, self.held(rank), found, self.profile.device, self.split)
         else:
             memory = fixed._replace(
                 activations=found.activations,
@@ -264,13 +220,13 @@ class _Run:
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""
         total = self.profile.device.workspace
-        rules = self.network.rules
+        rules, lag = self.network.rules, self.schedule.lag if self.profile.tied else 0
         for stage in self.schedule.stages_of(rank):
             cost, ranks = self.costs[stage], self.schedule.placement[stage]
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
-            total += self.profile.exchange_buffers(*cost.blocks, self.schedule.lag)
+            total += self.profile.exchange_buffers(*cost.blocks, lag)
         return total
 
     def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:

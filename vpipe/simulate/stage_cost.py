@@ -1,4 +1,4 @@
-"""What one stage costs: the sums over its blocks, after what the plan does with each."""
+"""The cost of a stage: sums over its blocks, each under its memory policy."""
 
 from __future__ import annotations
 
@@ -7,15 +7,11 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from vpipe.cost import (
-    KEEP,
     POLICIES,
-    RECOMPUTE,
-    SWAP,
     Plan,
     Profile,
     backward_bytes,
     forward_bytes,
-    held_bytes,
     input_bytes,
     update_bytes,
 )
@@ -30,7 +26,7 @@ class StageCost:
     """The first, and the one behind the last."""
     forward: float
     input_gradient: float
-    """With what recomputing takes, and swapping beyond its copies."""
+    """With what the policies add."""
     weight_gradient: float
     update: float
     version: float
@@ -38,10 +34,10 @@ class StageCost:
     held: int
     """On the device from F to the end of B or I: what is kept, and the inputs of what is recomputed."""
     passing: int
-    """What F needs beyond that, on tape."""
+    """What F needs beyond that, in a CUDA graph."""
     whole_backward: int
     input_backward: int
-    """What B, or I, needs beyond what the minibatch holds: mostly the block that is being recomputed."""
+    """What B, or I, needs beyond what the minibatch holds: mostly what a block makes again."""
     backward_gradients: int
     """What B needs more at its worst moment where gradients are fresh: those that it has made by then."""
     deferred: int
@@ -81,12 +77,10 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
     """The stage of the blocks from `start` up to `stop`."""
     blocks = profile.blocks
     own = blocks[start:stop]
-    held: dict[str, int] = dict.fromkeys(POLICIES, 0)
-    longer = 0.0
-    for number, policy in enumerate(policies, start):
-        held[policy] += held_bytes(blocks, number, policy)
-        longer += blocks[number].again if policy == RECOMPUTE else 0.0
-        longer += blocks[number].swapping if policy == SWAP else 0.0
+    chosen = [POLICIES[name] for name in policies]
+    held = sum(policy.held(blocks[n], input_bytes(blocks, n)) for n, policy in enumerate(chosen, start))
+    copied = sum(policy.copied(block) for policy, block in zip(chosen, own, strict=True))
+    longer = sum(policy.seconds(block) for policy, block in zip(chosen, own, strict=True))
     backward = backward_bytes(profile, start, policies)
     return StageCost(
         blocks=(start, stop),
@@ -95,13 +89,13 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
         weight_gradient=sum(block.weight_gradient for block in own),
         update=sum(block.update for block in own),
         version=sum(block.version for block in own),
-        held=held[KEEP] + held[RECOMPUTE],
+        held=held - copied,
         passing=forward_bytes(profile, start, policies),
         whole_backward=backward,
         input_backward=backward_bytes(profile, start, policies, split=True),
         backward_gradients=backward_bytes(profile, start, policies, fresh=fresh) - backward,
         deferred=sum(block.deferred for block in own),
-        swapped=held[SWAP],
+        swapped=copied,
         parameters=profile.parameter_bytes(start, stop),
         fresh=fresh,
         updating=update_bytes(own),

@@ -73,7 +73,9 @@ class CaptureContext:
 
     @contextmanager
     def restoring_generator(self) -> Iterator[None]:
+        """A capture registers the device's generator, and one that fails leaves it unusable: give it a copy."""
         before = self._default.graphsafe_get_state()
+        self._default.graphsafe_set_state(self._default.clone_state())
         try:
             yield
         finally:

@@ -11,11 +11,12 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vpipe.config.arguments import named_or_table
 from vpipe.config.file import AUTO
 from vpipe.cost import Profile, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
-from vpipe.schedule import ASYNCHRONOUS
+from vpipe.schedule import Schedule, kind_of
 from vpipe.system.units import read_bytes
 
 if TYPE_CHECKING:
@@ -53,20 +54,22 @@ def plan_run(
     batch_size: int | str | None = None,
     chunks: int | None = None,
 ) -> PlanResult:
-    """The best plan for the configured run, with what is given here in place of the file's own."""
-    schedule = schedule or config.chosen_schedule
-    if schedule.endswith(".csv"):
-        raise ConfigError(
-            f"{config.source}: schedule is {schedule!r}: a table cannot be planned, name a schedule"
-        )
+    """The best plan for the configured run, with what is given here in place of the file's own.
+
+    A table that is given here is found from where we stand, the file's own from the file.
+    """
+    directory = Path() if schedule else config.source.parent
+    chosen = named_or_table(schedule or config.chosen_schedule, directory)
     memory = memory or config.gpu_memory
-    if schedule not in ASYNCHRONOUS:
+    if isinstance(chosen, Schedule):
+        ranks = ranks or chosen.num_ranks
+    elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
     return plan(
         cached_profile(config),
         config.ranks if ranks is None else ranks,
         None if memory is None else read_bytes(memory),
-        schedule,
+        chosen,
         minibatches,
         batch_size,
         chunks,

@@ -1,8 +1,8 @@
-"""The ties between actions of one minibatch, numbered: what the rules ask for, looked up instead of asked.
+"""Dependencies between actions of one minibatch, numbered: the rules as tables, for fast lookup.
 
-A *tie* binds an action to one that needs it: F of stage 0 to F of stage 1, F of stage 0 to its own I. Each has
-exactly one reader. Which of them cross to another rank may differ from minibatch to minibatch, where replicas sit
-on the ranks of other stages: there is a table for each phase.
+A dependency joins an action to one that needs it: F of stage 0 to F of stage 1, F of stage 0 to its own I. Each has
+exactly one reader. Which of them cross to another rank may differ from minibatch to minibatch where replicas sit on
+the ranks of other stages: there is a table for each phase.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from vpipe.schedule.program import Schedule
 from vpipe.schedule.rules import Need, Rules
 
 
-class Ties(NamedTuple):
+class OpDependencies(NamedTuple):
     """Those of one operation of one stage."""
 
     needs: tuple[int, ...]
@@ -25,8 +25,8 @@ class Ties(NamedTuple):
     computes: bool
 
 
-class TieTables:
-    """`phases[minibatch % period][stage][operation]`, and the number of each tie."""
+class DependencyTables:
+    """`phases[minibatch % period][stage][operation]`, and the number of each dependency."""
 
     def __init__(self, schedule: Schedule, rules: Rules) -> None:
         self.schedule = schedule
@@ -38,28 +38,28 @@ class TieTables:
         return len(self.numbers)
 
     def number(self, made: Need, reader: Need) -> int | None:
-        """Of the tie from what is made to who needs it; a whole backward needs what I does."""
+        """Of the dependency from what is made to who needs it; a whole backward needs what I does."""
         op, stage = reader
         return self.numbers.get((made, (Op.I if op is Op.B else op, stage)))
 
-    def _table(self, phase: int) -> list[dict[Op, Ties]]:
+    def _table(self, phase: int) -> list[dict[Op, OpDependencies]]:
         needs: dict[Need, list[int]] = {}
         makes: dict[Need, list[int]] = {}
         sends: dict[Need, list[tuple[int, int]]] = {}
         for stage, row in enumerate(self.rules.table(phase)):
-            for op in self._tied(stage, phase):
+            for op in self._ops_of(stage, phase):
                 for made, source in row[op]:
-                    tie = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
-                    needs.setdefault((op, stage), []).append(tie)
+                    dependency = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
+                    needs.setdefault((op, stage), []).append(dependency)
                     # A whole backward makes what I makes, for all but the W that it is itself.
                     for maker in (Op.I, Op.B) if made is Op.I and op is not Op.W else (made,):
                         if self.schedule.lowered or self.rules.local(stage, source, phase):
-                            makes.setdefault((maker, source), []).append(tie)
+                            makes.setdefault((maker, source), []).append(dependency)
                         else:
-                            sends.setdefault((maker, source), []).append((tie, stage))
+                            sends.setdefault((maker, source), []).append((dependency, stage))
         return [
             {
-                op: Ties(
+                op: OpDependencies(
                     tuple(needs.get((Op.I if op is Op.B else op, stage), ())),
                     tuple(makes.get((op, stage), ())),
                     tuple(sends.get((op, stage), ())),
@@ -70,7 +70,7 @@ class TieTables:
             for stage in range(self.schedule.num_stages)
         ]
 
-    def _tied(self, stage: int, minibatch: int) -> Iterator[Op]:
+    def _ops_of(self, stage: int, minibatch: int) -> Iterator[Op]:
         """The operations that a stage has to do with a minibatch; B does those of I."""
         yield from (Op.F, Op.I, Op.W)
         if self.schedule.lowered and self.rules.remote_producers(stage, minibatch):

@@ -1,10 +1,10 @@
-"""The choice of keep, recompute or swap for each block of a rank: the least time that fits the memory.
+"""The choice of a memory policy for each block of a rank: the least time that fits the memory.
 
-Blocks with equal figures are one group, and `branch.py` chooses counts. That leaves out what a running backward
+Blocks with equal options are one group, and `count_search.py` chooses counts. That leaves out what a running backward
 needs, which depends on the order of the blocks. Where the counts fit with it as well they are the best; where they
-do not, blocks are searched one by one (`exact.py`). Few are searched to the end. For many, room is set aside until the
-counts fit, and the search looks for something better for `STEPS` steps: most models have a few kinds of blocks, and
-then that is to the end as well.
+do not, blocks are searched one by one (`block_search.py`). Few are searched to the end. For many, room is set aside
+until the counts fit, and the search looks for something better for `STEPS` steps: most models have a few kinds of
+blocks, and then that is to the end as well.
 """
 
 from __future__ import annotations
@@ -12,29 +12,28 @@ from __future__ import annotations
 from collections.abc import Sequence
 from math import inf
 
-from vpipe.cost import KEEP, RECOMPUTE, SWAP, Profile, input_bytes, update_bytes
-from vpipe.plan.branch import GAP, Search, efficiency
-from vpipe.plan.exact import BlockSearch
-from vpipe.plan.groups import Members, Policies, ceilings, group_blocks, placed, saving_most
+from vpipe.cost import KEEP, POLICIES, RECOMPUTE, Profile, input_bytes, update_bytes
+from vpipe.plan.block_search import BlockSearch
+from vpipe.plan.count_search import GAP, CountSearch, Prices
 from vpipe.plan.model import (
     Slice,
     buffer_bytes,
     drained_update_bytes,
     fixed_seconds,
-    host_bandwidth,
     stage_memory,
     stage_time,
     waiting_bytes,
     weight_bytes,
 )
+from vpipe.plan.options import Policies, SliceOptions, saving_most
 
 FEW = 10
 """So many blocks are always worth an exact choice."""
 MANY = 300
 """With more, not even a short search."""
 STEPS = 5000
-CEILINGS = 8
-"""Of models with more sizes of blocks not each is tried as the largest to be recomputed."""
+LIMITED = 8
+"""How many sets of options are tried at most, each without those that make more again in backward than the next."""
 
 Choice = tuple[float, Policies]
 
@@ -47,60 +46,50 @@ def choose(profile: Profile, slices: Sequence[Slice], memory: int) -> Choice | N
         return compute, keeping
     if always_bytes(profile, slices) + drained_update_bytes(profile, slices) > memory:
         return None
-    members = group_blocks(profile, slices)
-    bound = _by_counts(profile, slices, members, memory, _least_backward(profile, slices), inf)
-    if bound is None or stage_memory(profile, slices, bound[1]).total <= memory:
-        return bound
+    offered = SliceOptions(profile, slices)
+    gap, excess = 0.0 if _few(slices) else GAP, bytes_of_keeping(profile, slices) - memory
+    least = _least_backward(profile, slices)
+    search = CountSearch(offered.groups, excess + least, compute, gap)
+    if search.counts is None:
+        return None
+    policies = offered.placed(search.groups, search.counts)
+    if stage_memory(profile, slices, policies).total <= memory:
+        return search.seconds, policies
     limit, steps, known = inf, inf, None
     if not _few(slices):
-        known = _with_room(profile, slices, members, memory)
-        if _count(slices) > MANY:
+        known = _with_room(profile, offered, memory, least, compute)
+        if len(offered.blocks) > MANY:
             return known
         limit, steps = inf if known is None else known[0], STEPS
-    search = BlockSearch(profile, slices, compute, host_bandwidth(profile))
-    found = search.fastest(memory - fixed_bytes(profile, slices), bound[0], limit, steps)
+    blocks = BlockSearch(profile, offered, compute, search.prices)
+    found = blocks.fastest(memory - fixed_bytes(profile, slices), search.seconds, limit, steps)
     return known if found is None else (found[0], _by_slice(found[1], slices))
 
 
-def _by_counts(
-    profile: Profile,
-    slices: Sequence[Slice],
-    members: Sequence[Members],
-    memory: int,
-    room: int,
-    limit: float,
-) -> Choice | None:
-    """The best counts below `limit` seconds that leave `room` bytes for the running backward."""
-    ordered = sorted(members, key=lambda found: (-efficiency(found.group), found.places))
-    search = Search(compute_seconds(profile, slices), host_bandwidth(profile), 0.0 if _few(slices) else GAP)
-    search.seconds = limit
-    search.set_limit()
-    need = bytes_of_keeping(profile, slices) + room - memory
-    counts = search.improve([found.group for found in ordered], need)
-    return None if counts is None else (search.seconds, placed(slices, ordered, counts))
-
-
 def _with_room(
-    profile: Profile, slices: Sequence[Slice], members: Sequence[Members], memory: int
+    profile: Profile, offered: SliceOptions, memory: int, least: int, compute: float
 ) -> Choice | None:
-    """The best of those where the room set aside is enough, under some ceilings for what is recomputed."""
+    """The best counts that fit with the room that is set aside for the running backward, some options left out."""
     best: Choice | None = None
-    offered = list(ceilings(members))
-    for allowed in offered[:: -(-len(offered) // CEILINGS)]:
-        room, needed = -1, _least_backward(profile, slices)
+    slices, limited = offered.slices, list(offered.limited())
+    excess = bytes_of_keeping(profile, slices) - memory
+    for groups in limited[:: -(-len(limited) // LIMITED)]:
+        room, needed = -1, least
         while needed > room:
             room = needed
-            found = _by_counts(profile, slices, allowed, memory, room, inf if best is None else best[0])
-            if found is None:
+            limit = inf if best is None else best[0]
+            search = CountSearch(groups, excess + room, compute, GAP, limit)
+            if search.counts is None:
                 break
-            need = stage_memory(profile, slices, found[1])
+            policies = offered.placed(search.groups, search.counts)
+            need = stage_memory(profile, slices, policies)
             if need.total <= memory:
-                best = found
+                best = search.seconds, policies
                 break
             needed = need.backward
     if best is not None:
         return best
-    policies = _smallest(profile, slices, members)
+    policies = _smallest(profile, offered)
     time = stage_time(profile, slices, policies)
     fits = stage_memory(profile, slices, policies).total <= memory
     return (max(time.compute, time.host), policies) if fits else None
@@ -108,9 +97,9 @@ def _with_room(
 
 def from_the_end(profile: Profile, piece: Slice, policies: list[str], memory: int) -> list[str]:
     """As many recomputed blocks, but the last ones, if that is as fast and fits: the guides' recompute ratio."""
-    if SWAP in policies:
-        return policies
     count = policies.count(RECOMPUTE)
+    if count + policies.count(KEEP) < len(policies):
+        return policies
     shifted = [KEEP] * (len(policies) - count) + [RECOMPUTE] * count
     if stage_memory(profile, [piece], [shifted]).total > memory:
         return policies
@@ -122,18 +111,18 @@ def from_the_end(profile: Profile, piece: Slice, policies: list[str], memory: in
 
 def least_memory(profile: Profile, slices: Sequence[Slice]) -> int:
     """The smallest memory in which the slices run at all; of many blocks, that `choose` finds."""
-    members = group_blocks(profile, slices)
-    least = stage_memory(profile, slices, _smallest(profile, slices, members)).total
+    offered = SliceOptions(profile, slices)
+    least = stage_memory(profile, slices, _smallest(profile, offered)).total
     if not _few(slices):
         return least
     fixed = fixed_bytes(profile, slices)
-    return fixed + BlockSearch(profile, slices, 0.0, 1.0).smallest(least - fixed)
+    return fixed + BlockSearch(profile, offered, 0.0, Prices(1.0, 0.0)).smallest(least - fixed)
 
 
-def _smallest(profile: Profile, slices: Sequence[Slice], members: Sequence[Members]) -> Policies:
-    """The policies that save most, under the best ceiling for what is recomputed."""
-    offered = [placed(slices, allowed, saving_most(allowed)) for allowed in ceilings(members)]
-    return min(offered, key=lambda policies: stage_memory(profile, slices, policies).total)
+def _smallest(profile: Profile, offered: SliceOptions) -> Policies:
+    """The policies that save most, with the options left out of which that is best."""
+    found: list[Policies] = [offered.placed(groups, saving_most(groups)) for groups in offered.limited()]
+    return min(found, key=lambda policies: stage_memory(profile, offered.slices, policies).total)
 
 
 def _least_backward(profile: Profile, slices: Sequence[Slice]) -> int:
@@ -146,7 +135,7 @@ def _least_backward(profile: Profile, slices: Sequence[Slice]) -> int:
         most = max(most, blocks[piece.stop - 1].working_bytes)
         if piece.load.asynchronous:
             gone = sum(
-                max(blocks[number].kept_bytes, input_bytes(blocks, number))
+                max(policy.held(blocks[number], input_bytes(blocks, number)) for policy in POLICIES.values())
                 for number in range(piece.start, piece.stop)
             )
             left = profile.parameter_bytes(piece.start, piece.stop) if piece.load.fresh else 0
@@ -154,12 +143,8 @@ def _least_backward(profile: Profile, slices: Sequence[Slice]) -> int:
     return most
 
 
-def _count(slices: Sequence[Slice]) -> int:
-    return sum(piece.stop - piece.start for piece in slices)
-
-
 def _few(slices: Sequence[Slice]) -> bool:
-    return _count(slices) <= FEW
+    return sum(piece.stop - piece.start for piece in slices) <= FEW
 
 
 def _by_slice(policies: Sequence[str], slices: Sequence[Slice]) -> Policies:

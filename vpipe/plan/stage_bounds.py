@@ -1,13 +1,11 @@
-"""How far ranks can come under a limit: sums alone, without a search, tell most of what cannot be.
+"""Bounds on where stages can begin under a limit: sums alone, without a search, tell most of what cannot be.
 
-    rank    0 ........................ last
-    block   0 ........... far(n)              with n ranks left, no plan has come further than this
-                   near(n) .......... last    and none that begins earlier covers the rest with n ranks
+    block   0 ........... latest(n)           with n ranks left, no plan has come further than this
+                 earliest(n) .......... last  and none that begins earlier covers the rest with n ranks
 
-A floor is what a slice costs at least: a sum over its blocks, so that more blocks never cost less. From the furthest
+A floor is what a slice costs at least: a sum over its blocks, so that more blocks never cost less. From the latest
 block that ranks can have come to, the next stage comes furthest (a stage without blocks is let pass); where the two
-bounds cross there is no plan. A bisection finds the least limit under which they do not: a search has to begin there,
-and not below.
+bounds cross there is no plan. A bisection finds the least limit under which they do not: a search begins there.
 """
 
 from __future__ import annotations
@@ -25,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 ROUNDING = 1e-9
 CLOSE = 1e-4
-"""How near the bisection comes to the least limit."""
+"""How earliest the bisection comes to the least limit."""
 
 
 class Moves(NamedTuple):
@@ -37,15 +35,11 @@ class Moves(NamedTuple):
 
 
 class Floor(NamedTuple):
-    """Slices cost at least before[stop] - before[start] + fixed + lead[start], and may cost `most`.
-
-    By load and block; nothing of it falls from block to block, and `lead` rises no faster than `before`.
-    """
+    """Slices cost at least before[stop] - before[start] + fixed, and may cost `most`; by load and block."""
 
     before: Floats
     fixed: Floats
     """A column."""
-    lead: Floats | float = 0.0
     most: float = np.inf
 
 
@@ -59,16 +53,16 @@ class Floors(NamedTuple):
         return [*(floor._replace(most=limit) for floor in self.limited), *self.always]
 
 
-class Reach(NamedTuple):
+class StageBounds(NamedTuple):
     """By the ranks that are left: the first blocks that a stage may have there."""
 
-    near: Numbers
-    far: Numbers
+    earliest: Numbers
+    latest: Numbers
 
     @property
     def covers(self) -> bool:
         """Whether there may be a plan."""
-        return bool(self.near[-1] <= 0 and self.far[0] >= self.near[0])
+        return bool(self.earliest[-1] <= 0 and self.latest[0] >= self.earliest[0])
 
 
 def all_moves(loads: Loads) -> list[Moves | None]:
@@ -85,36 +79,35 @@ def all_moves(loads: Loads) -> list[Moves | None]:
     return moves
 
 
-def reach(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -> Reach:
-    """Nowhere: near lies behind all blocks, and far before them."""
-    near, far = np.full(len(moves), blocks + 1), np.full(len(moves), -1)
-    near[0], far[-1] = blocks, 0
-    keys = [floor.before - floor.lead for floor in floors]
+def stage_bounds(moves: Sequence[Moves | None], floors: Sequence[Floor], blocks: int) -> StageBounds:
+    """Nowhere: earliest lies behind all blocks, and latest before them."""
+    earliest, latest = np.full(len(moves), blocks + 1), np.full(len(moves), -1)
+    earliest[0], latest[-1] = blocks, 0
     slack = [floor.most + ROUNDING * (floor.most + floor.before[:, -1:]) for floor in floors]
     for behind in range(len(moves) - 1, 0, -1):
-        move, start = moves[behind], far[behind]
+        move, start = moves[behind], latest[behind]
         if move is None or start < 0:
             continue
         stop = np.full(len(move.loads), blocks)
-        for floor, key, most in zip(floors, keys, slack, strict=True):
+        for floor, most in zip(floors, slack, strict=True):
             rows = move.loads
-            allowed = key[rows, start, None] + most[rows] - floor.fixed[rows]
+            allowed = floor.before[rows, start, None] + most[rows] - floor.fixed[rows]
             stop = np.minimum(stop, (floor.before[rows] <= allowed).sum(axis=1) - 1)
         # Before `start`: a stage from there costs too much even without blocks, but one from before it may end there.
-        far[move.left] = np.maximum(far[move.left], stop)
+        latest[move.left] = np.maximum(latest[move.left], stop)
     for behind in range(1, len(moves)):
         move = moves[behind]
         if move is None:
             continue
-        stop = np.minimum(near[move.left], blocks)
+        stop = np.minimum(earliest[move.left], blocks)
         first = np.zeros(len(move.loads), dtype=int)
-        for floor, key, most in zip(floors, keys, slack, strict=True):
+        for floor, most in zip(floors, slack, strict=True):
             rows = move.loads
             needed = floor.before[rows, stop][:, None] + floor.fixed[rows] - most[rows]
-            first = np.maximum(first, (key[rows] < needed).sum(axis=1))
-        possible = (first <= stop) & (near[move.left] <= blocks)
-        near[behind] = np.where(possible, first, blocks + 1).min()
-    return Reach(near, far)
+            first = np.maximum(first, (floor.before[rows] < needed).sum(axis=1))
+        possible = (first <= stop) & (earliest[move.left] <= blocks)
+        earliest[behind] = np.where(possible, first, blocks + 1).min()
+    return StageBounds(earliest, latest)
 
 
 def furthest(floors: Sequence[Floor]) -> Numbers:
@@ -122,7 +115,7 @@ def furthest(floors: Sequence[Floor]) -> Numbers:
     stops: Numbers | None = None
     for floor in floors:
         most = floor.most + ROUNDING * (floor.most + floor.before[:, -1:])
-        allowed = floor.before - floor.lead + most - floor.fixed
+        allowed = floor.before + most - floor.fixed
         rows = zip(floor.before, allowed, strict=True)
         found = np.array([np.searchsorted(before, row, side="right") - 1 for before, row in rows])
         stops = found if stops is None else np.minimum(stops, found)
@@ -132,15 +125,13 @@ def furthest(floors: Sequence[Floor]) -> Numbers:
 
 def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int) -> float:
     """Below it there is no plan; endless where there is none at all."""
-    if not reach(moves, floors.under(np.inf), blocks).covers:
+    if not stage_bounds(moves, floors.under(np.inf), blocks).covers:
         return np.inf
     low = 0.0
-    high = max(
-        float((floor.before[:, -1:] + floor.fixed + np.max(floor.lead)).max()) for floor in floors.limited
-    )
+    high = max(float((floor.before[:, -1:] + floor.fixed).max()) for floor in floors.limited)
     while high - low > CLOSE * high:
         middle = (low + high) / 2
-        if reach(moves, floors.under(middle), blocks).covers:
+        if stage_bounds(moves, floors.under(middle), blocks).covers:
             high = middle
         else:
             low = middle

@@ -1,0 +1,184 @@
+"""The kind of a schedule: how it is built for any pipeline, and what has to be known of it before it is built."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+from typing import Literal, NamedTuple, Protocol
+
+from vpipe.errors import ScheduleError
+from vpipe.schedule.facts import splits_backward
+from vpipe.schedule.program import Order, Placement, Schedule
+
+MOST_STAGES = 4096
+
+
+class PipelineShape(NamedTuple):
+    """What a schedule is built for."""
+
+    name: str
+    synchronous: bool
+    replicas: tuple[int, ...]
+    """Ranks of each pipeline position."""
+    chunks: int
+    """Stages on each rank."""
+    minibatches: int | None
+    """None: as many as the data has (asynchronous schedules only)."""
+    update_interval: int
+
+    @property
+    def placement(self) -> Placement:
+        """One stage on each position, ranks numbered position by position."""
+        ends = accumulate(self.replicas)
+        return tuple(tuple(range(end - count, end)) for end, count in zip(ends, self.replicas, strict=True))
+
+    def schedule(self, order: Order, placement: Placement | None = None, lazy: bool = True) -> Schedule:
+        return Schedule(
+            self.name,
+            placement or self.placement,
+            self.minibatches,
+            self.update_interval,
+            self.synchronous,
+            order,
+            lazy,
+        )
+
+
+class PlaceHolding(NamedTuple):
+    """The most that a rank of one stage holds."""
+
+    in_flight: int
+    versions: int = 1
+    lag: int = 0
+    """The most that `Schedule.lag` can be."""
+
+
+class HoldingRule(Protocol):
+    """What a rank holds, by its place alone, whatever stages and replicas there are before and behind it."""
+
+    def __call__(
+        self, ranks: int, behind: int, replicas: int, minibatches: int, interval: int
+    ) -> PlaceHolding:
+        """`behind`: ranks from this stage to the end; `minibatches`: the rank's own of a synchronous update."""
+        ...
+
+
+def at_once(replicas: Sequence[int], wanted: int | None) -> int:
+    """An update after every minibatch, or after one of each replica."""
+    return max(wanted or 1, *replicas)
+
+
+@dataclass(frozen=True)
+class ScheduleKind:
+    """A schedule by name. What is not stated here is read from the programs that `make` gives."""
+
+    name: str
+    synchronous: bool
+    make: Callable[[PipelineShape], Schedule]
+    chunks: int = 1
+    """Stages on each rank."""
+    any_chunks: bool = False
+    """Whether users may choose another number of them."""
+    replicas: Literal["any", "equal", "one"] = "one"
+    """How many ranks a position may have: any number, as many as all others, or one."""
+    interval: Callable[[Sequence[int], int | None], int] = at_once
+    """Of an asynchronous schedule: the update interval for these replicas and the one that users want."""
+    holding: HoldingRule | None = None
+    """None: known only of a whole schedule, from its programs."""
+    table: Schedule | None = None
+    """The one schedule of this kind, where users wrote it down themselves."""
+
+    @cached_property
+    def splits_backward(self) -> bool:
+        return splits_backward(self.table or self.build(1, 1 if self.synchronous else None))
+
+    def default_minibatches(self, positions: int) -> int | None:
+        """Minibatches of a synchronous update where users give none; None: as many as the data has."""
+        return 2 * positions if self.synchronous else None
+
+    def build(
+        self,
+        positions: int,
+        minibatches: int | None,
+        *,
+        chunks: int | None = None,
+        replicas: Sequence[int] | None = None,
+        update_interval: int | None = None,
+    ) -> Schedule:
+        """The schedule over so many pipeline positions.
+
+        With v `chunks` it has v stages on each position. `replicas` gives the number of ranks of each position;
+        ranks are numbered position by position. `minibatches` None is a run without a known end, which only
+        asynchronous schedules can have; `update_interval` is theirs too.
+        """
+        if self.table is not None:
+            return self.table
+        at_least_one("stages", positions)
+        if positions > MOST_STAGES:
+            raise ScheduleError(f"stages is {positions}: schedules are built for {MOST_STAGES} at most")
+        if minibatches is not None:
+            at_least_one("minibatches", minibatches)
+        counts = self._checked_replicas(positions, replicas)
+        interval = self._checked_interval(counts, minibatches, update_interval)
+        chunks = self.checked_chunks(chunks)
+        return self.make(PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval))
+
+    def checked_chunks(self, chunks: int | None) -> int:
+        if chunks is None:
+            return self.chunks
+        at_least_one("chunks", chunks)
+        if not self.any_chunks and chunks != self.chunks:
+            raise ScheduleError(
+                f"chunks is {chunks}, but schedule {self.name!r} has {self.chunks} on each rank: "
+                "leave chunks out, or choose interleaved"
+            )
+        return chunks
+
+    def _checked_replicas(self, positions: int, replicas: Sequence[int] | None) -> tuple[int, ...]:
+        counts = (1,) * positions if replicas is None else tuple(replicas)
+        if len(counts) != positions:
+            raise ScheduleError(
+                f"replicas {', '.join(map(str, counts))} name {len(counts)} positions, but there are {positions}: "
+                "give one number for each"
+            )
+        for position, count in enumerate(counts):
+            at_least_one(f"replicas of stage {position}", count)
+        if self.replicas == "one" and max(counts) > 1:
+            raise ScheduleError(
+                f"schedule {self.name!r} has one rank on each position, not {', '.join(map(str, counts))}: "
+                "leave replicas out, or choose another schedule"
+            )
+        if self.replicas == "equal" and len(set(counts)) > 1:
+            raise ScheduleError(
+                f"schedule {self.name!r} needs equally many replicas on all positions, not "
+                f"{', '.join(map(str, counts))}: make them equal, or choose another schedule"
+            )
+        return counts
+
+    def _checked_interval(self, counts: tuple[int, ...], minibatches: int | None, wanted: int | None) -> int:
+        if not self.synchronous:
+            if wanted is not None:
+                at_least_one("update_interval", wanted)
+            return self.interval(counts, wanted)
+        if minibatches is None:
+            raise ScheduleError(
+                f"schedule {self.name!r} needs the number of minibatches of an update: it is synchronous"
+            )
+        if wanted not in (None, minibatches):
+            raise ScheduleError(
+                f"update_interval is {wanted}, but schedule {self.name!r} updates once, after all "
+                f"{minibatches} minibatches: leave it out, or choose an asynchronous schedule"
+            )
+        return minibatches
+
+
+def table_kind(schedule: Schedule) -> ScheduleKind:
+    """The kind that has this one schedule."""
+    return ScheduleKind(schedule.name, schedule.synchronous, lambda shape: schedule, table=schedule)
+
+
+def at_least_one(what: str, value: int) -> None:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise ScheduleError(f"{what} is {value!r}: it must be a whole number, 1 or more")

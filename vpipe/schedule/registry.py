@@ -1,0 +1,42 @@
+"""The registry: every schedule that has a name."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+
+from vpipe.errors import ScheduleError
+from vpipe.schedule.interleaved import INTERLEAVED
+from vpipe.schedule.kind import ScheduleKind
+from vpipe.schedule.program import Schedule
+from vpipe.schedule.staircase import GPIPE, ONE_F_ONE_B, PIPEDREAM, TWO_BW, VPIPE, ZB_H1
+from vpipe.schedule.zero_bubble import ZB_V
+
+KINDS: dict[str, ScheduleKind] = {
+    kind.name: kind
+    # Where two are equally fast `vpipe plan --schedule auto` takes the earlier: those without stale weights come first.
+    for kind in (ONE_F_ONE_B, ZB_H1, ZB_V, INTERLEAVED, GPIPE, TWO_BW, VPIPE, PIPEDREAM)
+}
+
+
+def kind_of(name: str) -> ScheduleKind:
+    if name not in KINDS:
+        close = get_close_matches(name, KINDS, n=1, cutoff=0.4)
+        hint = f"did you mean {close[0]!r}? " if close else ""
+        raise ScheduleError(f"unknown schedule {name!r}: {hint}schedules are {', '.join(KINDS)}")
+    return KINDS[name]
+
+
+def build(
+    name: str,
+    stages: int,
+    minibatches: int | None,
+    *,
+    chunks: int | None = None,
+    replicas: Sequence[int] | None = None,
+    update_interval: int | None = None,
+) -> Schedule:
+    """The schedule `name` over `stages` pipeline positions: see `ScheduleKind.build`."""
+    return kind_of(name).build(
+        stages, minibatches, chunks=chunks, replicas=replicas, update_interval=update_interval
+    )
