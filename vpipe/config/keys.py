@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import (
     AfterValidator,
@@ -18,7 +18,6 @@ from pydantic import (
     StrictBool,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
 from vpipe.cost.fields import mistake
 from vpipe.schedule import KINDS, read_table
@@ -79,10 +78,6 @@ class _Keys(BaseModel):
             if key not in cls.model_fields:
                 raise mistake(unknown_key(key, values[key], cls.model_fields))
         return values
-
-    def _conflict(self, key: str, problem: str) -> PydanticCustomError:
-        """An error for keys that contradict each other."""
-        return mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
 
 
 class OptimizerGroup(_Keys):
@@ -273,38 +268,32 @@ class RunConfig(_Keys):
         if self.model is not None:
             for key in ("model_type", *MODEL_SIZES):
                 if key in given:
-                    raise self._conflict(key, "the file that `model` names says it: leave one of the two out")
+                    self._refuse(key, "the file that `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
-            raise self._conflict(
-                "hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}"
-            )
+            self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
-            raise self._conflict(
-                "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
-            )
+            self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
         if self.max_updates is not None and self.warmup_updates > self.max_updates:
-            raise self._conflict(
-                "warmup_updates", f"the run has only {self.max_updates} updates (max_updates)"
-            )
+            self._refuse("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
         if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
-            raise self._conflict("replicas", f"give one number for each of the {self.stages} stages")
+            self._refuse("replicas", f"give one number for each of the {self.stages} stages")
         if self.machines is not None:
             self._check_machines(len(self.machines))
         return self
 
     def _check_machines(self, count: int) -> None:
         if self.module is not None and self._vgpus != count:
-            raise self._conflict(
-                "module", f"`machines` names {count} ranks: make the two equal, or leave one out"
-            )
+            self._refuse("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
         if self.replicas is not None and sum(self.replicas) != count:
-            raise self._conflict(
+            self._refuse(
                 "replicas", f"they add up to {sum(self.replicas)}, but `machines` names {count} ranks"
             )
         if self.replicas is None and self.stages not in (None, count):
-            raise self._conflict(
-                "stages", f"`machines` names {count} ranks: make the two equal, or give replicas"
-            )
+            self._refuse("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
+
+    def _refuse(self, key: str, problem: str) -> NoReturn:
+        """Raise for a key that contradicts another."""
+        raise mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
 
     @property
     def source(self) -> Path:
