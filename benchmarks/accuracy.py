@@ -38,7 +38,7 @@ from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.profile.device import measure_device
 from vpipe.profile.links import measure_link
 from vpipe.profile.model import MeasuredModel
-from vpipe.profile.rounds import run_rounds
+from vpipe.profile.rounds import run_round, run_rounds
 from vpipe.schedule import KINDS
 from vpipe.simulate import Simulation, simulate
 
@@ -243,7 +243,7 @@ def work_as_rank(
 
 def profile_for_a_moment(measured: MeasuredModel) -> None:
     for _ in range(PROFILED):
-        measured.run_round()
+        run_round(measured.stages)
 
 
 class Runner:

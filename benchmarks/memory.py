@@ -35,7 +35,7 @@ import vpipe
 from vpipe.cost import KEEP, RECOMPUTE, Plan, Profile
 from vpipe.graph import capture
 from vpipe.plan import plan
-from vpipe.profile import profile_model
+from vpipe.profile.model import MeasuredModel
 from vpipe.simulate import Simulation, simulate
 
 GPIPE, PIPEDREAM, VPIPE, ANY = "GPipe", "PipeDream", "our plan", "our plan, any schedule"
@@ -96,9 +96,8 @@ def main() -> None:
 
 def profiled(batch_size: int, ranks: int) -> Profile:
     work.MINIBATCH = batch_size
-    return profile_model(
-        work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer, other_processes=ranks - 1
-    )
+    model = MeasuredModel(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
+    return model.measure(other_processes=ranks - 1)
 
 
 def all_settings(ranks: int, batch_size: int) -> tuple[int, list[Setting]]:

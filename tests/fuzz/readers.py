@@ -19,7 +19,14 @@ from vpipe.config.arguments import build_schedule
 from vpipe.config.file import AUTO, check_values, read_config, resolved_yaml
 from vpipe.config.settings import read_settings
 from vpipe.cost import read_any_profile, read_plan
-from vpipe.data import build_tokenizer, masked_text, read_documents, read_pairs, read_shards
+from vpipe.data import (
+    build_tokenizer,
+    encode_documents,
+    masked_text,
+    read_documents,
+    read_pairs,
+    read_shards,
+)
 from vpipe.observe.report import write_report
 from vpipe.observe.trace import write_trace
 from vpipe.pipeline.threads import run_ranks
@@ -319,7 +326,7 @@ def tokenizer(folder: Path) -> Reader:
 
     def read() -> None:
         made = build_tokenizer([POEM], "wordpiece", 128, folder / "cache", path)
-        masked_text([POEM], made, 16, 0, None).batch([0], 0)
+        masked_text(encode_documents([POEM], made, folder / "cache"), made, 16, 0, None).batch([0], 0)
 
     good = json.loads(trained.to_str())
     return Reader(bad_json(good), _file(path, read))
@@ -331,7 +338,8 @@ def text(folder: Path) -> Reader:
     path.parent.mkdir()
 
     def read() -> None:
-        masked_text(read_documents(path.parent), trained, 16, 0, path).batch([0], 0)
+        tokens = encode_documents(read_documents(path.parent), trained, folder / "cache")
+        masked_text(tokens, trained, 16, 0, path).batch([0], 0)
 
     return Reader(damaged_bytes(POEM[:200].encode()), _file(path, read))
 

@@ -79,7 +79,7 @@ def check(
         captured(model, batch, loss_fn),
         stages=layout.stage_graphs,
         versions=versions,
-        lag=layout.lag,
+        lag=layout.schedule.lag,
     )
     for losses, _, _ in results:
         assert losses == pytest.approx(expected.losses, rel=1e-9)

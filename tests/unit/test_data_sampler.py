@@ -1,6 +1,7 @@
 """The order of samples: a permutation in each epoch, resumed by number; the split: disjoint and complete."""
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import pytest
 import torch
@@ -8,20 +9,23 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.data import Batch, Batches, Sampler, split
-from vpipe.data.samples import Synthetic
 from vpipe.errors import ConfigError
 
 SIZES = st.integers(1, 60)
 SEEDS = st.integers(0, 2**70)
 
 
-def numbered(size: int) -> Synthetic:
+@dataclass
+class Numbered:
     """A data set whose samples are their own numbers, with the epoch beside them."""
 
-    def make(indices: Sequence[int], epoch: int) -> Batch:
-        return {"sample": torch.tensor(indices), "epoch": torch.full((len(indices),), epoch)}
+    size: int
 
-    return Synthetic(make, size)
+    def __len__(self) -> int:
+        return self.size
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        return {"sample": torch.tensor(indices), "epoch": torch.full((len(indices),), epoch)}
 
 
 @given(size=SIZES, batch_size=st.integers(1, 70), seed=SEEDS, epoch=st.integers(0, 5))
@@ -29,9 +33,9 @@ def test_each_epoch_is_a_permutation(size: int, batch_size: int, seed: int, epoc
     sampler = Sampler(size, batch_size, seed)
     count = sampler.minibatches_per_epoch
     minibatches = [sampler.minibatch(number) for number in range(epoch * count, (epoch + 1) * count)]
-    assert {minibatch.epoch for minibatch in minibatches} == {epoch}
-    assert sorted(index for minibatch in minibatches for index in minibatch.indices) == list(range(size))
-    sizes = [len(minibatch.indices) for minibatch in minibatches]
+    assert {found for found, _ in minibatches} == {epoch}
+    assert sorted(index for _, indices in minibatches for index in indices) == list(range(size))
+    sizes = [len(indices) for _, indices in minibatches]
     assert sizes[:-1] == [batch_size] * (count - 1)
     assert 1 <= sizes[-1] <= batch_size
 
@@ -42,7 +46,7 @@ def test_resuming_at_any_number_is_the_rest_of_the_run(
 ) -> None:
     stop = 3 * Sampler(size, batch_size, seed).minibatches_per_epoch
     start = data.draw(st.integers(0, stop))
-    dataset = numbered(size)
+    dataset = Numbered(size)
     whole = list(Batches(dataset, Sampler(size, batch_size, seed), 0, stop))
     rest = Batches(dataset, Sampler(size, batch_size, seed), start, stop)
     assert len(rest) == stop - start
@@ -56,36 +60,36 @@ def test_numbers_may_come_in_any_order(size: int, seed: int, numbers: list[int])
     sampler = Sampler(size, 4, seed)
     for number in numbers:
         assert sampler.minibatch(number) == Sampler(size, 4, seed).minibatch(number)
-        assert sampler.epoch_of(number) == sampler.minibatch(number).epoch
+        assert sampler.epoch_of(number) == sampler.minibatch(number)[0]
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     sampler = Sampler(100, 100, 0)
     orders = [
-        sampler.minibatch(0).indices,
-        sampler.minibatch(1).indices,
-        Sampler(100, 100, 1).minibatch(0).indices,
+        sampler.minibatch(0)[1],
+        sampler.minibatch(1)[1],
+        Sampler(100, 100, 1).minibatch(0)[1],
     ]
     assert len({tuple(order) for order in [*orders, range(100)]}) == 4
 
 
 @given(size=st.integers(2, 200), share=st.floats(0.001, 0.999), seed=SEEDS)
 def test_split_is_disjoint_and_complete(size: int, share: float, seed: int) -> None:
-    train, validation = split(numbered(size), share, seed)
+    train, validation = split(Numbered(size), share, seed)
     samples = [part.batch(range(len(part)), 1)["sample"].tolist() for part in (train, validation)]
     assert sorted(samples[0] + samples[1]) == list(range(size))
     assert min(map(len, samples)) >= 1
     assert abs(len(validation) - share * size) <= 1
-    again = split(numbered(size), share, seed)
+    again = split(Numbered(size), share, seed)
     assert [part.chosen.tolist() for part in again] == [train.chosen.tolist(), validation.chosen.tolist()]
 
 
 def test_split_differs_with_the_seed() -> None:
-    assert len({tuple(split(numbered(100), 0.1, seed)[1].chosen.tolist()) for seed in range(5)}) == 5
+    assert len({tuple(split(Numbered(100), 0.1, seed)[1].chosen.tolist()) for seed in range(5)}) == 5
 
 
 def test_samples_of_a_part_are_those_of_the_whole() -> None:
-    train, _ = split(numbered(10), 0.5, 0)
+    train, _ = split(Numbered(10), 0.5, 0)
     batch = train.batch([4, 0], epoch=3)
     assert batch["sample"].tolist() == [train.chosen[4], train.chosen[0]]
     assert batch["epoch"].tolist() == [3, 3]
@@ -95,10 +99,10 @@ def test_mistakes() -> None:
     with pytest.raises(
         ConfigError, match="the data set has 1 sample, but training and validation need one each"
     ):
-        split(numbered(1), 0.1, 0)
+        split(Numbered(1), 0.1, 0)
     for share in (0.0, 1.0, -0.5, float("nan")):
         with pytest.raises(ConfigError, match=r"validation_share is .*: give a number between 0 and 1"):
-            split(numbered(10), share, 0)
+            split(Numbered(10), share, 0)
     with pytest.raises(ConfigError, match="the data set has no samples"):
         Sampler(0, 4, 0)
     with pytest.raises(ConfigError, match="batch_size is 0: give 1 or more"):

@@ -2,6 +2,7 @@
 
 from functools import partial
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
@@ -15,11 +16,12 @@ from tests.models import bert_config
 from vpipe.data import (
     Dataset,
     MaskedText,
+    Synthetic,
     build_tokenizer,
     causal_text,
+    encode_documents,
     masked_text,
     special_id,
-    synthetic,
     translation_pairs,
 )
 from vpipe.errors import ConfigError
@@ -31,6 +33,11 @@ WORDS = [*"天地玄黄", "one", "two", "three", "four", "five", "eleven", "and"
 def corpus(documents: int, words: int) -> list[str]:
     random = np.random.default_rng(0)
     return [" ".join(random.choice(WORDS, words)) for _ in range(documents)]
+
+
+def tokens(documents: list[str], tokenizer: Tokenizer) -> Any:
+    with TemporaryDirectory() as cache:
+        return np.array(encode_documents(documents, tokenizer, Path(cache)))
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +52,7 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Tokenizer:
 
 @pytest.fixture(scope="module")
 def masked(wordpiece: Tokenizer) -> MaskedText:
-    return masked_text(corpus(20, 1000), wordpiece, 42, seed=3, path=None)
+    return masked_text(tokens(corpus(20, 1000), wordpiece), wordpiece, 42, seed=3, path=None)
 
 
 def unmasked(batch: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -101,26 +108,30 @@ def test_masks_depend_on_seed_epoch_and_sample_alone(masked: MaskedText, wordpie
         alone = masks(masked, [sample], 4)
         assert all(torch.equal(alone[name][0], together[name][row]) for name in together)
     assert not torch.equal(together["labels"], masks(masked, [5, 2, 7, 5], 5)["labels"])
-    other = masked_text(corpus(20, 1000), wordpiece, 42, seed=4, path=None)
+    other = masked_text(tokens(corpus(20, 1000), wordpiece), wordpiece, 42, seed=4, path=None)
     assert not torch.equal(together["labels"], masks(other, [5, 2, 7, 5], 4)["labels"])
 
 
 @pytest.mark.parametrize("length", [4, 5, 9])
 def test_short_samples_have_a_label_each(length: int, wordpiece: Tokenizer) -> None:
-    dataset = masked_text(["one", "two", "地", "ten"] * 20, wordpiece, length, seed=0, path=None)
+    dataset = masked_text(
+        tokens(["one", "two", "地", "ten"] * 20, wordpiece), wordpiece, length, seed=0, path=None
+    )
     labels = dataset.batch(range(len(dataset)), 0)["labels"]
     assert ((labels != -100).sum(dim=1) >= 1).all()
 
 
 def test_causal_samples_are_the_text_in_order(bpe: Tokenizer) -> None:
     texts = corpus(3, 50)
-    dataset = causal_text(texts, bpe, 16, None)
+    dataset = causal_text(tokens(texts, bpe), 16, None)
     batch = dataset.batch(range(len(dataset)), 0)
     assert torch.equal(batch["input_ids"], batch["labels"])
     end = special_id(bpe, "end")
     expected = [token for text in texts for token in [*bpe.encode(text).ids, end]]
     assert batch["input_ids"].flatten().tolist() == expected[: len(expected) // 16 * 16]
-    chinese = causal_text(["天地玄黄，宇宙洪荒。"], bpe, 8, None).batch([0], 0)["input_ids"][0].tolist()
+    chinese = (
+        causal_text(tokens(["天地玄黄，宇宙洪荒。"], bpe), 8, None).batch([0], 0)["input_ids"][0].tolist()
+    )
     assert bpe.decode(chinese).startswith("天地")
 
 
@@ -151,7 +162,7 @@ def test_models_read_the_fields_of_their_synthetic_batch(masked: MaskedText, bpe
     made = models()
     datasets: dict[str, Dataset] = {
         "bert": masked,
-        "gpt2": causal_text(corpus(3, 50), bpe, 8, None),
+        "gpt2": causal_text(tokens(corpus(3, 50), bpe), 8, None),
         "t5": translation_pairs([("one", "two"), ("地", "ten")], bpe, 8),
     }
     for name, model in made.items():
@@ -170,7 +181,7 @@ def _drawn(model: nn.Module, count: int, seed: int) -> dict[str, Tensor]:
 
 def test_synthetic_data_have_the_fields_of_the_model() -> None:
     model = models()["gpt2"]
-    dataset = synthetic(partial(_drawn, model), 10, seed=1)
+    dataset = Synthetic(partial(_drawn, model), 10, seed=1)
     assert len(dataset) == 10
     batch = dataset.batch([3, 1], 2)
     assert {name: t.shape for name, t in batch.items()} == {
@@ -180,42 +191,40 @@ def test_synthetic_data_have_the_fields_of_the_model() -> None:
     for other in (
         dataset.batch([1, 3], 2),
         dataset.batch([3, 1], 1),
-        synthetic(partial(_drawn, model), 10, 2).batch([3, 1], 2),
+        Synthetic(partial(_drawn, model), 10, 2).batch([3, 1], 2),
     ):
         assert not torch.equal(batch["input_ids"], other["input_ids"])
 
 
 def test_too_little_text(wordpiece: Tokenizer, bpe: Tokenizer) -> None:
     with pytest.raises(ConfigError) as raised:
-        masked_text(["one two"], wordpiece, 32, 0, Path("texts"))
+        masked_text(tokens(["one two"], wordpiece), wordpiece, 32, 0, Path("texts"))
     assert str(raised.value) == (
         "data_dir is 'texts': the text has 3 tokens, but one sample takes 30 (sequence_length is 32): give more "
         "text or a smaller sequence_length"
     )
     with pytest.raises(ConfigError, match=r"one sample takes 64 \(sequence_length is 64\): give more"):
-        causal_text(["one two"], bpe, 64, Path("texts"))
+        causal_text(tokens(["one two"], bpe), 64, Path("texts"))
     with pytest.raises(ConfigError, match="sequence_length is 3: give 4 or more"):
-        masked_text(["one two"], wordpiece, 3, 0, Path("texts"))
+        masked_text(tokens(["one two"], wordpiece), wordpiece, 3, 0, Path("texts"))
 
 
-def test_a_text_is_encoded_once_whatever_the_length(
+def test_a_text_is_encoded_once(
     tmp_path: Path, bpe: Tokenizer, wordpiece: Tokenizer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    texts = corpus(3, 50)
-    plain = causal_text(texts, bpe, 8, None).tokens
-    assert np.array_equal(causal_text(texts, bpe, 8, None, tmp_path / "cache").tokens, plain)
-    (file,) = (tmp_path / "cache").iterdir()
+    texts, cache = corpus(3, 50), tmp_path / "cache"
+    end = special_id(bpe, "end")
+    plain = [token for text in texts for token in [*bpe.encode(text).ids, end]]
+    assert encode_documents(texts, bpe, cache).tolist() == plain
+    (file,) = cache.iterdir()
     whole = file.read_bytes()
     with monkeypatch.context() as patch:
-        patch.setattr("vpipe.data.samples._encode_documents", lambda *_: pytest.fail("it was encoded again"))
-        assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
-        assert np.array_equal(
-            causal_text(texts, bpe, 4, None, file.parent).tokens[: 2 * len(plain)], plain.reshape(-1, 4)
-        )
+        patch.setattr("vpipe.data.samples.encode", lambda *_, **__: pytest.fail("it was encoded again"))
+        assert encode_documents(texts, bpe, cache).tolist() == plain
     for damaged in (whole[:100], b"", whole[:-1]):
         file.write_bytes(damaged)
-        assert np.array_equal(causal_text(texts, bpe, 8, None, file.parent).tokens, plain)
+        assert encode_documents(texts, bpe, cache).tolist() == plain
         assert file.read_bytes() == whole
-    causal_text(texts[:2], bpe, 8, None, file.parent)
-    masked_text(texts, wordpiece, 8, 0, None, file.parent)
-    assert len(list(file.parent.iterdir())) == 3  # by text and by tokenizer
+    encode_documents(texts[:2], bpe, cache)
+    encode_documents(texts, wordpiece, cache)
+    assert len(list(cache.iterdir())) == 3  # by text and by tokenizer

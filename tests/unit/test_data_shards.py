@@ -113,7 +113,7 @@ def test_mistakes(tmp_path: Path, write: Write) -> None:
         assert message.startswith(f"data_dir is {str(tmp_path)!r}: ")
         return message
 
-    assert "have 6 tokens, but sequence_length is 8: set it to 6" in mistake(length=8)
+    assert "has samples of 6 tokens, but sequence_length is 8: set it to 6" in mistake(length=8)
     assert "there is a token 21, but vocab_size is 21" in mistake(vocab_size=21)
     assert "has no masked_lm_ids: it is no BERT shard" in mistake({"masked_lm_ids": None})
     assert "has 2 rows of input_ids, but 1 of input_mask" in mistake({"input_mask": np.ones((1, 6))})

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import vpipe.data.tokenizer
 from tests.drawing import draws
-from vpipe.data import build_tokenizer, masked_text, special_id, translation_pairs
+from vpipe.data import build_tokenizer, encode_documents, special_id, translation_pairs
 from vpipe.data.tokenizer import Kind
 from vpipe.errors import ConfigError, VPipeError
 
@@ -168,4 +168,4 @@ def test_a_text_that_it_has_no_ids_for_is_told(pairs: bool, tmp_path: Path) -> N
             translation_pairs([(CHINESE[0], ENGLISH[0])], tokenizer, 8)
     else:
         with pytest.raises(ConfigError, match=told):
-            masked_text(CHINESE, tokenizer, 8, 0, None)
+            encode_documents(CHINESE, tokenizer, tmp_path)

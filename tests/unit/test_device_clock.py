@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from vpipe.observe.figures import Meter, shares
+from vpipe.record.events import Recorded
 from vpipe.runtime import recording
-from vpipe.runtime.recording import DeviceClock, Done, Recording
+from vpipe.runtime.recording import DeviceClock, Recording
 from vpipe.schedule import Action
 
 GPU = torch.device("cuda", 0)
@@ -119,7 +120,8 @@ class Rank:
         start = 50.0 + self.gpu.now / 1000
         self.gpu.now += waits + host
         self.gpu.issued = max(self.gpu.issued, self.gpu.now) + takes
-        self.recording.done(Done(Action.parse(action), 0, 0, 0, False), start, waits / 1000)
+        end = 50.0 + self.gpu.now / 1000
+        self.recording.add(Recorded(Action.parse(action), start, end, waits / 1000))
 
     def figures(self, meter: Meter) -> dict[str, float]:
         self.pipe.runtime.waited = self.recording.waited_on_device

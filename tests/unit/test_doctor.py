@@ -18,7 +18,7 @@ import tomllib
 from rich.console import Console
 
 from vpipe.cli import doctor
-from vpipe.cli.doctor import EXTRAS, MachineFact, describe, doctor_table, examine
+from vpipe.cli.doctor import EXTRAS, MachineFact, doctor_table, examine, print_facts
 from vpipe.system.host_memory import cores, free_memory
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +56,11 @@ def test_everything_is_looked_at() -> None:
     assert all(finding.advice for finding in findings if finding.ok is False)
 
 
-def test_as_data() -> None:
+def test_as_data(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     findings = [MachineFact("torch", "2.13", True), MachineFact("h5py", "not installed", None, "no shards")]
-    assert json.loads(json.dumps(describe(findings))) == [
+    monkeypatch.setattr(doctor, "examine", lambda: findings)
+    print_facts(as_json=True)
+    assert json.loads(capsys.readouterr().out) == [
         {"what": "torch", "value": "2.13", "ok": True, "advice": ""},
         {"what": "h5py", "value": "not installed", "ok": None, "advice": "no shards"},
     ]

@@ -10,7 +10,7 @@ import torch
 from vpipe.config.file import check_values
 from vpipe.cost import Plan, write_plan
 from vpipe.errors import OutOfMemoryError
-from vpipe.runtime.out_of_memory import explain
+from vpipe.runtime.failures import explain
 from vpipe.train.memory_advice import advise, memory_advice, memory_for_tensors
 
 OTHER = 500_000_000
@@ -67,7 +67,8 @@ def test_the_error_names_the_prediction_of_the_rank(
     if peaks is not None:
         write_plan(Plan((1, 1), ("keep",) * 2, prediction={"peak_memory": peaks}), tmp_path / "plan.json")
     schedule = SimpleNamespace(placement=[[0], [1, 2], [0]])
-    pipe: Any = SimpleNamespace(rank=2, schedule=schedule, runtime=SimpleNamespace(stages={}))
+    runtime = SimpleNamespace(stages={})
+    pipe: Any = SimpleNamespace(rank=2, schedule=schedule, runtime=runtime, device=torch.device("cpu"))
     with (
         pytest.raises(OutOfMemoryError) as caught,
         memory_advice(check_values({}, Path("run.yml")), tmp_path, pipe),
@@ -91,7 +92,7 @@ def test_what_a_rank_may_still_have_of_its_gpu(
     for name, value in figures.items():
         monkeypatch.setattr(torch.cuda, name, lambda *_, value=value: value)
     error = explain(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0"), 1, None)
-    assert error is not None
+    assert isinstance(error, OutOfMemoryError)
     assert (error.wanted, error.held, error.free) == (2**31, 40, free)
     assert "it tried to allocate 2.00 GiB; it holds 40 bytes of the GPU, of which 10 of 100 are free" in str(
         error
@@ -103,5 +104,5 @@ def test_other_errors_are_not_about_memory() -> None:
     error = explain(
         RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: tried 0 bytes"), 0, None
     )
-    assert error is not None
+    assert isinstance(error, OutOfMemoryError)
     assert error.wanted is None

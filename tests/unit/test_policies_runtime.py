@@ -15,7 +15,7 @@ from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.errors import PartitionError
 from vpipe.graph import ModelGraph
 from vpipe.pipeline.threads import run_ranks
-from vpipe.profile import profile_model
+from vpipe.profile.model import MeasuredModel
 from vpipe.stage.held import Held, HeldSaver, address
 from vpipe.stage.host_store import HostStore, Ticket
 from vpipe.stage.swap import Swap
@@ -108,7 +108,7 @@ def transformer(captured: Callable[..., ModelGraph]) -> tuple[models.Example, Pr
     given = (Stack(), batch, models.next_token_loss)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("vpipe.profile.model.capture", captured)
-        profile = profile_model(*given, optimizer=adamw, seconds=0, device=DEVICE, link=LINK)
+        profile = MeasuredModel(*given, optimizer=adamw).measure(0, DEVICE, LINK)
     return given, profile
 
 

@@ -17,7 +17,7 @@ SAMPLES = 40
 
 def position(interval: int, **keys: Any) -> Position:
     config = check_values({"batch_size": 2, "epochs": 3} | keys, Path("run.yml"))
-    drawn = data.synthetic(
+    drawn = data.Synthetic(
         lambda count, seed: synthetic_batch(the_model().model, count, 8, seed), SAMPLES + 10, 0
     )
     samples: Subset = data.split(drawn, 0.2, 0)[0]

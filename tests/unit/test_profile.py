@@ -7,7 +7,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -26,9 +26,9 @@ from vpipe.communication.channel import Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.cost import DeviceCost, LinkCost, Profile, read_profile
 from vpipe.errors import VPipeError
-from vpipe.graph import ModelGraph, capture
+from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile import device as device_module
-from vpipe.profile import links, profile_model
+from vpipe.profile import links
 from vpipe.profile import model as model_module
 from vpipe.profile.contention import busy_processes
 from vpipe.profile.device import COPIED, COUNT, MINIBATCHES, measure_device
@@ -44,13 +44,16 @@ from vpipe.profile.rounds import (
     INPUT_GRADIENT,
     RECOMPUTING_BACKWARD,
     RECOMPUTING_FORWARD,
+    SMALLEST,
     SPLIT_FORWARD,
     SPLIT_RECOMPUTING,
     UPDATE,
     WEIGHT_GRADIENT,
+    CallTimes,
+    block_times,
+    call_times,
     run_rounds,
 )
-from vpipe.profile.times import SMALLEST, CallTimes, block_times, call_times
 from vpipe.system.host_memory import total_memory
 
 DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
@@ -69,12 +72,7 @@ def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
 
 def profiled(example: models.Example, **options: Any) -> Profile:
     model, batch, loss_fn = example
-    return profile_model(
-        model,
-        batch,
-        loss_fn,
-        **({"optimizer": adamw, "seconds": 0, "device": DEVICE, "link": LINK} | options),
-    )
+    return MeasuredModel(model, batch, loss_fn, **{"optimizer": adamw} | options).measure(0, DEVICE, LINK)
 
 
 def test_layers_are_recognised(captured: Callable[..., ModelGraph]) -> None:
@@ -195,9 +193,12 @@ def test_block_times_add_up_to_those_of_their_stage(monkeypatch: pytest.MonkeyPa
     fields = graph.batch_fields(batch)
     found = shapes(graph)
     assert len(found) == 4
-    kinds, _, _ = _set_up(graph, found, model, adamw, None, fields)
-    stage = graph.stages((3, 1))[0]
-    whole = MeasuredStage(stage, model, adamw, None, {}, {name: fields[name] for name in stage.fields})
+
+    def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
+        return MeasuredStage(stage, model, adamw, None, values, fields)
+
+    kinds, _, _ = _set_up(graph, found, make)
+    whole = make(graph.stages((3, 1))[0], {})
     run_rounds([*(one for same in kinds.values() for one in same), whole], 1, 1, 0.0)
     times = [block_times(kinds[shape.kind]) for shape in found]
     assert [time.forward for time in times] == [1.0, 2.0, 4.0, 8.0]

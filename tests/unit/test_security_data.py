@@ -61,7 +61,7 @@ def test_row_24_fewer_samples_than_a_minibatch() -> None:
     """A minibatch of what there is, in every epoch."""
     sampler = Sampler(3, batch_size=8, seed=0)
     assert sampler.minibatches_per_epoch == 1
-    assert [len(sampler.minibatch(number).indices) for number in range(3)] == [3, 3, 3]
+    assert [len(sampler.minibatch(number)[1]) for number in range(3)] == [3, 3, 3]
     _, batch, _ = example("sequential", layers=4)
     small = type(batch)(part[:3] for part in batch)
     losses = train([small, small], schedule="pipedream")

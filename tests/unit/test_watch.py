@@ -4,6 +4,7 @@ import json
 import time
 import urllib.request
 from collections.abc import Callable
+from http.server import ThreadingHTTPServer
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,7 @@ from vpipe.errors import ConfigError
 from vpipe.observe import hang, recorder, watch
 from vpipe.observe.figures import scalars
 from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, explain, fate_of, sentence
-from vpipe.observe.prometheus import Endpoint, exposition
+from vpipe.observe.prometheus import exposition, serve
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.screen import picture, top
 from vpipe.observe.watch import RankWatch
@@ -159,20 +160,20 @@ def test_the_last_status_and_the_figures_of_each_stage(
 def test_prometheus_reads_what_the_ranks_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None
 ) -> None:
-    made: list[Endpoint] = []
+    made: list[ThreadingHTTPServer] = []
     told = ""
 
-    def at_a_free_port(folder: Path, port: int) -> Endpoint:
+    def at_a_free_port(folder: Path, port: int) -> ThreadingHTTPServer:
         assert port == 9000
-        made.append(Endpoint(folder, 0))
+        made.append(serve(folder, 0))
         return made[0]
 
     def read(pipes: dict[int, Pipeline]) -> None:
         nonlocal told
         wait_until(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
-        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].port}/metrics").read().decode()
+        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].server_port}/metrics").read().decode()
 
-    monkeypatch.setattr(recorder, "Endpoint", at_a_free_port)
+    monkeypatch.setattr(recorder, "serve", at_a_free_port)
     recorded(tmp_path, at_the_end=read, port=9000)
     assert "# TYPE vpipe_updates_total counter" in told
     assert 'vpipe_updates_total{rank="1"} ' in told
@@ -180,16 +181,17 @@ def test_prometheus_reads_what_the_ranks_said(
     assert 'vpipe_seconds_total{rank="1",kind="wait"} ' in told
     for line in told.splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
-    assert made[0]._server.fileno() == -1  # it is closed
+    assert made[0].fileno() == -1  # it is closed
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
-    taken = Endpoint(tmp_path, 0)
+    taken = serve(tmp_path, 0)
     try:
         with pytest.raises(ConfigError, match="prometheus_port"):
-            Endpoint(tmp_path, taken.port)
+            serve(tmp_path, taken.server_port)
     finally:
-        taken.close()
+        taken.shutdown()
+        taken.server_close()
 
 
 def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -> Status:
@@ -200,9 +202,9 @@ def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -
 
 def test_the_sentence_goes_from_who_waits_to_who_is_waited_for() -> None:
     found = [
-        RankState(status(0, "0F8"), "0F8", True, 31.0),
-        RankState(status(1, "1RECV_F7", Waiting("1RECV_F7", 0, 31.0)), "1RECV_F7", True, 31.0),
-        RankState(status(2, "2RECV_F7", Waiting("2RECV_F7", 1, 30.5)), "2RECV_F7", True, 30.5),
+        RankState(status(0, "0F8")),
+        RankState(status(1, "1RECV_F7", Waiting("1RECV_F7", 0, 31.0))),
+        RankState(status(2, "2RECV_F7", Waiting("2RECV_F7", 1, 30.5))),
     ]
     assert sentence(found) == (
         "rank 2 waits for 2RECV_F7 from rank 1 (for 30 s); rank 1 waits for 1RECV_F7 from rank 0 (for 31 s); "
@@ -215,8 +217,8 @@ def test_the_sentence_goes_from_who_waits_to_who_is_waited_for() -> None:
 
 def test_ranks_that_wait_for_each_other() -> None:
     found = [
-        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 20.0)), "0RECV_B1", True, 20.0),
-        RankState(status(1, "1RECV_F2", Waiting("1RECV_F2", 0, 20.0)), "1RECV_F2", True, 20.0),
+        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 20.0))),
+        RankState(status(1, "1RECV_F2", Waiting("1RECV_F2", 0, 20.0))),
     ]
     assert sentence(found).endswith("they wait for each other")
     assert culprit(found) is None
@@ -225,8 +227,8 @@ def test_ranks_that_wait_for_each_other() -> None:
 @pytest.mark.parametrize("fate", [GONE, STOPPED])
 def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: str) -> None:
     found = [
-        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0)), "0RECV_B1", True, 9.0),
-        RankState(status(1, "1F2", Waiting("1RECV_F2", 0, 0.1)), "1F2", True, 9.0, fate),
+        RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0))),
+        RankState(status(1, "1F2", Waiting("1RECV_F2", 0, 0.1)), fate),
     ]
     guilty = culprit(found)
     assert guilty is not None

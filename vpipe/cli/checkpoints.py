@@ -9,9 +9,8 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from vpipe.cli.options import AsJson
+from vpipe.cli.options import AsJson, print_result
 from vpipe.errors import VPipeError
-from vpipe.system.console import show as print_table
 from vpipe.system.units import show_bytes
 
 app = typer.Typer(help="Show, verify, export and delete checkpoints.", no_args_is_help=True)
@@ -27,10 +26,8 @@ def show(path: CheckpointPath, as_json: AsJson = False) -> None:
     from vpipe.checkpoint.inspection import describe, find
 
     described = [describe(one) for one in find(path)]
-    if as_json:
-        print(json.dumps(described))
-    else:
-        print_table(show_one(described[0]) if len(described) == 1 else show_several(described))
+    table = show_one(described[0]) if len(described) == 1 else show_several(described)
+    print_result(described, table, as_json)
 
 
 @app.command()

@@ -5,21 +5,21 @@ from __future__ import annotations
 import json
 import math
 import sys
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from difflib import get_close_matches
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypedDict
+from typing import TYPE_CHECKING, Any
 
 from rich.markup import escape
 from rich.table import Table
 
-from vpipe.config.file import KEYS, read_config
+from vpipe.cli.options import print_result
+from vpipe.config.file import read_config
 from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError
-from vpipe.system.console import show
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,6 +29,9 @@ GIB = 2**30
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
 
+Result = dict[str, Any]
+"""A run's `summary.json`, and its `label`."""
+
 
 @dataclass(frozen=True)
 class Variant:
@@ -37,22 +40,6 @@ class Variant:
     label: str
     path: Path
     settings: tuple[str, ...] = ()
-
-
-class Result(TypedDict):
-    """The figures of a run's `summary.json`; None where one is unknown."""
-
-    label: str
-    loss: float | None
-    samples_per_s: float
-    seconds_per_update: float
-    """Samples of an update / `samples_per_s`."""
-    communication_share: float | None
-    bubble_share: float | None
-    of_limit: float | None
-    peak_memory: list[int]
-    updates: int
-    losses: list[list[float]]
 
 
 def compare_runs(
@@ -65,26 +52,22 @@ def compare_runs(
     """Train the variants one after the other, each in its own ranks, and print their figures."""
     from vpipe.train.run import launch
 
-    if picture is not None and not can_plot():
+    can_plot = find_spec("matplotlib") is not None
+    if picture is not None and not can_plot:
         raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
     chosen = variants(configs, sweeps, settings)
-    runs = [
-        read_config(one.path, read_settings(one.settings)) for one in chosen
-    ]  # before anything is trained
+    # All are read before anything is trained.
+    runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]
     results = []
     for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
         print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
         folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
         results.append(json.loads((folder / "summary.json").read_text()) | {"label": variant.label})
-    if as_json:
-        print(json.dumps(results))
-    else:
-        show(comparison_table(results))
-    if not can_plot():
-        return  # no picture was requested
-    picture = picture or folder.parent / f"comparison-{folder.name}.png"
-    plot(results, picture)
-    print(f"picture {picture}", file=sys.stderr)
+    print_result(results, comparison_table(results), as_json)
+    if can_plot:
+        picture = picture or folder.parent / f"comparison-{folder.name}.png"
+        plot(results, picture)
+        print(f"picture {picture}", file=sys.stderr)
 
 
 def variants(
@@ -94,27 +77,21 @@ def variants(
     if not paths:
         raise ConfigError("nothing to compare: name one or more configuration files")
     axes = [_axis(sweep) for sweep in sweeps]
-    fixed = [setting.split("=", 1)[0] for setting in settings]
-    for number, (key, _) in enumerate(axes):
-        if key in (other for other, _ in axes[:number]):
+    given = [setting.split("=", 1)[0] for setting in settings]
+    for sweep, (key, _) in zip(sweeps, axes, strict=True):
+        if key in given:
             raise ConfigError(
-                f"--sweep {sweeps[number]}: {key} is swept twice: give all its values in one --sweep"
+                f"--sweep {sweep}: {key} is set or swept twice: give all its values in one --sweep"
             )
-        if key in fixed:
-            raise ConfigError(
-                f"--sweep {sweeps[number]}: --set gives {key} one value: leave one of the two out"
-            )
+        given.append(key)
     swept = [[f"{key}={value}" for value in values] for key, values in axes]
     made = []
     for path, name in zip(paths, _names(paths), strict=True):
         for chosen in product(*swept):
             made.append(Variant(" ".join((name, *chosen)), path, (*settings, *chosen)))
-    labels = [variant.label for variant in made]
-    for label in labels:
-        if labels.count(label) > 1:
-            raise ConfigError(
-                f"{label} would run {labels.count(label)} times: name each file and each value once"
-            )
+    label, times = Counter(variant.label for variant in made).most_common(1)[0]
+    if times > 1:
+        raise ConfigError(f"{label} would run {times} times: name each file and each value once")
     return made
 
 
@@ -124,10 +101,6 @@ def _axis(sweep: str) -> tuple[str, list[str]]:
     key, values = key.strip(), split_values(text)
     if not equals or not key or not all(values):
         raise ConfigError(f"--sweep {sweep!r}: write a key and its values, such as batch_size=8,16,32")
-    if key not in KEYS:
-        close = get_close_matches(key, KEYS, n=1, cutoff=0.6)
-        hint = f"did you mean {close[0]!r}?" if close else "`docs/config.md` lists the keys"
-        raise ConfigError(f"--sweep {sweep!r}: unknown key {key!r}: {hint}")
     return key, values
 
 
@@ -167,35 +140,19 @@ def comparison_table(results: Sequence[Result]) -> Table:
             f"{speed:,.1f}" + (" *" if best else ""),
             f"{speed / slowest:.2f}x" if slowest > 0 else "–",
             f"{1000 * result['seconds_per_update']:,.1f}",
-            _percent(result["communication_share"]),
-            _percent(result["bubble_share"]),
-            _percent(result["of_limit"]),
-            " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]) or "–",
-            _loss(result["loss"]),
+            *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
+            " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]),
+            f"{result['loss']:.4f}",
             style="bold" if best else None,
         )
     return table
 
 
-def _percent(share: float | None) -> str:
-    return "–" if share is None or not math.isfinite(share) else f"{share:.1%}"
-
-
-def _loss(loss: float | None) -> str:
-    return "–" if loss is None else f"{loss:.4f}"
-
-
-def can_plot() -> bool:
-    return find_spec("matplotlib") is not None
-
-
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw the results into a PNG file."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise VPipeError("a plot needs the package matplotlib: pip install 'vpipe[plot]'") from None
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
     lines = sum(len(result["label"].split()) for result in results)
     # Not pyplot, which has global state and may open a window.
     figure = Figure(figsize=(11, max(4.0, 1.2 + 0.2 * (lines + len(results)))), dpi=150, layout="constrained")
@@ -217,11 +174,12 @@ def _throughput(axes: Axes, results: Sequence[Result]) -> None:
     for row, speed in enumerate(speeds):
         look = _look(row)
         hatch = None if look["linestyle"] == STYLES[0] else "//"
-        axes.barh(row, speed, height=0.62, color=look["color"], hatch=hatch, edgecolor="white", linewidth=0)
+        bar = axes.barh(
+            row, speed, height=0.62, color=look["color"], hatch=hatch, edgecolor="white", linewidth=0
+        )
         ratio = f"  ({speed / slowest:.2f}x)" if slowest > 0 and len(results) > 1 else ""
         weight = "bold" if speed == fastest > slowest else "normal"
-        beside: dict[str, Any] = {"xytext": (4, 0), "textcoords": "offset points", "va": "center"}
-        axes.annotate(f"{speed:,.1f}{ratio}", (speed, row), fontsize=9, fontweight=weight, **beside)
+        axes.bar_label(bar, [f"{speed:,.1f}{ratio}"], padding=4, fontsize=9, fontweight=weight)
     axes.set_yticks(
         range(len(results)), [result["label"].replace(" ", "\n") for result in results], fontsize=9
     )

@@ -60,9 +60,15 @@ class MachineFact:
 
 
 def examine() -> list[MachineFact]:
-    torch, failure = _import_torch()
-    failures = {"torch": failure}
-    findings = [_python(), *(_dependency(each, failures.get(_parse(each)[0], "")) for each in declared())]
+    try:
+        torch: Any = importlib.import_module("torch")
+        failure = ""
+    except Exception as error:  # a broken installation may raise anything
+        torch, failure = None, " ".join(f"{type(error).__name__}: {error}".split())[:200]
+    findings = [
+        _python(),
+        *(_dependency(each, failure if _parse(each)[0] == "torch" else "") for each in declared()),
+    ]
     if torch is not None:
         findings += [_devices(torch), *_backends(torch)]
     findings += [_mps(torch), _cores(), _memory(), _channel(), _shared_memory(), _open_files(), _loopback()]
@@ -85,16 +91,7 @@ def without_dependency(error: ModuleNotFoundError, arguments: Sequence[str]) -> 
             file=sys.stderr,
         )
         return 2
-    findings = examine()
-    if "--json" in arguments:
-        print(json.dumps(describe(findings)))
-        return 0
-    print(_title(findings))
-    marks = {True: "ok", False: "NO", None: "  "}
-    for found in findings:
-        print(
-            f"{marks[found.ok]} {found.what}: {found.value}" + (f": {found.advice}" if found.advice else "")
-        )
+    print_facts("--json" in arguments)
     return 0
 
 
@@ -104,9 +101,21 @@ def is_dependency(module: str | None) -> bool:
     return top in [_module(_parse(requirement)[0]) for requirement in declared()]
 
 
-def describe(findings: Sequence[MachineFact]) -> list[dict[str, Any]]:
-    """The findings as plain data."""
-    return [asdict(finding) for finding in findings]
+def print_facts(as_json: bool) -> None:
+    """As JSON or as a table; as plain lines where rich is missing."""
+    findings = examine()
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings]))
+        return
+    try:
+        from vpipe.system.console import show
+    except ModuleNotFoundError:
+        print(_title(findings))
+        for found in findings:
+            mark = {True: "ok", False: "NO", None: "  "}[found.ok]
+            print(f"{mark} {found.what}: {found.value}" + (f": {found.advice}" if found.advice else ""))
+    else:
+        show(doctor_table(findings))
 
 
 def doctor_table(findings: Sequence[MachineFact]) -> Table:
@@ -125,14 +134,6 @@ def doctor_table(findings: Sequence[MachineFact]) -> Table:
 def _title(findings: Sequence[MachineFact]) -> str:
     wrong = sum(finding.ok is False for finding in findings)
     return "This machine: " + (f"{wrong} of these will not work" if wrong else "all is well")
-
-
-def _import_torch() -> tuple[Any, str]:
-    """Torch, or why it cannot be had; a broken installation may raise anything."""
-    try:
-        return importlib.import_module("torch"), ""
-    except Exception as error:
-        return None, " ".join(f"{type(error).__name__}: {error}".split())[:200]
 
 
 def _python() -> MachineFact:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
+from rich.table import Table
+
+from vpipe.system.console import show
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -17,6 +21,13 @@ Settings = Annotated[
     typer.Option("--set", help="A key of the file with another value, such as batch_size=16."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+def print_result(value: Any, table: Table, as_json: bool) -> None:
+    if as_json:
+        print(json.dumps(value))
+    else:
+        show(table)
 
 
 def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:

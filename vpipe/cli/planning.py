@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from vpipe.cli.options import AsJson, Config, Settings, read_run
+from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
 from vpipe.errors import VPipeError
 from vpipe.system.console import show
 from vpipe.system.units import duration, read_bytes, show_bytes
@@ -104,10 +103,8 @@ def plan(
             chunks=chunks,
         )
     write_plan(result.to_plan(), output)
-    if as_json:
-        print(json.dumps(describe(result)))
-    else:
-        show(plan_table(result))
+    print_result(describe(result), plan_table(result), as_json)
+    if not as_json:
         print(f"plan {output}")
 
 
@@ -142,10 +139,7 @@ def simulate(
         from vpipe.observe.trace import write_simulated_trace
 
         write_simulated_trace(result, trace)
-    if as_json:
-        print(json.dumps(describe(result)))
-    else:
-        show(simulation_table(result, costs))
+    print_result(describe(result), simulation_table(result, costs), as_json)
 
 
 def _batch_size(text: str) -> int | str:

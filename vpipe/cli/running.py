@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -12,14 +11,15 @@ from vpipe.cli.options import AsJson, Config, Settings, read_run
 
 app = typer.Typer()
 
+RESUME = typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
+RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or over.")]
+
 
 @app.command()
 def train(
     config: Config,
     settings: Settings = None,
-    resume: Annotated[
-        str | None, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
-    ] = None,
+    resume: Annotated[str | None, RESUME] = None,
     debug: Annotated[
         list[str] | None,
         typer.Option(
@@ -35,49 +35,37 @@ def train(
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
     from vpipe.observe.debug import read_scenes
+    from vpipe.train.rank import train_rank
     from vpipe.train.run import run
 
     chosen = read_run(config, settings)
     if print_config:
         print(resolved_yaml(chosen), end="")
         return
-
     scenes = read_scenes(debug or ())
-
-    def work() -> None:
-        from vpipe.train.rank import train_rank
-
-        train_rank(chosen, resume, scenes)
-
     arguments = ["train", *rank_arguments(config, settings or ())]
     arguments += [part for scene in scenes for part in ("--debug", scene)]
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
-    run(chosen, arguments, work, max_restarts=max_restarts)
+    run(chosen, arguments, lambda: train_rank(chosen, resume, scenes), max_restarts=max_restarts)
 
 
 @app.command("eval")
 def evaluate(
     config: Config,
     settings: Settings = None,
-    resume: Annotated[
-        str, typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
-    ] = "auto",
+    resume: Annotated[str, RESUME] = "auto",
     as_json: AsJson = False,
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
+    from vpipe.train.rank import evaluate_rank
     from vpipe.train.run import run
 
     chosen = read_run(config, settings)
-
-    def work() -> None:
-        from vpipe.train.rank import evaluate_rank
-
-        evaluate_rank(chosen, resume, as_json)
-
     arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
-    run(chosen, [*arguments, *(["--json"] if as_json else [])], work)
+    arguments += ["--json"] if as_json else []
+    run(chosen, arguments, lambda: evaluate_rank(chosen, resume, as_json))
 
 
 @app.command()
@@ -101,14 +89,9 @@ def compare(
 @app.command()
 def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has, what would not work on it, and why."""
-    from vpipe.cli.doctor import describe, doctor_table, examine
-    from vpipe.system.console import show
+    from vpipe.cli.doctor import print_facts
 
-    findings = examine()
-    if as_json:
-        print(json.dumps(describe(findings)))
-    else:
-        show(doctor_table(findings))
+    print_facts(as_json)
 
 
 @app.command()
@@ -127,7 +110,7 @@ def report(
 
 @app.command()
 def top(
-    run: Annotated[Path, typer.Argument(help="The folder of a run.")],
+    run: RunFolder,
     once: Annotated[bool, typer.Option("--once", help="Show it once and exit.")] = False,
 ) -> None:
     """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
@@ -138,7 +121,7 @@ def top(
 
 @app.command()
 def diagnose(
-    run: Annotated[Path, typer.Argument(help="The folder of a run, running or over.")],
+    run: RunFolder,
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""

@@ -11,10 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
-from vpipe.cli.options import AsJson, Config, Settings, read_run
+from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
 from vpipe.errors import ScheduleError
 from vpipe.schedule import KINDS
-from vpipe.system.console import show
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -84,10 +83,7 @@ def blocks(
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
     described = describe_blocks(read_run(config, settings))
-    if as_json:
-        print(json.dumps(described))
-    else:
-        show(block_table(described))
+    print_result(described, block_table(described), as_json)
 
 
 @app.command()
@@ -116,10 +112,8 @@ def verify(
         table = schedule.endswith(".csv")
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
-    if as_json:
-        print(json.dumps({**asdict(result), "ok": result.ok}))
-    else:
-        show(verification_table(result))
+    print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)
+    if not as_json:
         print(verdict(result))
     if not result.ok:
         raise typer.Exit(1)

@@ -30,7 +30,7 @@ class BlockCost(FileObject):
     input_gradient: SecondsOfSamples
     """The part of backward that another stage waits for."""
     weight_gradient: SecondsOfSamples
-    update: Annotated[float, Unit("seconds", default=0.0)]
+    update: Seconds
     """The optimizer's part for this block's parameters, once for each update."""
     kept_bytes: BytesOfSamples
     """Kept by autograd for backward, without parameters and without what an earlier block keeps already."""
@@ -114,7 +114,7 @@ class DeviceCost(FileObject):
 @dataclass(frozen=True)
 class LinkCost(FileObject):
     bandwidth: BytesPerSecond
-    latency: Annotated[float, Unit("seconds", default=0.0)]
+    latency: Seconds = 0.0
     sender_busy: StrictBool = False
     """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
 
@@ -165,16 +165,19 @@ class Tie(FileObject):
         return sum(start <= block < stop for block in self.blocks)
 
 
-def _named(blocks: Any) -> Any:
-    """A block without a name is called by its number."""
+def _completed(blocks: Any) -> Any:
+    """A block without a name is called by its number; a file may leave out its update."""
     if not isinstance(blocks, list):
         return blocks
-    return [{"name": f"block {n}"} | b if isinstance(b, dict) else b for n, b in enumerate(blocks)]
+    return [
+        {"name": f"block {number}", "update": 0.0} | block if isinstance(block, dict) else block
+        for number, block in enumerate(blocks)
+    ]
 
 
 @dataclass(frozen=True)
 class Profile(FileObject):
-    blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_named), FileKey(min_length=1)]
+    blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_completed), FileKey(min_length=1)]
     device: DeviceCost
     link: LinkCost
     """Between any two ranks, unless `links` says otherwise."""

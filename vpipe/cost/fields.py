@@ -7,7 +7,8 @@ object of a file the keys are checked here, and each number by the `Unit` of its
 from __future__ import annotations
 
 import math
-from dataclasses import MISSING, dataclass, field, fields, is_dataclass
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, fields, is_dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, cast, get_args, get_origin, get_type_hints
@@ -24,6 +25,7 @@ LARGEST = 1e18
 """Of any figure: seconds, bytes, bytes a second. A larger one is a typing error."""
 
 Read = TypeVar("Read")
+_adapter: Callable[[Any], TypeAdapter[Any]] = cache(TypeAdapter)
 
 
 def finite(value: Any) -> float | None:
@@ -46,8 +48,6 @@ class Unit:
     """More than 0."""
     scales: bool = False
     """In proportion to the samples of a minibatch."""
-    default: float | None = None
-    """The value where a file leaves the field out, for fields that Python code must give."""
 
     def expected(self, whole: bool) -> str:
         if self.most < LARGEST:
@@ -62,24 +62,17 @@ class Unit:
         def check(value: Any) -> float:
             number = finite(value)
             if number is None or not least <= number <= self.most or (whole and value != int(value)):
-                raise PydanticCustomError("unit", "{expected}", {"expected": self.expected(whole)})
+                raise ValueError(self.expected(whole))
             return int(value) if whole else number
 
         return core_schema.no_info_plain_validator_function(check)
 
 
 class FileField(NamedTuple):
-    name: str
-    """Of the dataclass field; its key in the file may differ."""
     hint: Any
     unit: Unit | None
     whole: bool
     required: bool
-
-
-def not_in_file(default: Any) -> Any:
-    """A dataclass field that is no key of the file, and that comparisons ignore."""
-    return field(default=default, compare=False, metadata={"in_file": False})
 
 
 class FileObject:
@@ -92,7 +85,7 @@ class FileObject:
     @classmethod
     def _check_keys(cls: Any, values: Any) -> dict[str, Any]:
         if not isinstance(values, dict):
-            raise PydanticCustomError("object", "{expected}", {"expected": _expected(cls)})
+            raise ValueError(_expected(cls))
         known = file_fields(cls)
         for key, value in values.items():
             if key not in known:
@@ -100,8 +93,7 @@ class FileObject:
         for key, entry in known.items():
             if entry.required and key not in values:
                 raise mistake(f"{key} is missing: expected {_expected(entry.hint)}")
-        units = {entry.name: entry.unit for entry in known.values() if entry.unit is not None}
-        return {name: unit.default for name, unit in units.items() if unit.default is not None} | values
+        return values
 
 
 def mistake(text: str) -> PydanticCustomError:
@@ -111,11 +103,11 @@ def mistake(text: str) -> PydanticCustomError:
 
 def read_object(kind: type[Read], path: Path) -> Read:
     """A dataclass from a JSON file; a mistake in it is an error of one line."""
-    values, adapter = read_json(path), _adapter(cast(Any, kind))
+    values = read_json(path)
     if not isinstance(values, dict):
         raise ConfigError(f"{path}: holds {short_repr(values)}, not an object: expected {_expected(kind)}")
     try:
-        return cast(Read, adapter.validate_python(values))
+        return cast(Read, _adapter(kind).validate_python(values))
     except ValidationError as error:
         raise ConfigError(f"{path}: {first_mistake(error, values)}") from None
 
@@ -129,15 +121,9 @@ def file_fields(kind: Any) -> dict[str, FileField]:
         if entry.metadata.get("in_file", True):
             hint = hints[entry.name]
             unit, whole = _unit(hint)
-            given = entry.default is not MISSING or entry.default_factory is not MISSING
-            required = not given and (unit is None or unit.default is None)
-            found[_key(entry.name, hint)] = FileField(entry.name, hint, unit, whole, required)
+            required = entry.default is MISSING and entry.default_factory is MISSING
+            found[_key(entry.name, hint)] = FileField(hint, unit, whole, required)
     return found
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    return TypeAdapter(kind)
 
 
 def _unit(hint: Any) -> tuple[Unit | None, bool]:

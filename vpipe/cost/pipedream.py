@@ -15,7 +15,8 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from heapq import heapify, heappop, heappush
+from graphlib import CycleError, TopologicalSorter
+from heapq import heappop, heappush
 from pathlib import Path
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
@@ -24,8 +25,9 @@ from vpipe.errors import ConfigError
 from vpipe.system.files import read_text, short_repr
 
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
+WRITE_NODE = f"write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")
-# The format tells nothing of the machine: a device of 16 GiB on PCIe 3, and 10 Gbit/s between ranks.
+# The format says nothing of the machine: a device of 16 GiB on PCIe 3, and 10 Gbit/s between ranks.
 DEVICE = DeviceCost(memory=16 * 2**30, to_host=12e9, from_host=12e9)
 LINK = LinkCost(bandwidth=1.25e9, latency=5e-5)
 
@@ -50,16 +52,11 @@ def is_pipedream_graph(text: str) -> bool:
     return any(NODE.fullmatch(line.strip()) for line in text.splitlines())
 
 
-def read_pipedream_graph(
-    path: Path, *, batch_size: int = 1, device: DeviceCost = DEVICE, link: LinkCost = LINK
-) -> Profile:
-    """The file says nothing of the batch size, the device and the link: they are given here.
-
-    A layer keeps its activation for backward. Where it has parameters, half of its backward is the weights'.
-    """
+def read_pipedream_graph(path: Path, *, batch_size: int = 1) -> Profile:
+    """A layer keeps its activation for backward. Where it has parameters, half of its backward is the weights'."""
     layers = _in_order(_read_layers(path), path)
     blocks = [_block(layers[start:stop], crossing) for start, stop, crossing in _cuts(layers)]
-    return Profile(tuple(blocks), device, link, batch_size)
+    return Profile(tuple(blocks), DEVICE, LINK, batch_size)
 
 
 def _read_layers(path: Path) -> list[_Layer]:
@@ -78,15 +75,13 @@ def _read_layers(path: Path) -> list[_Layer]:
             continue
         match = NODE.fullmatch(line.strip())
         if match is None:
-            raise ConfigError(
-                f"{place}: {short_repr(line)} is no node: write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
-            )
+            raise ConfigError(f"{place}: {short_repr(line)} is no node: {WRITE_NODE}")
         if match[1] in numbers:
             raise ConfigError(f"{place}: node {short_repr(match[1])} stands twice: give it another name")
         numbers[match[1]] = len(layers)
         layers.append(_layer(match[2], match[3], place))
     if not layers:
-        raise ConfigError(f"{path}: has no node: write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`")
+        raise ConfigError(f"{path}: has no node: {WRITE_NODE}")
     for source, reader, place in edges:
         for end in (source, reader):
             if end not in numbers:
@@ -119,22 +114,21 @@ def _number(name: str, text: str, place: str) -> float:
 
 def _in_order(layers: list[_Layer], path: Path) -> list[_Layer]:
     """The layers in topological order, as close to the file's own order as that allows, and renumbered."""
-    missing = [len(layer.sources) for layer in layers]
-    free = [number for number, count in enumerate(missing) if not count]
-    heapify(free)
-    order: list[int] = []
-    while free:
-        number = heappop(free)
-        order.append(number)
-        for reader in layers[number].readers:
-            missing[reader] -= 1
-            if not missing[reader]:
-                heappush(free, reader)
-    if len(order) < len(layers):
-        stuck = next(layer for layer, count in zip(layers, missing, strict=True) if count)
+    sorter = TopologicalSorter({number: layer.sources for number, layer in enumerate(layers)})
+    try:
+        sorter.prepare()
+    except CycleError as error:
+        name = layers[min(error.args[1])].name
         raise ConfigError(
-            f"{path}: the edges form a circle through {short_repr(stuck.name)}: remove one of them"
-        )
+            f"{path}: the edges form a circle through {short_repr(name)}: remove one of them"
+        ) from None
+    order: list[int] = []
+    ready: list[int] = []
+    while sorter.is_active():
+        for number in sorter.get_ready():
+            heappush(ready, number)
+        order.append(heappop(ready))
+        sorter.done(order[-1])
     place = {number: position for position, number in enumerate(order)}
     for layer in layers:
         layer.sources = [place[number] for number in layer.sources]

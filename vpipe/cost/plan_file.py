@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field, PlainValidator
 
-from vpipe.cost.fields import FileObject, Unit, finite, not_in_file, read_object
+from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError
 from vpipe.schedule import KINDS
@@ -66,7 +66,7 @@ class Plan(FileObject):
     """That of the model; empty if it is unknown."""
     prediction: dict[str, Annotated[Any, PlainValidator(_figure)]] = field(default_factory=dict)
     """Figures that were predicted when the plan was made: numbers or lists."""
-    scheduled: bool = not_in_file(True)
+    scheduled: bool = field(default=True, compare=False, metadata={"in_file": False})
     """Whether it says which schedule it is for; the guides' file of two keys does not."""
     format: Literal["vpipe plan 1"] = "vpipe plan 1"
 

@@ -14,18 +14,15 @@ def for_batch_size(profile: Profile, batch_size: int) -> Profile:
     if batch_size == profile.batch_size:
         return profile
     factor = batch_size / profile.batch_size
-    scaled = [entry for entry in file_fields(BlockCost).values() if entry.unit and entry.unit.scales]
-
-    def scaled_fields(block: BlockCost) -> dict[str, Any]:
-        found = {}
-        for entry in scaled:
-            value = getattr(block, entry.name)
-            if value is not None:
-                found[entry.name] = round(value * factor) if entry.whole else value * factor
-        return found
-
-    blocks = tuple(replace(block, **scaled_fields(block)) for block in profile.blocks)
-    return replace(profile, blocks=blocks, batch_size=batch_size)
+    blocks = []
+    for block in profile.blocks:
+        scaled: dict[str, Any] = {}
+        for name, entry in file_fields(BlockCost).items():
+            value = getattr(block, name)
+            if entry.unit is not None and entry.unit.scales and value is not None:
+                scaled[name] = round(value * factor) if entry.whole else value * factor
+        blocks.append(replace(block, **scaled))
+    return replace(profile, blocks=tuple(blocks), batch_size=batch_size)
 
 
 def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile:

@@ -3,12 +3,11 @@
 from vpipe.data.dataset import Batch, Batches, Dataset, Sampler, Subset, split
 from vpipe.data.pairs import read_pairs
 from vpipe.data.samples import (
-    CausalText,
     MaskedText,
     Synthetic,
     causal_text,
+    encode_documents,
     masked_text,
-    synthetic,
     translation_pairs,
 )
 from vpipe.data.shards import has_shards, read_shards
@@ -18,7 +17,6 @@ from vpipe.data.tokenizer import build_tokenizer, read_tokenizer, special_id
 __all__ = [
     "Batch",
     "Batches",
-    "CausalText",
     "Dataset",
     "MaskedText",
     "Sampler",
@@ -26,6 +24,7 @@ __all__ = [
     "Synthetic",
     "build_tokenizer",
     "causal_text",
+    "encode_documents",
     "has_shards",
     "masked_text",
     "read_documents",
@@ -34,6 +33,5 @@ __all__ = [
     "read_tokenizer",
     "special_id",
     "split",
-    "synthetic",
     "translation_pairs",
 ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 import numpy as np
 from numpy.typing import NDArray
@@ -71,11 +71,6 @@ def split(dataset: Dataset, validation_share: float, seed: int) -> tuple[Subset,
     return Subset(dataset, np.sort(order[held_out:])), Subset(dataset, np.sort(order[:held_out]))
 
 
-class SampleIndices(NamedTuple):
-    epoch: int
-    indices: list[int]
-
-
 class Sampler:
     """From the number of a minibatch, counted over all epochs, to its samples.
 
@@ -102,12 +97,13 @@ class Sampler:
         assert number >= 0, number
         return number // self.minibatches_per_epoch
 
-    def minibatch(self, number: int) -> SampleIndices:
+    def minibatch(self, number: int) -> tuple[int, list[int]]:
+        """Its epoch and its samples."""
         epoch = self.epoch_of(number)
         if epoch != self._epoch:
             self._epoch, self._order = epoch, self._permutation(epoch)
         first = number % self.minibatches_per_epoch * self.batch_size
-        return SampleIndices(epoch, self._order[first : first + self.batch_size].tolist())
+        return epoch, self._order[first : first + self.batch_size].tolist()
 
     def _permutation(self, epoch: int) -> NDArray[np.int64]:
         return stream(Use.SHUFFLE, self.seed, epoch).permutation(self.size)

@@ -8,8 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
-from vpipe.data.text import describe, library_sources, list_files, read_text
-from vpipe.errors import ConfigError
+from vpipe.data.text import data_error, library_sources, list_files, read_text
 
 LIBRARY_BYTES = 4 << 20
 """Bytes of the standard library that are parsed: enough for thousands of pairs, within seconds."""
@@ -25,25 +24,25 @@ def read_pairs(path: Path | None) -> list[tuple[str, str]]:
     if path is None:
         return library_pairs()
     if os.path.isfile(path):
-        raise ConfigError(
-            f"{describe(path)}: it is a file: translation reads a folder with two aligned files"
-        )
+        raise data_error(path, "it is a file: translation reads a folder with two aligned files")
     files = list_files(path)
     if len(files) != 2:
-        raise ConfigError(
-            f"{describe(path)}: the folder has {len(files)} files: translation reads exactly two, line by line, "
-            "such as source.txt and target.txt"
+        raise data_error(
+            path,
+            f"the folder has {len(files)} files: translation reads exactly two, line by line, "
+            "such as source.txt and target.txt",
         )
     source, target = (_lines(read_text(file, path)) for file in files)
     if len(source) != len(target):
-        raise ConfigError(
-            f"{describe(path)}: {files[0].name} has {len(source)} lines, but {files[1].name} has {len(target)}: "
-            "line by line they must be translations of each other"
+        raise data_error(
+            path,
+            f"{files[0].name} has {len(source)} lines, but {files[1].name} has {len(target)}: "
+            "line by line they must be translations of each other",
         )
     pairs = [(left.strip(), right.strip()) for left, right in zip(source, target, strict=True)]
     pairs = [pair for pair in pairs if all(pair)]
     if not pairs:
-        raise ConfigError(f"{describe(path)}: no line has text in both files: put UTF-8 text there")
+        raise data_error(path, "no line has text in both files: put UTF-8 text there")
     return pairs
 
 

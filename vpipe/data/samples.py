@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import IGNORED, Batch, Use, stream
-from vpipe.data.text import describe
+from vpipe.data.text import data_error
 from vpipe.data.tokenizer import content_hash, encode, keep, special_id, special_ids
 from vpipe.errors import ConfigError
 
@@ -22,8 +22,6 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 Tokens = NDArray[np.int32]
-DOCUMENTS_TOGETHER, TEXTS_TOGETHER = 8, 4096
-"""Documents, and texts of pairs, that are encoded at once: the library keeps more of each token than its id."""
 MASKED_SHARE = 0.15
 """Share of a sample's tokens that has labels. Of these:"""
 HIDDEN = 0.8
@@ -44,19 +42,13 @@ class CausalText:
         return len(self.tokens)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        ids = torch.from_numpy(self.tokens[list(indices)].astype(np.int64))
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids.clone()}
+        ids = self.tokens[list(indices)].astype(np.int64)
+        return _fields(ids, np.ones_like(ids), ids.copy())
 
 
-def causal_text(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    path: Path | None,
-    cache: Path | None = None,
-) -> CausalText:
+def causal_text(tokens: Tokens, length: int, path: Path | None) -> CausalText:
     """Windows of `length` tokens of the text at `path` (for messages)."""
-    return CausalText(windows(documents, tokenizer, length, length, path, cache))
+    return CausalText(_windows(tokens, length, length, path))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,55 +71,40 @@ class Pairs:
             ids[row, : len(source)] = source
             mask[row, : len(source)] = 1
             labels[row, : len(target)] = target
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "labels": torch.from_numpy(labels),
-        }
+        return _fields(ids, mask, labels)
 
 
 def translation_pairs(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) -> Pairs:
     """Each side cut to `length` tokens, the end token included."""
-    sources = _encode_texts([source for source, _ in texts], tokenizer, length)
-    targets = _encode_texts([target for _, target in texts], tokenizer, length)
-    return Pairs(sources, targets, length, special_id(tokenizer, "pad"))
-
-
-def _encode_texts(texts: Sequence[str], tokenizer: Tokenizer, length: int) -> list[Tokens]:
     end = special_id(tokenizer, "end")
-    rows: list[Tokens] = []
-    for first in range(0, len(texts), TEXTS_TOGETHER):
-        group = encode(tokenizer, texts[first : first + TEXTS_TOGETHER])
-        rows += [np.array([*ids[: length - 1], end], np.int32) for ids in group]
-    return rows
+
+    def rows(side: list[str]) -> list[Tokens]:
+        return [
+            np.array([*ids[: length - 1], end], np.int32) for ids in encode(tokenizer, side, together=4096)
+        ]
+
+    sources, targets = rows([source for source, _ in texts]), rows([target for _, target in texts])
+    return Pairs(sources, targets, length, special_id(tokenizer, "pad"))
 
 
 @dataclass(frozen=True, eq=False)
 class Synthetic:
-    """A data set that a function makes up from indices and epoch."""
-
-    make: Callable[[Sequence[int], int], Batch]
-    size: int
-
-    def __len__(self) -> int:
-        return self.size
-
-    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        return self.make(indices, epoch)
-
-
-def synthetic(make_batch: Callable[[int, int], Batch], samples: int, seed: int) -> Synthetic:
     """Random batches, for throughput runs: `make_batch` takes a number of samples and a seed.
 
     A batch is drawn at once, from (seed, epoch, its first sample): sample by sample it would take longer
     than some models do.
     """
 
-    def make(indices: Sequence[int], epoch: int) -> Batch:
-        drawn = stream(Use.SYNTHETIC, seed, epoch, indices[0]).integers(1 << 62)
-        return make_batch(len(indices), int(drawn))
+    make_batch: Callable[[int, int], Batch]
+    samples: int
+    seed: int
 
-    return Synthetic(make, samples)
+    def __len__(self) -> int:
+        return self.samples
+
+    def batch(self, indices: Sequence[int], epoch: int) -> Batch:
+        drawn = stream(Use.SYNTHETIC, self.seed, epoch, indices[0]).integers(1 << 62)
+        return self.make_batch(len(indices), int(drawn))
 
 
 @dataclass(frozen=True, eq=False)
@@ -146,16 +123,10 @@ class MaskedText:
         return len(self.tokens)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        inner = [self._masked(sample, epoch) for sample in indices]
-        ids = np.stack([ids for ids, _ in inner])
-        labels = np.stack([labels for _, labels in inner])
+        ids, labels = map(np.stack, zip(*(self._masked(sample, epoch) for sample in indices), strict=True))
         ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.begin, self.end)))
         labels = np.pad(labels, ((0, 0), (1, 1)), constant_values=IGNORED)
-        return {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.ones(ids.shape, dtype=torch.int64),
-            "labels": torch.from_numpy(labels),
-        }
+        return _fields(ids, np.ones_like(ids), labels)
 
     def _masked(self, sample: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
         """The ids as they are shown, and the labels."""
@@ -169,25 +140,21 @@ class MaskedText:
         labels[chosen] = ids[chosen]
         draw = random.random(count)
         other = self.ordinary[random.integers(len(self.ordinary), size=count)]
-        shown = np.where(draw < HIDDEN, self.mask, np.where(draw < HIDDEN + REPLACED, other, ids[chosen]))
-        ids[chosen] = shown
+        ids[chosen] = np.where(
+            draw < HIDDEN, self.mask, np.where(draw < HIDDEN + REPLACED, other, ids[chosen])
+        )
         return ids, labels
 
 
 def masked_text(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    length: int,
-    seed: int,
-    path: Path | None,
-    cache: Path | None = None,
+    tokens: Tokens, tokenizer: Tokenizer, length: int, seed: int, path: Path | None
 ) -> MaskedText:
     """Windows of the text at `path` (for messages) with `length` tokens each, [CLS] and [SEP] included."""
     if length < SHORTEST_MASKED:
         raise ConfigError(f"sequence_length is {length}: give {SHORTEST_MASKED} or more")
     specials = special_ids(tokenizer)
     return MaskedText(
-        windows(documents, tokenizer, length - 2, length, path, cache),
+        _windows(tokens, length - 2, length, path),
         begin=special_id(tokenizer, "begin"),
         end=special_id(tokenizer, "end"),
         mask=special_id(tokenizer, "mask"),
@@ -196,49 +163,36 @@ def masked_text(
     )
 
 
-def windows(
-    documents: Sequence[str],
-    tokenizer: Tokenizer,
-    width: int,
-    length: int,
-    path: Path | None,
-    cache: Path | None = None,
-) -> Tokens:
-    """(samples, width): every document followed by an end token, the remainder at the very end left out.
-
-    With a `cache` the text is encoded once, whatever the width, and then found there.
-    """
-    tokens = (
-        _encode_documents(documents, tokenizer)
-        if cache is None
-        else _cached_tokens(documents, tokenizer, cache)
-    )
+def _windows(tokens: Tokens, width: int, length: int, path: Path | None) -> Tokens:
+    """(samples, width): the remainder at the very end is left out."""
     found = len(tokens)
     if found < width:
-        raise ConfigError(
-            f"{describe(path)}: the text has {found} tokens, but one sample takes {width} (sequence_length is "
-            f"{length}): give more text or a smaller sequence_length"
+        raise data_error(
+            path,
+            f"the text has {found} tokens, but one sample takes {width} (sequence_length is "
+            f"{length}): give more text or a smaller sequence_length",
         )
     return tokens[: found - found % width].reshape(-1, width)
 
 
-def _cached_tokens(documents: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Tokens:
-    """Mapped, not read: ranks of one host share it."""
+def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Tokens:
+    """The text's tokens, every document followed by an end token.
+
+    They are made once and then found in `cache`, where they are mapped, not read: ranks of one host share them.
+    """
     file = cache / f"{content_hash(documents, tokenizer.to_str())}.npy"
     if os.path.isfile(file):
         with suppress(OSError, ValueError, EOFError):  # cut short or damaged: it is made anew below
             tokens = np.load(file, mmap_mode="r")
             if tokens.dtype == np.int32 and tokens.ndim == 1:
                 return tokens
-    tokens = _encode_documents(documents, tokenizer)
+    end = special_id(tokenizer, "end")
+    parts = [np.array([*ids, end], np.int32) for ids in encode(tokenizer, documents, together=8) if ids]
+    tokens = np.concatenate([np.empty(0, np.int32), *parts])
     keep(file, "the tokens of the text", lambda path: np.save(path, tokens))
     return tokens
 
 
-def _encode_documents(documents: Sequence[str], tokenizer: Tokenizer) -> Tokens:
-    end = special_id(tokenizer, "end")
-    parts: list[Tokens] = [np.empty(0, np.int32)]
-    for first in range(0, len(documents), DOCUMENTS_TOGETHER):
-        group = documents[first : first + DOCUMENTS_TOGETHER]
-        parts += [np.array([*ids, end], np.int32) for ids in encode(tokenizer, group) if ids]
-    return np.concatenate(parts)
+def _fields(ids: NDArray[np.int64], mask: NDArray[np.int64], labels: NDArray[np.int64]) -> Batch:
+    fields = {"input_ids": ids, "attention_mask": mask, "labels": labels}
+    return {name: torch.from_numpy(values) for name, values in fields.items()}

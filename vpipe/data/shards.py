@@ -14,7 +14,7 @@ import torch
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import IGNORED, Batch
-from vpipe.data.text import describe, list_files
+from vpipe.data.text import data_error, list_files
 from vpipe.errors import ConfigError
 
 SUFFIXES = (".h5", ".hdf5")
@@ -54,9 +54,10 @@ class Shards:
         tokens = np.concatenate([rows["input_ids"].ravel(), rows["masked_lm_ids"].ravel()])
         if tokens.max() >= self.vocab_size or tokens.min() < 0:
             wrong = tokens.max() if tokens.max() >= self.vocab_size else tokens.min()
-            raise ConfigError(
-                f"{describe(self.path)}: there is a token {wrong}, but vocab_size is {self.vocab_size}: set it "
-                "to that of the shards' tokenizer"
+            raise data_error(
+                self.path,
+                f"there is a token {wrong}, but vocab_size is {self.vocab_size}: set it "
+                "to that of the shards' tokenizer",
             )
         for name, most in (("masked_lm_positions", rows["input_ids"].shape[1] - 1), *FLAGS):
             self._check_range(name, rows[name], most)
@@ -74,8 +75,8 @@ class Shards:
     def _check_range(self, name: str, numbers: Numbers, most: int) -> None:
         outside = numbers[(numbers < 0) | (numbers > most)]
         if len(outside):
-            raise ConfigError(
-                f"{describe(self.path)}: {name} holds {outside[0]}, but it goes from 0 to {most}: write the shards anew"
+            raise data_error(
+                self.path, f"{name} holds {outside[0]}, but it goes from 0 to {most}: write the shards anew"
             )
 
     def _rows(self, indices: Numbers) -> dict[str, Numbers]:
@@ -112,41 +113,40 @@ def read_shards(path: Path, length: int, vocab_size: int, next_sentence: bool = 
     """The shards of a file or folder; with labels for the next sentence where the model reads them."""
     files = [file for file in list_files(path) if file.suffix in SUFFIXES]
     if not files:
-        raise ConfigError(f"{describe(path)}: it has no {' or '.join(SUFFIXES)} file: put shards there")
+        raise data_error(path, f"it has no {' or '.join(SUFFIXES)} file: put shards there")
     ends = np.cumsum([_count(file, path, length) for file in files])
     if not ends[-1]:
-        raise ConfigError(f"{describe(path)}: its shards hold no samples: put others there")
+        raise data_error(path, "its shards hold no samples: put others there")
     return Shards(path, files, ends, vocab_size, next_sentence)
 
 
 def _count(file: Path, path: Path, length: int) -> int:
     """The samples of a file that is as it must be."""
     with _opened(file, path) as shard:
-        missing = [name for name in COLUMNS if name not in shard]
-        if missing:
-            raise ConfigError(f"{describe(path)}: {file} has no {', '.join(missing)}: it is no BERT shard")
-        shapes = {name: shard[name].shape for name in COLUMNS}
+        shapes = {name: shard[name].shape for name in COLUMNS if name in shard}
+    wrong = _wrong_shapes(shapes, length)
+    if wrong:
+        raise data_error(path, f"{file} has {wrong}")
+    return int(shapes["input_ids"][0])
+
+
+def _wrong_shapes(shapes: dict[str, tuple[int, ...]], length: int) -> str:
+    """What a file has that no shard has, and what to do; empty if nothing is wrong."""
+    missing = [name for name in COLUMNS if name not in shapes]
+    if missing:
+        return f"no {', '.join(missing)}: it is no BERT shard"
     if len(shapes["input_ids"]) != 2 or not all(shapes.values()):
-        raise ConfigError(f"{describe(path)}: {file} has no rows of tokens in input_ids: it is no BERT shard")
+        return "no rows of tokens in input_ids: it is no BERT shard"
     samples, width = shapes["input_ids"]
     for name, shape in shapes.items():
         if shape[0] != samples:
-            raise ConfigError(
-                f"{describe(path)}: {file} has {samples} rows of input_ids, but {shape[0]} of {name}: "
-                "write it anew"
-            )
-    for name, like in LIKE.items():
-        if shapes[name] != shapes[like]:
-            raise ConfigError(
-                f"{describe(path)}: {file} has {like} of shape {shapes[like]}, but {name} of {shapes[name]}: "
-                "write it anew"
-            )
+            return f"{samples} rows of input_ids, but {shape[0]} of {name}: write it anew"
+        like = shapes[LIKE.get(name, name)]
+        if shape != like:
+            return f"{LIKE[name]} of shape {like}, but {name} of {shape}: write it anew"
     if width != length:
-        raise ConfigError(
-            f"{describe(path)}: the samples of {file} have {width} tokens, but sequence_length is {length}: "
-            f"set it to {width}"
-        )
-    return samples
+        return f"samples of {width} tokens, but sequence_length is {length}: set it to {width}"
+    return ""
 
 
 @contextmanager
@@ -154,8 +154,8 @@ def _opened(file: Path, path: Path) -> Iterator[Any]:
     try:
         h5py = importlib.import_module("h5py")
     except ImportError:
-        raise ConfigError(
-            f"{describe(path)}: {file} is an HDF5 file, and h5py is not installed: pip install h5py"
+        raise data_error(
+            path, f"{file} is an HDF5 file, and h5py is not installed: pip install h5py"
         ) from None
     try:
         with h5py.File(file, "r") as shard:
@@ -164,4 +164,4 @@ def _opened(file: Path, path: Path) -> Iterator[Any]:
         raise
     except Exception as error:  # a damaged file makes the library raise almost anything
         reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{describe(path)}: {file} cannot be read as HDF5: {reason}") from None
+        raise data_error(path, f"{file} cannot be read as HDF5: {reason}") from None

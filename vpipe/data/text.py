@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from vpipe.errors import ConfigError
@@ -37,13 +37,13 @@ def read_documents(path: Path | None) -> list[str]:
     texts = library_sources() if path is None else [read_text(file, path) for file in list_files(path)]
     documents = [piece for text in texts for piece in split_text(text) if piece.strip()]
     if not documents:
-        raise ConfigError(f"{describe(path)}: it holds no text: put UTF-8 text there")
+        raise data_error(path, "it holds no text: put UTF-8 text there")
     return documents
 
 
-def describe(path: Path | None) -> str:
-    """How every message about the data begins."""
-    return "data_dir is not given" if path is None else f"data_dir is {str(path)!r}"
+def data_error(path: Path | None, text: str) -> ConfigError:
+    """An error about the data at `path`."""
+    return ConfigError(f"data_dir is {'not given' if path is None else repr(str(path))}: {text}")
 
 
 def list_files(path: Path) -> list[Path]:
@@ -51,21 +51,30 @@ def list_files(path: Path) -> list[Path]:
     if os.path.isfile(path):
         return [path]
     if not os.path.exists(path):
-        raise ConfigError(f"{describe(path)}: there is nothing at that place: give a file or folder of text")
+        raise data_error(path, "there is nothing at that place: give a file or folder of text")
     if not os.path.isdir(path):
-        raise ConfigError(f"{describe(path)}: it is neither a file nor a folder: give one of the two")
+        raise data_error(path, "it is neither a file nor a folder: give one of the two")
 
     def refuse(error: OSError) -> None:
-        raise ConfigError(f"{describe(path)}: {error.filename} cannot be listed: {error.strerror}")
+        raise data_error(path, f"{error.filename} cannot be listed: {error.strerror}")
 
-    found: list[Path] = []
-    for folder, folders, names in os.walk(path, onerror=refuse):
-        folders[:] = [name for name in folders if not name.startswith(".")]
-        files = (Path(folder, name) for name in names if not name.startswith("."))
-        found += [file for file in files if os.path.isfile(file)]
+    found = [file for file in _walk(path, onerror=refuse) if os.path.isfile(file)]
     if not found:
-        raise ConfigError(f"{describe(path)}: the folder has no files: put UTF-8 text there")
-    return sorted(found, key=lambda file: file.relative_to(path).as_posix())
+        raise data_error(path, "the folder has no files: put UTF-8 text there")
+    return found
+
+
+def _walk(
+    root: Path,
+    skipped: Callable[[str], bool] = lambda name: False,
+    onerror: Callable[[OSError], None] | None = None,
+) -> list[Path]:
+    """All files below a folder, in the order of their relative paths, without hidden and skipped names."""
+    found: list[Path] = []
+    for folder, folders, names in os.walk(root, onerror=onerror):
+        folders[:] = [name for name in folders if not name.startswith(".") and not skipped(name)]
+        found += [Path(folder, name) for name in names if not name.startswith(".") and not skipped(name)]
+    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
 
 
 def read_text(file: Path, path: Path) -> str:
@@ -73,18 +82,17 @@ def read_text(file: Path, path: Path) -> str:
     try:
         raw = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{describe(path)}: {file} cannot be read: {error.strerror}") from None
+        raise data_error(path, f"{file} cannot be read: {error.strerror}") from None
     zero = raw.find(b"\0")
     if zero >= 0:
-        raise ConfigError(
-            f"{describe(path)}: {file} is binary (byte {zero} is zero): leave only UTF-8 text there"
-        )
+        raise data_error(path, f"{file} is binary (byte {zero} is zero): leave only UTF-8 text there")
     try:
         return raw.decode("utf-8-sig").replace("\r\n", "\n")
     except UnicodeDecodeError as error:
-        raise ConfigError(
-            f"{describe(path)}: {file} is not UTF-8 (byte {error.start} is {raw[error.start]:#04x}): "
-            "convert it, or leave only UTF-8 text there"
+        raise data_error(
+            path,
+            f"{file} is not UTF-8 (byte {error.start} is {raw[error.start]:#04x}): "
+            "convert it, or leave only UTF-8 text there",
         ) from None
 
 
@@ -111,7 +119,7 @@ def library_sources(largest: int = LIBRARY_LARGEST) -> list[str]:
     root = Path(sysconfig.get_paths()["stdlib"])
     sources: list[str] = []
     room = largest
-    for file in _library_files(root):
+    for file in _walk(root, lambda name: name in LIBRARY_SKIPPED or name.startswith(LIBRARY_GENERATED)):
         source = _read_source(file)
         if source is None:
             continue
@@ -127,20 +135,10 @@ def library_sources(largest: int = LIBRARY_LARGEST) -> list[str]:
     return sources
 
 
-def _library_files(root: Path) -> list[Path]:
-    found: list[Path] = []
-    for folder, folders, names in os.walk(root):
-        folders[:] = [name for name in folders if name not in LIBRARY_SKIPPED and _wanted(name)]
-        found += [Path(folder, name) for name in names if name.endswith(".py") and _wanted(name)]
-    return sorted(found, key=lambda file: file.relative_to(root).as_posix())
-
-
-def _wanted(name: str) -> bool:
-    return not name.startswith((".", *LIBRARY_GENERATED))
-
-
 def _read_source(file: Path) -> str | None:
-    """None for a file that is no text: the user did not choose these files."""
+    """None for a file that is no Python or no text: the user did not choose these files."""
+    if file.suffix != ".py":
+        return None
     try:
         source = file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):

@@ -6,7 +6,7 @@ import hashlib
 import os
 import uuid
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
@@ -45,17 +45,20 @@ def build_tokenizer(
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of each text."""
-    try:
-        encoded = tokenizer.encode_batch_fast(list(texts), add_special_tokens=False)
-    except Exception as error:  # the library has no class of its own
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(
-            f"the tokenizer cannot encode the text: {reason}: give one that has an id for whatever it does not know, "
-            "or none, and it is trained on the text"
-        ) from None
-    return [text.ids for text in encoded]
+def encode(tokenizer: Tokenizer, texts: Sequence[str], *, together: int) -> Iterator[list[int]]:
+    """The ids of each text; `together` texts are encoded at once: the library keeps more of each token than its id."""
+    for first in range(0, len(texts), together):
+        try:
+            encoded = tokenizer.encode_batch_fast(
+                list(texts[first : first + together]), add_special_tokens=False
+            )
+        except Exception as error:  # the library has no class of its own
+            reason = " ".join(str(error).split())[:200]
+            raise ConfigError(
+                f"the tokenizer cannot encode the text: {reason}: give one that has an id for whatever it does not "
+                "know, or none, and it is trained on the text"
+            ) from None
+        yield from (text.ids for text in encoded)
 
 
 def special_id(tokenizer: Tokenizer, role: str) -> int:

@@ -78,49 +78,39 @@ def _earlier_forwards(actions: Sequence[Recorded]) -> dict[int, int]:
 # Versions
 
 
-def check_versions(ranks: Sequence[RankEvents]) -> tuple[int, list[str]]:
-    """How many actions were checked, and those that read or made a wrong version."""
-    checked, wrong = 0, []
+def check_versions(ranks: Sequence[RankEvents]) -> tuple[int, list[str], dict[int, int]]:
+    """How many actions were checked, those that read or made a wrong version, and the staleness of each stage.
+
+    The staleness is the most updates between the version that a gradient is of and the newest one.
+    """
+    checked, wrong, stale = 0, list[str](), dict[int, int]()
     for events in ranks:
         read: dict[tuple[int, int], int] = {}
-        made: dict[int, int] = {}
-        for entry in events.actions:
-            stage, op, minibatch = entry.action
-            if entry.evaluation or entry.version == NO_VERSION:
+        newest: dict[int, int] = {}
+        for entry in training([events]):
+            action, version = entry.action, entry.version
+            stage, op, minibatch = action
+            if version == NO_VERSION:
                 continue
             if op is Op.F:
-                read[stage, minibatch] = entry.version
                 checked += 1
-                if entry.version != made.setdefault(stage, entry.version):
-                    wrong.append(f"{entry.action} read version {entry.version}, the newest was {made[stage]}")
-            elif op in (Op.B, Op.I) and (stage, minibatch) in read:
-                checked += 1
-                seen = read.pop((stage, minibatch))
-                if entry.version != seen:
-                    wrong.append(f"{entry.action} read version {entry.version}, its forward {seen}")
+                read[stage, minibatch] = version
+                if version != newest.setdefault(stage, version):
+                    wrong.append(f"{action} read version {version}, the newest was {newest[stage]}")
+            elif op in (Op.B, Op.I):
+                stale[stage] = max(stale.get(stage, 0), newest.get(stage, version) - version)
+                if (stage, minibatch) in read:
+                    checked += 1
+                    seen = read.pop((stage, minibatch))
+                    if version != seen:
+                        wrong.append(f"{action} read version {version}, its forward {seen}")
             elif op is Op.STEP:
                 checked += 1
                 # Two more than before is no fault: an overflow may have skipped one.
-                if stage in made and entry.version < made[stage]:
-                    wrong.append(f"{entry.action} made version {entry.version} after {made[stage]}")
-                made[stage] = entry.version
-    return checked, wrong
-
-
-def staleness(ranks: Sequence[RankEvents]) -> dict[int, int]:
-    """For each stage the most updates between the version that a gradient is of and the newest one."""
-    found: dict[int, int] = {}
-    for events in ranks:
-        newest: dict[int, int] = {}
-        for entry in events.actions:
-            stage, op, _ = entry.action
-            if entry.evaluation or entry.version == NO_VERSION:
-                continue
-            if op in (Op.F, Op.STEP):
-                newest[stage] = max(entry.version, newest.get(stage, 0))
-            if op in (Op.B, Op.I):
-                found[stage] = max(found.get(stage, 0), newest.get(stage, entry.version) - entry.version)
-    return found
+                if version < newest.get(stage, version):
+                    wrong.append(f"{action} made version {version} after {newest[stage]}")
+                newest[stage] = version
+    return checked, wrong, stale
 
 
 # Bytes

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from vpipe.errors import VPipeError
-from vpipe.observe.action_figures import message_bytes, training
+from vpipe.observe.action_figures import medians, message_bytes, training
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding
 from vpipe.observe.prediction import RunCosts
 from vpipe.record.run_folder import StageFacts
@@ -33,9 +33,8 @@ def throughput(evidence: Evidence) -> Finding:
     if facts is None or not evidence.ranks:
         return Finding(THROUGHPUT, UNKNOWN, "no action was recorded")
     stages = range(len(facts.placement))
-    seconds = [
-        sum(evidence.medians.get((stage, op), 0.0) for op in (Op.F, Op.B, Op.I, Op.W)) for stage in stages
-    ]
+    found = medians(evidence.ranks)
+    seconds = [sum(found.get((stage, op), 0.0) for op in (Op.F, Op.B, Op.I, Op.W)) for stage in stages]
     if not all(seconds):
         return Finding(THROUGHPUT, UNKNOWN, "some stage has recorded no action")
     shares = [each / len(holders) for each, holders in zip(seconds, facts.placement, strict=True)]

@@ -7,7 +7,6 @@ the first of them also to the user. The command line reads the names from here, 
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable
-from functools import wraps
 from time import perf_counter
 from typing import TYPE_CHECKING, Any
 
@@ -66,41 +65,29 @@ def _speaker(scene: str, log: Say, show: Say) -> Say:
 def _tensors(pipe: Pipeline, say: Say) -> None:
     """Each tensor that is sent, received and freed, with its shape and norm."""
     handler = pipe.handler
+    plain_send, plain_recv, plain_release = handler.send, handler.recv, handler.release
     held: dict[Hashable, list[str]] = {}
 
-    def sending(plain: Callable[..., None]) -> Callable[..., None]:
-        @wraps(plain)
-        def send(name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False) -> None:
-            say(f"sent {_title(name, minibatch, backward)} to rank {to}: {_look(tensor)}")
-            plain(name, tensor, minibatch, to, backward=backward)
+    def send(name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False) -> None:
+        say(f"sent {_title(name, minibatch, backward)} to rank {to}: {_look(tensor)}")
+        plain_send(name, tensor, minibatch, to, backward=backward)
 
-        return send
+    def recv(
+        name: str, minibatch: int, source: int, *rest: Any, owner: Hashable, backward: bool = False
+    ) -> Tensor:
+        tensor = plain_recv(name, minibatch, source, *rest, owner=owner, backward=backward)
+        title = _title(name, minibatch, backward)
+        say(f"received {title} from rank {source}: {_look(tensor)}")
+        held.setdefault(owner, []).append(title)
+        return tensor
 
-    def receiving(plain: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        @wraps(plain)
-        def recv(
-            name: str, minibatch: int, source: int, *rest: Any, owner: Hashable, backward: bool = False
-        ) -> Tensor:
-            tensor = plain(name, minibatch, source, *rest, owner=owner, backward=backward)
-            title = _title(name, minibatch, backward)
-            say(f"received {title} from rank {source}: {_look(tensor)}")
-            held.setdefault(owner, []).append(title)
-            return tensor
+    def release(owner: Hashable) -> None:
+        plain_release(owner)
+        for title in held.pop(owner, ()):
+            say(f"freed {title}")
 
-        return recv
-
-    def releasing(plain: Callable[[Hashable], None]) -> Callable[[Hashable], None]:
-        @wraps(plain)
-        def release(owner: Hashable) -> None:
-            plain(owner)
-            for title in held.pop(owner, ()):
-                say(f"freed {title}")
-
-        return release
-
-    _replace(handler, "send", sending)
-    _replace(handler, "recv", receiving)
-    _replace(handler, "release", releasing)
+    for reporting in (send, recv, release):
+        setattr(handler, reporting.__name__, reporting)
 
 
 def _title(name: str, minibatch: int, backward: bool) -> str:
@@ -110,8 +97,7 @@ def _title(name: str, minibatch: int, backward: bool) -> str:
 def _look(tensor: Tensor) -> str:
     shape = "x".join(map(str, tensor.shape)) or "a number"
     norm = f", norm {tensor.detach().double().norm().item():.6g}" if tensor.is_floating_point() else ""
-    size = tensor.numel() * tensor.element_size()
-    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {show_bytes(size)}{norm}"
+    return f"{shape} {str(tensor.dtype).removeprefix('torch.')}, {show_bytes(tensor.nbytes)}{norm}"
 
 
 # Versions
@@ -130,16 +116,13 @@ def _versions(pipe: Pipeline, say: Say) -> None:
                 say(f"{work.action} makes version {optimizer.latest_version}; held: {_list(after)}")
             else:
                 read = f"reads version {optimizer.current_version} of {before[-1]}"
-                say(f"{work.action} {read}; held: {_list(after)}{_dropped(before, after)}")
+                gone = [version for version in before if version not in after]
+                dropped = f", dropped {_list(gone)}" if gone else ""
+                say(f"{work.action} {read}; held: {_list(after)}{dropped}")
 
         return report
 
     pipe.on_action(look, (Op.F, Op.B, Op.I, Op.STEP))
-
-
-def _dropped(before: list[int], after: list[int]) -> str:
-    gone = [version for version in before if version not in after]
-    return f", dropped {_list(gone)}" if gone else ""
 
 
 def _list(versions: Iterable[int]) -> str:
@@ -163,8 +146,3 @@ def _schedule(pipe: Pipeline, say: Say) -> None:
         return lambda: say(f"{work.action} took {1000 * (perf_counter() - start):.3f} ms")
 
     pipe.on_action(time)
-
-
-def _replace(owner: object, name: str, wrapper: Callable[[Any], Any]) -> None:
-    """Put a wrapper around a method of one object."""
-    setattr(owner, name, wrapper(getattr(owner, name)))

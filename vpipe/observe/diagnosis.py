@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 from rich.text import Text
 
-from vpipe.observe.action_figures import check_versions, most, staleness
+from vpipe.observe.action_figures import check_versions, most
 from vpipe.observe.bottlenecks import communication, throughput
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding, read_evidence
 from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, sentence
@@ -91,21 +91,20 @@ def _death(evidence: Evidence) -> Finding:
     failed = [each for each in states if each.status.state == FAILED]
     own = [each for each in failed if "rank" not in each.status.error.partition(":")[0]]
     first = (dead or own or failed)[0]
-    where = f"in {first.place}" if first.inside else f"behind {first.place}"
     text = f"rank {first.rank} (stage {', '.join(map(str, first.status.stages))})"
     if first in dead:
-        text += f" died without a message, {where}, after {first.status.updates} updates"
+        text += f" died without a message, {first.where}, after {first.status.updates} updates"
         log = evidence.log(first.rank)
         if "Killed" in log or "out of memory" in log.lower():
             text += "; its log mentions memory"
     else:
-        text += f" failed {where}: {first.status.error}"
+        text += f" failed {first.where}: {first.status.error}"
     for each in states:
         waited = _waited(each, first.rank)
         if each.rank != first.rank and each.status.error and not waited:
             text += f"; rank {each.rank}: {each.status.error}"
         text += waited
-    figures = {"culprit": first.rank, "place": first.place, "updates": first.status.updates}
+    figures = {"culprit": first.rank, "place": first.status.place, "updates": first.status.updates}
     return Finding("standstill", FAULT, text, figures)
 
 
@@ -213,7 +212,8 @@ def loss(evidence: Evidence) -> Finding:
         return Finding("loss", UNKNOWN, f"too few losses are written down: {len(losses)}")
     rates = [line.get("learning_rate") for line in evidence.metrics if line.get("kind") == "train"]
     rate = max((each for each in rates if each is not None), default=None)
-    figures: dict[str, Any] = {"staleness": staleness(evidence.ranks), "largest_learning_rate": rate}
+    *_, stale = check_versions(evidence.ranks)
+    figures: dict[str, Any] = {"staleness": stale, "largest_learning_rate": rate}
     conditions = _conditions(figures)
     bad = next((place for place, (_, value) in enumerate(losses) if not math.isfinite(value)), None)
     if bad is not None:
@@ -260,10 +260,9 @@ def _conditions(figures: dict[str, Any]) -> str:
 
 def versions(evidence: Evidence) -> Finding:
     """Whether each backward read the weights of its forward, and each update made the next version."""
-    checked, wrong = check_versions(evidence.ranks)
+    checked, wrong, stale = check_versions(evidence.ranks)
     if not checked:
         return Finding("versions", UNKNOWN, "no action was recorded")
-    stale = staleness(evidence.ranks)
     figures = {"checked": checked, "wrong": wrong[:20], "staleness": stale}
     if wrong:
         text = f"{len(wrong)} of {checked} actions read a wrong version: {wrong[0]}"

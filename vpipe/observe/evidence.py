@@ -6,12 +6,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import ConfigError
-from vpipe.observe.action_figures import Medians, medians
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
-from vpipe.record.run_folder import StageFacts, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import StageFacts, check_run_folder, read_metrics, read_object, read_stages
 
 FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
 
@@ -35,7 +33,6 @@ class Evidence:
     summary: dict[str, Any]
     metrics: list[dict[str, Any]]
     costs: RunCosts | None
-    medians: Medians
 
     def log(self, rank: int) -> str:
         path = self.folder / f"output.log.{rank}"
@@ -43,8 +40,7 @@ class Evidence:
 
 
 def read_evidence(folder: Path) -> Evidence:
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    check_run_folder(folder)
     ranks = read_events(folder)
     return Evidence(
         folder,
@@ -54,5 +50,4 @@ def read_evidence(folder: Path) -> Evidence:
         read_object(folder / "summary.json"),
         read_metrics(folder),
         run_costs(folder, ranks),
-        medians(ranks),
     )

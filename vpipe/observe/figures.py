@@ -13,10 +13,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, astuple, dataclass, replace
+from contextlib import suppress
+from operator import add, sub
 from pathlib import Path
 from time import perf_counter
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.communication.handler import ROOM
 from vpipe.record.status import rank_figures, time_shares
@@ -26,8 +27,7 @@ if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
 
-@dataclass(frozen=True)
-class RankFigures:
+class RankFigures(NamedTuple):
     """One rank over some stretch of time: updates, seconds, bytes."""
 
     updates: float
@@ -59,17 +59,11 @@ class RankFigures:
 
     @property
     def shares(self) -> dict[str, float]:
-        return time_shares(asdict(self))
-
-    @property
-    def numbers(self) -> list[float]:
-        """All figures as plain numbers, which travel between ranks."""
-        return list(astuple(self))
+        return time_shares(self._asdict())
 
     def since(self, earlier: RankFigures) -> RankFigures:
         """The difference; the peak stays the whole run's."""
-        differences = [now - then for now, then in zip(self.numbers, earlier.numbers, strict=True)]
-        return replace(RankFigures(*differences), peak_memory=self.peak_memory)
+        return RankFigures(*map(sub, self, earlier))._replace(peak_memory=self.peak_memory)
 
 
 def figures_of(pipe: Pipeline) -> RankFigures:
@@ -122,8 +116,7 @@ class Meter:
     def total(self) -> RankFigures:
         now = figures_of(self._pipe)
         stretch = now.since(self._began or now)
-        sums = map(sum, zip(self._before.numbers, stretch.numbers, strict=True))
-        return replace(RankFigures(*sums), peak_memory=now.peak_memory)
+        return RankFigures(*map(add, self._before, stretch))._replace(peak_memory=now.peak_memory)
 
 
 def shares(ranks: Sequence[RankFigures]) -> dict[str, float]:
@@ -131,8 +124,7 @@ def shares(ranks: Sequence[RankFigures]) -> dict[str, float]:
 
     The limit is every rank computing its part with no communication and no waiting.
     """
-    sums = map(sum, zip(*(rank.numbers for rank in ranks), strict=True))
-    found = RankFigures(*sums).shares
+    found = RankFigures(*map(sum, zip(*ranks, strict=True))).shares
     return {"of_limit": found.pop("compute_share"), **found}
 
 
@@ -141,7 +133,7 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
     return [
         {
             **rank_figures(
-                rank, [stage for stage, holders in enumerate(placement) if rank in holders], asdict(figures)
+                rank, [stage for stage, holders in enumerate(placement) if rank in holders], figures._asdict()
             ),
             "peak_memory": int(figures.peak_memory),
             "allocator_retries": int(figures.retries),
@@ -156,11 +148,10 @@ class MetricsWriter:
     def __init__(self, folder: Path) -> None:
         self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
         self._board: Any = None
-        try:
+        with suppress(ImportError):
             from torch.utils.tensorboard import SummaryWriter
-        except ImportError:
-            return
-        self._board = SummaryWriter(str(folder / "tensorboard"))
+
+            self._board = SummaryWriter(str(folder / "tensorboard"))
 
     def write(self, kind: str, update: int, **figures: Any) -> None:
         self._file.write(json.dumps({"kind": kind, "update": update, **figures}) + "\n")

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import socket
 import time
-from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -39,10 +38,7 @@ class RankState:
     """What one rank does, or why it does nothing."""
 
     status: Status
-    place: str
-    """An action's name, or words."""
-    inside: bool
-    seconds: float
+    """As of now, not of when the rank wrote it."""
     fate: str = ""
     """STOPPED, GONE or SILENCE, or empty."""
 
@@ -52,22 +48,28 @@ class RankState:
 
     @property
     def action(self) -> Action | None:
-        return Action.parse(self.place) if PATTERN.fullmatch(self.place) else None
+        place = self.status.place
+        return Action.parse(place) if PATTERN.fullmatch(place) else None
 
     @property
-    def waits(self) -> bool:
-        return self.status.waiting is not None and not self.fate and self.status.state == RUNNING
+    def where(self) -> str:
+        return f"{'in' if self.status.inside else 'behind'} {self.status.place}"
+
+    @property
+    def awaited(self) -> int | None:
+        """The rank that it waits for, negative if for several; None if it does not wait."""
+        waiting = self.status.waiting
+        return waiting.peer if waiting and not self.fate and self.status.state == RUNNING else None
 
     def __str__(self) -> str:
-        where = f"in {self.place}" if self.inside else f"behind {self.place}"
         if self.fate:
-            return f"rank {self.rank} {self.fate}: it was {where}"
+            return f"rank {self.rank} {self.fate}: it was {self.where}"
         if self.status.state in (ENDED, FAILED):
             why = f": {self.status.error}" if self.status.error else ""
             return f"rank {self.rank} has {self.status.state}{why}"
         if self.status.waiting is not None:
             return _waits(self.status)
-        return f"rank {self.rank} has been {where} for {_seconds(self.seconds)}"
+        return f"rank {self.rank} has been {self.where} for {_seconds(self.status.seconds)}"
 
 
 def explain(folder: Path, schedule: Schedule, page: Page | None = None) -> str:
@@ -86,15 +88,16 @@ def rank_states(folder: Path, page: Page | None = None) -> list[RankState]:
 
 def _state(status: Status, page: Page | None = None) -> RankState:
     """From a rank's own status or, if that is old, from the page and the system."""
+    if status.state in (ENDED, FAILED):
+        return RankState(status)
     old = time.time() - status.time
-    if status.state in (ENDED, FAILED) or old < SILENT or status.host != socket.gethostname():
-        running = old if status.state == RUNNING else 0.0
-        return RankState(status, status.place, status.inside, status.seconds + running)
-    fate = fate_of(status.process)
-    if page is None:
-        return RankState(status, status.place, status.inside, status.seconds + old, fate)
-    place = page.place(status.rank)
-    return RankState(status, str(place), True, time.perf_counter() - place.since, fate)
+    now = replace(status, seconds=status.seconds + old)
+    if old < SILENT or status.host != socket.gethostname():
+        return RankState(now)
+    if page is not None:
+        place = page.place(status.rank)
+        now = replace(status, place=str(place), inside=True, seconds=time.perf_counter() - place.since)
+    return RankState(now, fate_of(status.process))
 
 
 def fate_of(process: int) -> str:
@@ -110,37 +113,29 @@ def fate_of(process: int) -> str:
 
 def sentence(found: list[RankState]) -> str:
     """The longest chain from a rank that waits to the one that it waits for in the end; then the other ranks."""
-    by_rank = {each.rank: each for each in found}
-    chains = [_chain(each, by_rank) for each in found if each.waits]
+    chains = _chains(found)
     if not chains:
         return "; ".join(map(str, found)) or "no rank has written a status"
     chain = max(chains, key=len)
-    text = "; ".join(str(by_rank[rank]) for rank in chain)
-    last = by_rank[chain[-1]]
-    if last.waits and last.status.waiting is not None and last.status.waiting.peer in chain:
+    text = "; ".join(map(str, chain))
+    if chain[-1].awaited in [each.rank for each in chain]:
         text += ": they wait for each other"
-    return text + "".join(f"; {each}" for each in found if each.rank not in chain)
+    return text + "".join(f"; {each}" for each in found if each not in chain)
 
 
 def culprit(found: list[RankState]) -> RankState | None:
     """The rank that does not wait and that others wait for; None if no rank waits, or all for each other."""
-    by_rank = {each.rank: each for each in found}
-    for each in found:
-        if each.waits:
-            last = by_rank[_chain(each, by_rank)[-1]]
-            if not last.waits:
-                return last
-    return None
+    return next((chain[-1] for chain in _chains(found) if chain[-1].awaited is None), None)
 
 
-def _chain(first: RankState, by_rank: Mapping[int, RankState]) -> list[int]:
-    """From a rank that waits to the one that it waits for, and so on, until one does not wait or comes twice."""
-    chain = [first.rank]
-    while True:
-        waiting = by_rank[chain[-1]].status.waiting if by_rank[chain[-1]].waits else None
-        if waiting is None or waiting.peer in chain or waiting.peer not in by_rank:
-            return chain
-        chain.append(waiting.peer)
+def _chains(found: list[RankState]) -> list[list[RankState]]:
+    """From each rank that waits to the one that it waits for, and so on, until one does not wait or comes twice."""
+    by_rank: dict[int | None, RankState] = {each.rank: each for each in found}
+    chains = [[each] for each in found if each.awaited is not None]
+    for chain in chains:
+        while (peer := by_rank.get(chain[-1].awaited)) is not None and peer not in chain:
+            chain.append(peer)
+    return chains
 
 
 def _waits(status: Status) -> str:
@@ -164,46 +159,33 @@ def _seconds(seconds: float) -> str:
 
 def grid(schedule: Schedule, found: list[RankState]) -> str:
     """The schedule up to the current action of each rank, with that action marked."""
-    placed = [each for each in found if each.action is not None]
+    placed = [(each, action) for each in found if (action := each.action) is not None]
     if not placed:
         return ""
-    offset = min(each.status.offset for each in placed)
-    shift = _shift(schedule, placed, offset)
+    first = min(each.status.offset for each, _ in placed)  # the minibatch that the drawing begins with
+    if schedule.minibatches is None:  # endless: the drawing begins some whole periods later
+        period = lcm(schedule.update_interval, *map(len, schedule.placement))
+        earliest = min(action.minibatch for _, action in placed)
+        first += max(0, earliest - first - DRAWN) // period * period
     ends: dict[int, int | None] = dict.fromkeys(range(schedule.num_ranks), 0)
     marks: dict[int, str] = {}
-    for each in placed:
-        action = each.action
-        assert action is not None
-        relative = action._replace(minibatch=action.minibatch - offset - shift)
-        place = next((i for i, known in _program(schedule, each.rank) if known == relative), None)
+    for each, action in placed:
+        relative = action._replace(minibatch=action.minibatch - first)
+        program = enumerate(islice(schedule.program(each.rank), ACTIONS))
+        place = next((place for place, known in program if known == relative), None)
         if place is not None:
-            ends[each.rank] = place if each.inside else place + 1
+            ends[each.rank] = place if each.status.inside else place + 1
         elif schedule.minibatches is not None:
             ends[each.rank] = None  # it is at a later update already
-        what = each.fate or ("waits" if each.waits else "")
-        if each.inside or what:
-            marks[each.rank] = f"[{action}]" + (f" << {what}" if what else " << here")
+        what = each.fate or ("waits" if each.awaited is not None else "")
+        if each.status.inside or what:
+            marks[each.rank] = f"[{action}] << {what or 'here'}"
     if not marks:
         return ""
     sound = replace(schedule, order=partial(cut, schedule.order, ends))
     events: list[Event] = []
     with suppress(Deadlock):  # the walk ends at the ranks' places
-        for rank, action, start, end in walk(sound):
-            moved = action._replace(minibatch=action.minibatch + offset + shift)
+        for rank, action, start, end in islice(walk(sound), ACTIONS):
+            moved = action._replace(minibatch=action.minibatch + first)
             events.append(Event(rank, moved, start, end))
-            if len(events) > ACTIONS:
-                break
     return draw_marked(schedule, events, marks)
-
-
-def _program(schedule: Schedule, rank: int) -> Iterator[tuple[int, Action]]:
-    return enumerate(islice(schedule.program(rank), ACTIONS))
-
-
-def _shift(schedule: Schedule, placed: list[RankState], offset: int) -> int:
-    """Whole periods that an endless schedule is drawn later than its beginning."""
-    if schedule.minibatches is not None:
-        return 0
-    earliest = min(each.action.minibatch for each in placed if each.action is not None) - offset
-    period = lcm(schedule.update_interval, *(len(ranks) for ranks in schedule.placement))
-    return max(0, earliest - DRAWN) // period * period

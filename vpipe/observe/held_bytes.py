@@ -6,7 +6,7 @@ about the same, so only the first forward is counted.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from torch import Tensor
@@ -44,8 +44,7 @@ def count_first_forwards(pipe: Pipeline) -> dict[int, int]:
 
 def weights_of(stage: Stage) -> int:
     """One version of the weights, trained or not, and the buffers."""
-    module = stage.module
-    return _bytes((*module.parameters_by_name.values(), *module.buffers_by_name.values()))
+    return sum(tensor.nbytes for tensor in stage.module.tensors_by_name.values())
 
 
 def optimizer_of(stage: Stage) -> int:
@@ -54,8 +53,4 @@ def optimizer_of(stage: Stage) -> int:
     states = [values for base in optimizer.optimizers for values in base.state.values()]
     state = [value for values in states for value in values.values()]
     masters = optimizer.master_parameters if optimizer.mixed else []
-    return _bytes((*masters, *(value for value in state if isinstance(value, Tensor))))
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(value.nbytes for value in (*masters, *state) if isinstance(value, Tensor))

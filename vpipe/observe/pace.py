@@ -50,7 +50,7 @@ class Pace:
         """Seconds of computing, and minibatches that went through."""
         runtime = self._pipe.runtime
         ways = (runtime.forward_stats, runtime.backward_stats, runtime.update_stats)
-        return sum(way.compute for way in ways), runtime.forward_stats.actions
+        return sum(way.compute for way in ways), runtime.forwards
 
     def _compare(self, paces: list[float]) -> None:
         for rank, pace in enumerate(paces):

@@ -17,7 +17,7 @@ from vpipe.cost import KEEP, BlockCost, DeviceCost, LinkCost, Plan, Profile, rea
 from vpipe.errors import VPipeError
 from vpipe.observe.action_figures import Medians, medians
 from vpipe.record.events import RankEvents, StageBytes
-from vpipe.record.run_folder import StageFacts, read_stages
+from vpipe.record.run_folder import BlockFacts, StageFacts, read_stages
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.arrange import arrange
@@ -50,17 +50,6 @@ class RunCosts(NamedTuple):
         )
 
 
-class Prediction(NamedTuple):
-    simulation: Simulation
-    source: str
-    first: int
-    """The first minibatch of one period of the simulated schedule."""
-    minibatches: int
-    """The length of the period."""
-    seconds: float
-    """The time of the period."""
-
-
 def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """None where a run cannot be simulated: its schedule is a table, or its files lack something."""
     facts = read_stages(folder)
@@ -87,35 +76,25 @@ def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
     return RunCosts(profile, plan, source, schedule, linked)
 
 
-def predict(folder: Path, ranks: Sequence[RankEvents]) -> Prediction | None:
-    costs = run_costs(folder, ranks)
-    if costs is None:
-        return None
-    try:
-        simulation = costs.simulate(timeline=True)
-    except VPipeError:
-        return None
-    schedule = costs.schedule
+def steady_period(schedule: Schedule, simulation: Simulation) -> tuple[range, float]:
+    """The minibatches of one period of the simulated schedule, in its steady state, and their seconds."""
     if schedule.synchronous:
-        return Prediction(simulation, costs.source, 0, simulation.minibatches, simulation.step_time)
+        return range(simulation.minibatches), simulation.step_time
     period = _period(schedule)
     first = simulation.minibatches // 2 // period * period
-    seconds = simulation.step_time / schedule.update_interval * period
-    return Prediction(simulation, costs.source, first, period, seconds)
+    return range(first, first + period), simulation.step_time / schedule.update_interval * period
 
 
 def own_profile(ranks: Sequence[RankEvents], facts: StageFacts, found: Medians, batch_size: int) -> Profile:
     """A profile with the measured times of each stage, shared among its blocks by floating-point operations."""
     held = {stage: counts for events in ranks for stage, counts in events.held.items()}
-    nothing = StageBytes(0, 0, 0)
     blocks = []
     for stage in range(len(facts.placement)):
         own = facts.of_stage(stage)
         work = sum(block.flops for block in own)
-        counts = held.get(stage, nothing)
         for block in own:
             share = block.flops / work if work else 1 / len(own)
-            blocks.append(_block(block.name, stage, share, found, counts, block.cut_bytes))
+            blocks.append(_block(block, share, found, held.get(stage, StageBytes(0, 0, 0))))
     weights = sum(counts.weights for counts in held.values())
     return Profile(
         blocks=tuple(blocks),
@@ -127,21 +106,21 @@ def own_profile(ranks: Sequence[RankEvents], facts: StageFacts, found: Medians, 
     )
 
 
-def _block(
-    name: str, stage: int, share: float, found: Medians, counts: StageBytes, boundary: int
-) -> BlockCost:
+def _block(block: BlockFacts, share: float, found: Medians, counts: StageBytes) -> BlockCost:
+    """`share` is that of the block in its stage."""
+
     def took(*ops: Op) -> float:
-        return share * sum(found.get((stage, op), 0.0) for op in ops)
+        return share * sum(found.get((block.stage, op), 0.0) for op in ops)
 
     whole = took(Op.B) / 2  # a backward that is not split: half for each gradient
     return BlockCost(
-        name=name,
+        name=block.name,
         forward=took(Op.F, Op.RECV_F),
         input_gradient=took(Op.I, Op.RECV_B) + whole,
         weight_gradient=took(Op.W) + whole,
         update=took(Op.STEP, Op.REDUCE),
         kept_bytes=round(share * counts.minibatch),
-        boundary_bytes=boundary,
+        boundary_bytes=block.cut_bytes,
         parameter_bytes=round(share * counts.weights),
     )
 

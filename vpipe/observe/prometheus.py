@@ -54,48 +54,41 @@ METRICS: tuple[tuple[str, str, str, Values], ...] = (
 """Name, kind, help, and a rank's values with their further labels."""
 
 
-def exposition(statuses: Iterable[Status]) -> str:
+def exposition(statuses: list[Status]) -> str:
     """The text format, version 0.0.4."""
-    return "".join(f"{line}\n" for line in _lines(list(statuses)))
-
-
-def _lines(statuses: list[Status]) -> Iterator[str]:
+    lines = []
     for name, kind, meaning, values in METRICS:
-        yield from (f"# HELP vpipe_{name} {meaning}", f"# TYPE vpipe_{name} {kind}")
+        lines += [f"# HELP vpipe_{name} {meaning}", f"# TYPE vpipe_{name} {kind}"]
         for status in statuses:
             for labels, number in values(status):
                 if number is not None:
-                    yield f'vpipe_{name}{{rank="{status.rank}"{labels}}} {number:.10g}'
+                    lines.append(f'vpipe_{name}{{rank="{status.rank}"{labels}}} {number:.10g}')
+    return "".join(f"{line}\n" for line in lines)
 
 
-class Endpoint:
-    """Serves `/metrics` of one run until it is closed."""
+def serve(folder: Path, port: int) -> ThreadingHTTPServer:
+    """Serve `/metrics` of one run in a thread, until it is shut down."""
 
-    def __init__(self, folder: Path, port: int) -> None:
-        class Answer(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                if self.path.split("?")[0] not in ("/", "/metrics"):
-                    self.send_error(404)
-                    return
-                body = exposition(read_statuses(folder)).encode()
-                self.send_response(200)
-                self.send_header("Content-Type", CONTENT)
-                self.send_header("Content-Length", str(len(body)))
-                self.end_headers()
-                self.wfile.write(body)
+    class Answer(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            if self.path.split("?")[0] not in ("/", "/metrics"):
+                self.send_error(404)
+                return
+            body = exposition(read_statuses(folder)).encode()
+            self.send_response(200)
+            self.send_header("Content-Type", CONTENT)
+            self.send_header("Content-Length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
 
-            def log_message(self, format: str, *args: object) -> None:
-                """Requests are not logged."""
+        def log_message(self, format: str, *args: object) -> None:
+            """Requests are not logged."""
 
-        try:
-            self._server = ThreadingHTTPServer((ADDRESS, port), Answer)
-        except OSError as error:
-            raise ConfigError(
-                f"prometheus_port is {port}: it cannot be used ({error.strerror}): give another, or 0 for none"
-            ) from None
-        self.port = int(self._server.server_address[1])
-        threading.Thread(target=self._server.serve_forever, name="vpipe prometheus", daemon=True).start()
-
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
+    try:
+        server = ThreadingHTTPServer((ADDRESS, port), Answer)
+    except OSError as error:
+        raise ConfigError(
+            f"prometheus_port is {port}: it cannot be used ({error.strerror}): give another, or 0 for none"
+        ) from None
+    threading.Thread(target=server.serve_forever, name="vpipe prometheus", daemon=True).start()
+    return server

@@ -10,12 +10,12 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
-from vpipe.observe.prometheus import Endpoint
+from vpipe.observe.prometheus import serve
 from vpipe.observe.screen import ProgressReport
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
 from vpipe.record.run_folder import RankLog
-from vpipe.record.status import TIMES, stage_lines
+from vpipe.record.status import TIMES, read_statuses, stage_lines
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
@@ -46,30 +46,27 @@ class Recorder:
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
         self.error: BaseException | None = None  # the error that ends the run; set from outside
-        self._pipe = pipe
+        self._pipe, self._folder = pipe, folder
         self._total = total
         self._samples, self._tokens = samples, tokens
         self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
         self._recent: deque[float] = deque(maxlen=print_frequency)
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
-        self._warm = pipe.updates + pipe.layout.lag + 1  # until then the pipeline fills up
+        self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self.show = self._progress.say  # prints for the user, without the log
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
-            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self._progress.say
+            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self.show
         )
-        self._endpoint = Endpoint(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
+        self._endpoint = serve(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
 
     def say(self, line: str) -> None:
         self.log.line(line)
         self.show(line)
-
-    def show(self, line: str) -> None:
-        """Print for the user, without the log."""
-        self._progress.say(line)
 
     def update(self, update: int, loss: float, epoch: int) -> None:
         """An update's loss has arrived."""
@@ -109,7 +106,7 @@ class Recorder:
     def summary(self) -> dict[str, Any]:
         """The figures of the whole run, the same on every rank. All ranks call it when the pipeline is empty."""
         self._meter.stop()
-        gathered = self._pipe.world.all_gather("figures", self._meter.total().numbers)
+        gathered = self._pipe.world.all_gather("figures", list(self._meter.total()))
         ranks = [RankFigures(*numbers) for numbers in gathered]
         placement = self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
@@ -141,7 +138,8 @@ class Recorder:
     def close(self) -> None:
         self._watch.close(self.error)
         if self._endpoint is not None:
-            self._endpoint.close()
+            self._endpoint.shutdown()
+            self._endpoint.server_close()
         self._progress.close()
         self.log.close()
         if self._metrics is not None:
@@ -174,7 +172,7 @@ class Recorder:
             f"communication {share['communication_share']:.1%}, bubble {share['bubble_share']:.1%}"
         )
         if self._metrics is not None:
-            self._metrics.write("stages", done, ranks=stage_lines(self._watch.others()))
+            self._metrics.write("stages", done, ranks=stage_lines(read_statuses(self._folder)))
 
     def _write(self, kind: str, update: int, **figures: Any) -> None:
         if self._metrics is not None:

@@ -10,41 +10,37 @@ from typing import Any
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn, TimeRemainingColumn
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
 from vpipe.errors import ConfigError
 from vpipe.observe.hang import RankState, rank_states
+from vpipe.record.run_folder import check_run_folder
 from vpipe.record.status import RUNNING, TIMES, Status, time_shares
 from vpipe.system.units import show_bytes
 
 # Progress
 
 
-class _Figures(ProgressColumn):
-    def render(self, task: Task) -> Text:
-        return Text(task.fields.get("figures", ""), style="cyan")
-
-
 class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
     def __init__(self, total: int, done: int, *, speaks: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True)
-        self._speaks = speaks
+        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
         if speaks and sys.stdout.isatty():
             count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
-            columns = (count, BarColumn(None), _Figures(), TimeRemainingColumn())
-            self._bar = Progress(*columns, console=self._console)
-            self._task = self._bar.add_task("train", total=total, completed=done)
+            figures = TextColumn("{task.fields[figures]}", style="cyan", markup=False)
+            self._bar = Progress(
+                count, BarColumn(None), figures, TimeRemainingColumn(), console=self._console
+            )
+            self._task = self._bar.add_task("train", total=total, completed=done, figures="")
             self._bar.start()
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        if self._speaks:
-            self._console.print(line, markup=False)
+        self._console.print(line, markup=False)
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""
@@ -106,24 +102,11 @@ WIDTH = 30
 STYLES = dict(zip(TIMES, ("blue", "green", "yellow", "magenta", "bright_black"), strict=True))
 LETTERS = dict(zip(TIMES, "FBUs·", strict=True))
 """The letters of a bar, so that it can be read without colours."""
-COLUMNS = (
-    "rank",
-    "stage",
-    "last seconds",
-    "compute",
-    "send",
-    "wait",
-    "memory",
-    "in flight",
-    "versions",
-    "doing",
-)
 
 
 def top(folder: Path, *, once: bool) -> None:
     """Show the run until it ends; just once, without refreshing, if `once` or if the output is no terminal."""
-    if not folder.is_dir():
-        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    check_run_folder(folder)
     terminal = sys.stdout.isatty()
     if once or not terminal:
         if not rank_states(folder):
@@ -141,9 +124,11 @@ def top(folder: Path, *, once: bool) -> None:
 def picture(folder: Path) -> RenderableType:
     found = rank_states(folder)
     table = Table(box=None, pad_edge=False, header_style="bold")
-    for name in COLUMNS:
-        left = name in ("rank", "stage", "last seconds", "doing")
-        table.add_column(name, justify="left" if left else "right", no_wrap=name != "doing")
+    for name in ("rank", "stage", "last seconds"):
+        table.add_column(name, no_wrap=True)
+    for name in ("compute", "send", "wait", "memory", "in flight", "versions"):
+        table.add_column(name, justify="right", no_wrap=True)
+    table.add_column("doing")
     for each in found:
         table.add_row(*_row(each))
     legend = Text("  ").join(Text(f"{LETTERS[name]} {name}", style=STYLES[name]) for name in TIMES)

@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from vpipe.communication.handler import ROOM
 from vpipe.observe.figures import RankFigures, figures_of
@@ -30,11 +30,10 @@ from vpipe.record.status import (
     TIMES,
     Status,
     Waiting,
-    read_statuses,
     replace_text,
     write_status,
 )
-from vpipe.record.whereabouts import launchers_page
+from vpipe.record.whereabouts import RankActivity, launchers_page
 from vpipe.schedule.action import COMMUNICATION, UPDATE
 from vpipe.system.device_memory import used_memory
 
@@ -108,7 +107,7 @@ class RankWatch(threading.Thread):
 
     def _status(self, state: str, error: str = "") -> Status:
         pipe, runtime = self._pipe, self._pipe.runtime
-        place = self._place()
+        place, inside = self._place()
         recent = self._recent[-1].since(self._recent[0])
         return Status(
             rank=pipe.rank,
@@ -118,8 +117,8 @@ class RankWatch(threading.Thread):
             time=time.time(),
             state=state,
             error=error,
-            place=place.name,
-            inside=place.inside,
+            place=str(place),
+            inside=inside,
             seconds=time.perf_counter() - place.since if place.since else 0.0,
             offset=runtime.offset,
             waiting=self._waiting(),
@@ -142,21 +141,18 @@ class RankWatch(threading.Thread):
         if waiting is None:
             return None
         kind, name, number, peer, since = waiting
-        place = self._place()
-        within = place.inside and place.waits
-        return Waiting(
-            place.name if within else f"{name!r} number {number}", peer, now - since, room=kind == ROOM
-        )
+        place, inside = self._place()
+        waits = inside and place.action is not None and place.action.op in COMMUNICATION | UPDATE
+        what = str(place) if waits else f"{name!r} number {number}"
+        return Waiting(what, peer, now - since, room=kind == ROOM)
 
-    def _place(self) -> _Place:
-        """The action that the rank runs, or the last one that it ran."""
+    def _place(self) -> tuple[RankActivity, bool]:
+        """The action that the rank runs, since it began, or the last one, since it ended; and whether it still runs."""
         place = self._pipe.runtime.whereabouts.page.place(self._pipe.rank)
         last = self._pipe.runtime.events.last
-        if place.action is None:
-            return _Place(str(place), True, place.since, False)
-        inside = last is None or last.start < place.since
-        since = place.since if inside or last is None else last.end
-        return _Place(str(place.action), inside, since, place.action.op in COMMUNICATION | UPDATE)
+        if place.action is None or last is None or last.start < place.since:
+            return place, True
+        return place._replace(since=last.end), False
 
     # Hangs
 
@@ -200,15 +196,3 @@ class RankWatch(threading.Thread):
             if written != self._shown:
                 self._shown = written
                 self._say(path.read_text(encoding="utf-8"))
-
-    def others(self) -> list[Status]:
-        """The last statuses of all ranks, this one included."""
-        return read_statuses(self._folder)
-
-
-class _Place(NamedTuple):
-    name: str
-    inside: bool
-    since: float
-    waits: bool
-    """Whether it is an action that may wait for other ranks."""

@@ -2,7 +2,6 @@
 
 import hashlib
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
@@ -18,7 +17,21 @@ SAME_ARGUMENTS = "give every rank the same arguments"
 
 def agree_on_run(world: World, layout: Layout, model: nn.Module, options: TrainingOptions) -> None:
     """The ranks have the same model, cut alike, trained alike in the same order."""
-    for what, value, fix in _described(layout, model, options):
+    schedule = layout.schedule
+    order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
+    seeded = "call torch.manual_seed before building the model"
+    for what, value, fix in (
+        ("version of torch", torch.__version__, "install the same on every host"),
+        ("model", layout.graph.fingerprint[:16], "build the same model on every rank"),
+        ("schedule", order, SAME_ARGUMENTS),
+        ("update_interval", schedule.update_interval, SAME_ARGUMENTS),
+        ("order of actions", _programs_digest(schedule), "give every rank the same schedule"),
+        ("clip_norm", options.clip_norm, SAME_ARGUMENTS),
+        ("partition", list(layout.partition), SAME_ARGUMENTS),
+        ("seed", options.seed, "give every rank the same seed"),
+        ("set of initial weights", _weights_digest(model), seeded),
+        ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
+    ):
         agree_on(world, what, value, fix)
 
 
@@ -31,28 +44,6 @@ def agree_on_data(world: World, feed: Feed) -> None:
         digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
     fix = "give every rank a loader that yields the same batches in the same order (seed its shuffling)"
     agree_on(world, "first batch", digest.hexdigest()[:16], fix)
-
-
-def _described(layout: Layout, model: nn.Module, options: TrainingOptions) -> list[tuple[str, Any, str]]:
-    """(what, value, fix)"""
-    schedule = layout.schedule
-    order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
-    return [
-        ("version of torch", torch.__version__, "install the same on every host"),
-        ("model", layout.graph.fingerprint[:16], "build the same model on every rank"),
-        ("schedule", order, SAME_ARGUMENTS),
-        ("update_interval", schedule.update_interval, SAME_ARGUMENTS),
-        ("order of actions", _programs_digest(schedule), "give every rank the same schedule"),
-        ("clip_norm", options.clip_norm, SAME_ARGUMENTS),
-        ("partition", list(layout.partition), SAME_ARGUMENTS),
-        ("seed", options.seed, "give every rank the same seed"),
-        (
-            "set of initial weights",
-            _weights_digest(model),
-            "call torch.manual_seed before building the model",
-        ),
-        ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
-    ]
 
 
 def _programs_digest(schedule: Schedule) -> str:

@@ -60,9 +60,13 @@ def assemble(
 ) -> StageRuntime:
     """Build what this rank holds: its own stages only."""
     if options.compiler is not None:
-        _check_compile(layout, options.compiler, handler.device)
+        fix = "leave compile out, or wrap the children in torch.compile yourself"
+        _check_captured(layout, "compile is", f"nothing can compile them; {fix}")
+        check_compiler(options.compiler, handler.device)
     if options.cuda_graphs:
-        _check_graphs(layout, handler.device)
+        check_cuda_graphs(handler.device)
+        lost = "what they do differently from minibatch to minibatch would be lost"
+        _check_captured(layout, "cuda_graphs are", f"{lost}; leave cuda_graphs out")
     schedule = layout.schedule
     split = layout.splits_backward(handler.rank)
     stages = {
@@ -70,7 +74,7 @@ def assemble(
         for index in schedule.stages_of(handler.rank)
     }
     loss_scale = LossScale.for_precision(layout.precision)
-    exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, layout.lag, loss_scale)
+    exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, schedule.lag, loss_scale)
     updates = Updates(
         handler,
         exchange,
@@ -82,28 +86,17 @@ def assemble(
         on_nonfinite=options.on_nonfinite,
     )
     # Updates that a host may be ahead of its GPU.
-    late = 0 if handler.device.type == "cpu" else layout.lag + 1
+    late = 0 if handler.device.type == "cpu" else schedule.lag + 1
     stops = options.on_nonfinite == "stop"
     losses = Losses(handler, schedule.placement[-1], late, take_requests, stop_unless_finite=stops)
     routes = Routes(layout.graph, layout.stage_graphs, schedule, handler.rank)
     return StageRuntime(stages, routes, handler, exchange, updates, losses)
 
 
-def _check_compile(layout: Layout, backend: str, device: torch.device) -> None:
+def _check_captured(layout: Layout, option: str, otherwise: str) -> None:
     if layout.graph.trace.boundaries is not None:
         raise VPipeError(
-            "compile is asked for, but the model could not be captured and its children run as they stand, which "
-            "nothing can compile: leave compile out, or wrap the children in torch.compile yourself"
-        )
-    check_compiler(backend, device)
-
-
-def _check_graphs(layout: Layout, device: torch.device) -> None:
-    check_cuda_graphs(device)
-    if layout.graph.trace.boundaries is not None:
-        raise VPipeError(
-            "cuda_graphs are asked for, but the model could not be captured and its children run as they stand: "
-            "what they do differently from minibatch to minibatch would be lost; leave cuda_graphs out"
+            f"{option} requested, but the model could not be captured and its children run eagerly: {otherwise}"
         )
 
 

@@ -1,8 +1,8 @@
 """The layout of a run: blocks to stages, stages to ranks, and what follows from that. Equal on every rank."""
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass
+from functools import cache, partial
 from itertools import islice
 from typing import Any
 
@@ -31,8 +31,7 @@ class Layout:
     policies: tuple[str, ...]  # keep, recompute or swap, for each block
     tied: dict[str, tuple[int, ...]]
     precision: str
-    _for_count: Callable[[int], Schedule]
-    _ragged: dict[int, Schedule] = field(default_factory=dict)
+    for_count: Callable[[int], Schedule]  # lowered, for an update of fewer minibatches
 
     @property
     def buffer(self) -> int:
@@ -51,18 +50,10 @@ class Layout:
         """Whether the rank's program takes input gradients and weight gradients apart."""
         return any(action.op is Op.W for action in islice(self.schedule.program(rank), 10_000))
 
-    @property
-    def lag(self) -> int:
-        """After how many updates everything that stage 0 did for an update is known to all."""
-        return self.schedule.lag
-
     def program(self, rank: int, count: int) -> Iterator[Action]:
         """The program of a synchronous update with this many minibatches; the last update may have fewer."""
-        if count == self.schedule.minibatches:
-            return self.schedule.program(rank)
-        if count not in self._ragged:
-            self._ragged[count] = self._for_count(count)
-        return self._ragged[count].program(rank)
+        schedule = self.schedule if count == self.schedule.minibatches else self.for_count(count)
+        return schedule.program(rank)
 
     def normalise(self, batch: Any) -> Fields:
         """The batch's fields by name, checked, in the compute dtype."""
@@ -114,6 +105,7 @@ def make_layout(
     shared = {stage for holders in ties.values() for stage in holders}
     links = edges(stage_graphs)
 
+    @cache
     def lowered(count: int) -> Schedule:
         shorter = for_count(count)
         return shorter if shorter.lowered else lower(shorter, links, shared)

@@ -40,7 +40,7 @@ class Loop:
         self._requests = requests
         self._feed: Feed | None = None
         self._running: Iterator[Work] | None = None
-        self._arrived: list[Arrived] = []  # losses that came while draining
+        self._drained: list[Arrived] = []  # losses that came while draining
         self._countings = 0
         self._evaluations = 0
         for name in ("admitted", "evaluation"):
@@ -58,10 +58,9 @@ class Loop:
         try:
             for program in self._programs(feed):
                 self._running = self.runtime.run(program, feed)
-                for work in self._running:
-                    if self._completes_update(work):
-                        yield from self._deliver(self._made_update(work))
-                yield from self._deliver(self._take_arrived())
+                yield from self._deliver(self._losses(self._running))
+                drained, self._drained = self._drained, []
+                yield from self._deliver(drained)
                 if self.stopped:
                     break
             yield from self._deliver(self.runtime.losses.arrived(all_of_them=True))
@@ -82,10 +81,8 @@ class Loop:
         running, self._running = self._running, None  # if it fails in here, it is not tried again
         interval = self._feed.interval
         self._feed.limit = -(-self._most_admitted(self._feed) // interval) * interval
-        for work in running:
-            if self._completes_update(work):
-                self._arrived += self._made_update(work)
-        self._arrived += self.runtime.losses.arrived(all_of_them=True)
+        self._drained += self._losses(running)
+        self._drained += self.runtime.losses.arrived(all_of_them=True)
         self._settle()
 
     def evaluate(self, batches: Iterable[Any]) -> float:
@@ -106,16 +103,16 @@ class Loop:
         self.world.all_gather("settled", None)
 
     def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:
-        schedule, stages = self.schedule, self.runtime.stages.values()
+        interval = self.schedule.update_interval
         return Feed(
             batches,
             self.layout.normalise,
             self.loss_weight,
-            schedule.update_interval,
-            start=updates * schedule.update_interval,
+            interval,
+            start=updates * interval,
             # A replica does not keep the minibatches of the other replicas.
-            wanted=lambda place: any(schedule.rank_of(stage.index, place) == self.rank for stage in stages),
-            read_fields={name for stage in stages for name in stage.graph.fields},
+            wanted=lambda place: bool(self.runtime.routes.stages_passed(place)),
+            read_fields={name for stage in self.runtime.stages.values() for name in stage.graph.fields},
             device=self.handler.device,
         )
 
@@ -156,13 +153,12 @@ class Loop:
         admitted = self.handler.all_gather("admitted", self._countings, [feed.admitted])
         return int(max(count for (count,) in admitted))
 
-    def _completes_update(self, work: Work) -> bool:
-        return work.action.op is Op.STEP and self.runtime.completes_update
-
-    def _made_update(self, work: Work) -> Iterator[Arrived]:
-        """This rank has made an update: the losses that are there now."""
-        self.updates = work.minibatch.update + 1
-        return self.runtime.losses.arrived()
+    def _losses(self, running: Iterator[Work]) -> Iterator[Arrived]:
+        """Run the program; with each update that this rank makes, the losses that are there by then."""
+        for work in running:
+            if work.action.op is Op.STEP and self.runtime.completes_update:
+                self.updates = work.minibatch.update + 1
+                yield from self.runtime.losses.arrived()
 
     def _deliver(self, arrived: Iterable[Arrived]) -> Iterator[tuple[int, float]]:
         """Give each update to the hooks and to the user; a stop that came with it drains the pipeline."""
@@ -175,10 +171,6 @@ class Loop:
             if requested & STOP and not self.stopped:
                 self.stopped = True
                 self.flush()
-
-    def _take_arrived(self) -> list[Arrived]:
-        arrived, self._arrived = self._arrived, []
-        return arrived
 
     def _settle(self) -> None:
         """The pipeline is empty: apply the updates of tied parameters that are still due; nothing may be left over."""

@@ -15,7 +15,7 @@ from vpipe.pipeline.loop import Loop, UpdateHook
 from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
 from vpipe.runtime import Fields, count_samples
-from vpipe.runtime.stage_runtime import ActionHook
+from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
@@ -178,7 +178,7 @@ class Pipeline:
 
         Returns a function that removes the hook.
         """
-        return _added(self._loop.update_hooks, hook)
+        return add_hook_to([self._loop.update_hooks], hook)
 
     def on_warning(self, hook: Callable[[str], object]) -> None:
         """Call `hook(text)` instead of `warnings.warn`, for updates that are skipped because of `on_nonfinite`."""
@@ -279,13 +279,3 @@ class Pipeline:
                 return make()
 
         return agree(self.world, what, made)
-
-
-def _added(hooks: list[T], hook: T) -> Callable[[], None]:
-    hooks.append(hook)
-
-    def remove() -> None:
-        if hook in hooks:
-            hooks.remove(hook)
-
-    return remove

@@ -33,15 +33,10 @@ def run_ranks(size: int, work: Callable[[InProcessWorld], T], timeout: float = 6
         while thread.is_alive() and not failures:
             thread.join(0.2)
     if failures:
-        _let_go(threads)
+        for thread in threads:  # they were told, and must not go on beside whatever comes next
+            thread.join(60.0)
+            if thread.is_alive():
+                raise PeerError("a rank that runs as a thread does not end though another one failed")
         # A rank that closes its channels on the way out may be heard of before its own failure is.
         raise next((error for error in failures if not isinstance(error, PeerError)), failures[0])
     return [results[rank] for rank in range(size)]
-
-
-def _let_go(threads: list[threading.Thread]) -> None:
-    """One rank failed and the others were told: they must not go on beside whatever comes next."""
-    for thread in threads:
-        thread.join(60.0)
-        if thread.is_alive():
-            raise PeerError("a rank that runs as a thread does not end though another one failed")

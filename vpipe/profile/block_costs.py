@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
+from torch import Tensor
+
 from vpipe.cost import BlockCost, Tie
 from vpipe.errors import VPipeError
-from vpipe.graph import ModelGraph
+from vpipe.graph import ModelGraph, TensorInfo, tied
 from vpipe.profile.kinds import Shape
 from vpipe.profile.measured_stage import MeasuredStage
-from vpipe.profile.times import BlockTimes
+from vpipe.profile.rounds import BlockTimes
 from vpipe.stage.held import address
 
 
@@ -32,15 +33,11 @@ class Kept(NamedTuple):
     updating: int
 
 
-def kept_in(
-    shape: Shape,
-    saved: Mapping[int, int],
-    known: Mapping[str, Any],
-    deferred: int,
-    forward: int,
-    backward: int,
-    updating: int,
+def measure_kept(
+    shape: Shape, measured: MeasuredStage, saved: Mapping[int, int], made: Mapping[str, Tensor]
 ) -> Kept:
+    """Of a block, its `saved` bytes by address, and the values that it has `made`."""
+    known: dict[str, Any] = {**measured.inputs, **measured.free, **made}
     left = dict(saved)
     inputs = {}
     for number, name in enumerate(shape.inputs):
@@ -48,7 +45,8 @@ def kept_in(
         if size is not None:
             inputs[number] = size
     outputs = frozenset(i for i, name in enumerate(shape.outputs) if address(known[name]) in saved)
-    return Kept(sum(left.values()), inputs, outputs, deferred, forward, backward, updating)
+    deferred, (forward, backward) = measured.deferred_bytes(), measured.working_bytes()
+    return Kept(sum(left.values()), inputs, outputs, deferred, forward, backward, measured.update_bytes())
 
 
 def block_costs(
@@ -61,13 +59,12 @@ def block_costs(
         new = {shape.inputs[number]: size for number, size in memory.inputs.items()}
         size = memory.own + sum(size for name, size in new.items() if name not in already)
         already.update(new, (shape.outputs[number] for number in memory.outputs))
-        infos = [graph.parameters[name] for name in block.parameters]
         costs.append(
             BlockCost(
                 name=block.name,
                 kept_bytes=size,
                 boundary_bytes=block.cut_bytes,
-                parameter_bytes=sum(info.shape.numel() * info.dtype.itemsize for info in infos),
+                parameter_bytes=sum(_bytes(graph.parameters[name]) for name in block.parameters),
                 deferred_bytes=memory.deferred,
                 working_bytes=max(memory.forward, memory.backward),
                 forward_bytes=memory.forward,
@@ -80,15 +77,16 @@ def block_costs(
 
 def ties(graph: ModelGraph) -> tuple[Tie, ...]:
     """The trained parameters that several blocks use."""
-    users: dict[str, list[int]] = defaultdict(list)
-    for block in graph.blocks:
-        for name in block.parameters:
-            users[name].append(block.index)
+    users = tied(graph.stages((1,) * len(graph.blocks)))
     return tuple(
-        Tie(graph.parameters[name].shape.numel() * graph.parameters[name].dtype.itemsize, tuple(blocks))
+        Tie(_bytes(graph.parameters[name]), blocks)
         for name, blocks in users.items()
-        if len(blocks) > 1 and graph.parameters[name].requires_grad
+        if graph.parameters[name].requires_grad
     )
+
+
+def _bytes(parameter: TensorInfo) -> int:
+    return parameter.shape.numel() * parameter.dtype.itemsize
 
 
 def optimizer_ratio(stages: Sequence[MeasuredStage]) -> float:

@@ -25,6 +25,7 @@ from vpipe.communication import World
 from vpipe.cost import Profile, read_profile, write_profile
 from vpipe.profile.device import measure_device
 from vpipe.profile.links import measure_link
+from vpipe.profile.rounds import run_round
 
 if TYPE_CHECKING:
     from vpipe.profile.model import MeasuredModel
@@ -36,8 +37,6 @@ MARGIN = 1.0
 @contextmanager
 def busy_processes(count: int, work: Callable[[], None]) -> Iterator[None]:
     """So many forks of this process repeat `work` until the end of the `with`."""
-    if not hasattr(os, "fork"):
-        count = 0
     children = [_start(work) for _ in range(count)]
     try:
         yield
@@ -71,7 +70,7 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
     if world.rank == 0:
         device, link = measure_device(model.place), measure_link(model.place)
     world.all_gather("profile: before the first round", None)
-    model.run_round()  # compiles, or captures graphs, before anybody waits for it
+    run_round(model.stages)  # compiles, or captures graphs, before anybody waits for it
     world.all_gather("profile: warm", None)
     alone: Profile | None = None
     if world.rank == 0:
@@ -81,12 +80,12 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
         alone = model.profile(device, link)
     world.all_gather("profile: measured alone", None)
     if world.size > 1:
-        model.start_at(world.rank / world.size)
-        model.run_for(MARGIN)
+        share = world.rank / world.size
+        model.run_for(MARGIN, share)
         model.clear()
-        model.run_for(seconds)
+        model.run_for(seconds, share)
         if world.rank != 0:
-            model.run_for(MARGIN)
+            model.run_for(MARGIN, share)
     world.all_gather("profile: measured with all ranks", None)
     model.measure_swapping()
     if alone is not None:
@@ -96,7 +95,7 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
 
 
 def _with_contention(alone: Profile, shared: Profile, ranks: int) -> Profile:
-    factor = max(1.0, _seconds(shared) / _seconds(alone) if _seconds(alone) else 1.0)
+    factor = max(1.0, _seconds(shared) / _seconds(alone))
     device = replace(
         shared.device,
         memory=shared.device.memory // ranks,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from vpipe.profile.measured_stage import Interval, MeasuredStage
 from vpipe.stage import StageModule
@@ -15,6 +14,8 @@ from vpipe.stage.swap import Swap
 
 class MeasuredGraphStage(MeasuredStage):
     """Swapping modules run eagerly, and so does everything before the rounds, when bytes are measured."""
+
+    keeps_gradients = True
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
@@ -60,9 +61,6 @@ class MeasuredGraphStage(MeasuredStage):
         start = self.clock()
         self._replayed[1].weight_gradients()
         return start, self.clock()
-
-    def static_gradients(self) -> list[Tensor]:
-        return [parameter.grad for parameter in self.weights.model_parameters if parameter.grad is not None]
 
     def _warm_pool(self, module: StageModule) -> GraphPool:
         """With graphs captured already, so that the first round is like the others."""

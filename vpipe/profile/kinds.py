@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 from torch import fx
+from torch.fx.node import map_arg
 
 from vpipe.graph import Block, ModelGraph
 from vpipe.graph.trace import Kind, Trace
@@ -29,24 +29,16 @@ def _shape(block: Block, trace: Trace) -> Shape:
     own = {node: position for position, node in enumerate(block.nodes)}
     read: dict[fx.Node, int] = {}
 
-    def text(argument: Any) -> str:
-        if isinstance(argument, fx.Node):
-            if argument in own:
-                return f"%{own[argument]}"
-            known = argument in read
-            number = read.setdefault(argument, len(read))
-            return f"${number}" if known else f"${number}:{_described(argument, trace)}"
-        if isinstance(argument, list | tuple):
-            return "[" + ",".join(map(text, argument)) + "]"
-        if isinstance(argument, slice):
-            return text([argument.start, argument.stop, argument.step])
-        if isinstance(argument, dict):
-            return "{" + ",".join(f"{key}:{text(value)}" for key, value in argument.items()) + "}"
-        return repr(argument)
+    def text(node: fx.Node) -> str:
+        if node in own:
+            return f"%{own[node]}"
+        known = node in read
+        number = read.setdefault(node, len(read))
+        return f"${number}" if known else f"${number}:{_described(node, trace)}"
 
-    lines = [f"{_name(node, trace)} {text(node.args)} {text(dict(node.kwargs))}" for node in block.nodes]
+    lines = [f"{_name(node, trace)} {map_arg((node.args, node.kwargs), text)}" for node in block.nodes]
     outputs = [node for node in block.nodes if _is_read_elsewhere(node, own)]
-    lines.append(text(outputs) + f" loss {own.get(trace.loss)}")
+    lines.append(f"{map_arg(outputs, text)} loss {own.get(trace.loss)}")
     inputs = tuple(node.name for node in read if trace.kind(node) is None and node.op != "get_attr")
     return Shape("\n".join(lines), inputs, tuple(node.name for node in outputs))
 
@@ -67,10 +59,8 @@ def _name(node: fx.Node, trace: Trace) -> str:
     """What the operation is: its operator, or the code of a graph that it wraps."""
     if node.op == "get_attr":
         return getattr(trace.root.get_submodule(str(node.target)), "code", str(node.target))
-    return f"{node.target!r}{list(_sizes(node, trace))}"
+    return f"{node.target!r}{_sizes(node, trace)}"
 
 
-def _sizes(node: fx.Node, trace: Trace) -> Iterator[Any]:
-    if node in trace.specs:
-        yield trace.hinted_shape(node)
-        yield trace.specs[node].dtype
+def _sizes(node: fx.Node, trace: Trace) -> tuple[Any, ...]:
+    return (trace.hinted_shape(node), trace.specs[node].dtype) if node in trace.specs else ()

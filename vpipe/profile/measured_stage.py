@@ -52,6 +52,9 @@ def _event() -> torch.cuda.Event:
 class MeasuredStage:
     """A stage with fixed inputs. Values that it computes from the batch alone are computed once, and not timed."""
 
+    keeps_gradients = False
+    """Whether an update leaves the memory of gradients allocated."""
+
     def __init__(
         self,
         stage: StageGraph,
@@ -64,7 +67,7 @@ class MeasuredStage:
         compile: str | None = None,
     ) -> None:
         self.stage = stage
-        self.fields = fields
+        self.fields = {name: fields[name] for name in stage.fields}
         self.device = device
         self.compile = compile
         self.whole = StageModule(stage, model, device=device, compile=compile)
@@ -78,7 +81,7 @@ class MeasuredStage:
             self.whole.parameters_by_name, optimizer, master_values=originals
         )
         self.inputs = {name: values[name] for name in stage.reads}
-        self.free = self.whole.free_values(fields, RandomContext())
+        self.free = self.whole.free_values(self.fields, RandomContext())
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
         self.clock = clock_of(device)
         self._outputs: dict[str, Tensor] = {}
@@ -141,7 +144,8 @@ class MeasuredStage:
 
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             self.forward(self.whole)
-        return saved, self._outputs
+        made, self._outputs = self._outputs, {}
+        return saved, made
 
     def deferred_bytes(self) -> int:
         """Bytes that deferred weight gradients hold, without the batch."""
@@ -191,20 +195,13 @@ class MeasuredStage:
             self.forward(self.whole)
             self.backward()
             before = torch.cuda.memory_allocated(self.device)
-            kept = self.static_gradients()
+            parameters = self.weights.model_parameters if self.keeps_gradients else ()
+            kept = [parameter.grad for parameter in parameters]
             self.update()
             del kept
             most = torch.cuda.max_memory_allocated(self.device) - before
         hook.remove()
         return max(0, most)
-
-    def static_gradients(self) -> list[Tensor]:
-        """Those whose memory an update does not free."""
-        return []
-
-    def discard(self) -> None:
-        """Drop a forward that has no backward."""
-        self._outputs = {}
 
     def state_bytes(self) -> int:
         """Bytes of the optimizer's state, float32 masters included."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import cycle
 from time import perf_counter
 from typing import Any
@@ -15,15 +16,14 @@ from torch import Tensor, nn
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost, LinkCost, Profile
 from vpipe.graph import ModelGraph, StageGraph, capture
-from vpipe.profile.block_costs import Kept, block_costs, kept_in, optimizer_ratio, ties
+from vpipe.profile.block_costs import Kept, block_costs, measure_kept, optimizer_ratio, ties
 from vpipe.profile.contention import busy_processes
 from vpipe.profile.cuda_graph_stage import MeasuredGraphStage
 from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.measured_stage import MeasuredStage
-from vpipe.profile.rounds import measure_swapping, run_round, run_rounds
-from vpipe.profile.times import NO_CALLS, block_times, call_times
+from vpipe.profile.rounds import NO_CALLS, block_times, call_times, measure_swapping, run_round, run_rounds
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype, skeleton
 from vpipe.system.device import check_cuda_graphs
@@ -36,43 +36,11 @@ RUN = 4
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 
 
-def profile_model(
-    model: nn.Module,
-    example_batch: Any,
-    loss_fn: Callable[..., Tensor] | None = None,
-    *,
-    optimizer: OptimizerFactory,
-    precision: str = "fp32",
-    compile: str | None = None,
-    cuda_graphs: bool = False,
-    seconds: float = 5.0,
-    device: DeviceCost | None = None,
-    link: LinkCost | None = None,
-    other_processes: int = 0,
-    place: torch.device = HOST,
-) -> Profile:
-    """Measure the model on this machine, on the CPU or a GPU (`place`), with minibatches like `example_batch`.
-
-    The model may be on `meta`: only one or two blocks of each kind are ever built. Rounds of measurements go on
-    for about `seconds`, while `other_processes` do the same work, as the other ranks of this host would.
-    `compile` names a backend of torch.compile for the blocks; with `cuda_graphs` those on a GPU replay CUDA graphs.
-    `device` and `link` are measured as well, unless they are given.
-    """
-    measured = MeasuredModel(
-        model,
-        example_batch,
-        loss_fn,
-        optimizer=optimizer,
-        precision=precision,
-        compile=compile,
-        cuda_graphs=cuda_graphs,
-        place=place,
-    )
-    return measured.measure(seconds, device, link, other_processes)
-
-
 class MeasuredModel:
-    """One or two blocks of each of a model's kinds, to be measured round by round.
+    """One or two blocks of each of a model's kinds, to be measured round by round, with minibatches like the example.
+
+    The model may be on `meta`: only these blocks are ever built. `compile` names a backend of torch.compile for them;
+    with `cuda_graphs` those on a GPU replay CUDA graphs.
 
     On a GPU kinds come as often as in the model, since they share its power and, with other ranks, its memory. There a
     single block may take the host longer to launch than the GPU to compute. A run of consecutive blocks is measured as
@@ -93,12 +61,10 @@ class MeasuredModel:
         run_length: int | None = None,
     ) -> None:
         """`run_length`: consecutive blocks that are measured as one stage; None: some on a GPU, none on the CPU."""
-        self.graphs = cuda_graphs
-        self._make_stage = MeasuredGraphStage if cuda_graphs else MeasuredStage
         if cuda_graphs:
             check_cuda_graphs(place)
+        self.graphs = cuda_graphs
         self.place = place
-        self.compiled = compile is not None
         if run_length is None:
             run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
@@ -107,21 +73,21 @@ class MeasuredModel:
         fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
+        kind = MeasuredGraphStage if cuda_graphs else MeasuredStage
+
+        def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
+            return kind(stage, model, optimizer, dtype, values, fields, place, compile)
+
+        self.run: MeasuredStage | None = None
         with torch.random.fork_rng(devices=[]):
-            self.kinds, self._kept, values = _set_up(
-                self.graph, self.shapes, model, optimizer, dtype, fields, place, compile, self._make_stage
-            )
-            run = None
+            self.kinds, self._kept, values = _set_up(self.graph, self.shapes, make)
             if min(run_length, len(self.shapes)) > 1:
-                stage = _commonest(self.graph, self.shapes, run_length)
-                own = {name: fields[name] for name in stage.fields}
-                run = self._make_stage(stage, model, optimizer, dtype, values, own, place, compile)
-        self.run = run
-        singles = [single for same in self.kinds.values() for single in same]
-        self.stages = singles if run is None else [*singles, run]
+                self.run = make(_commonest(self.graph, self.shapes, run_length), values)
+        self.stages = [single for same in self.kinds.values() for single in same]
+        if self.run is not None:
+            self.stages.append(self.run)
         for measured in self.stages:
             measured.begin_rounds()
-        self._rounds = self.weighted_rounds()
 
     def measure(
         self,
@@ -130,43 +96,39 @@ class MeasuredModel:
         link: LinkCost | None = None,
         other_processes: int = 0,
     ) -> Profile:
-        """Rounds for so many seconds, and the device and the link, unless they are given."""
-        if self.compiled:
-            self.run_round()  # before there are other processes
+        """Rounds for so many seconds, and the device and the link, unless they are given.
+
+        On the CPU so many other processes do the same work meanwhile, as the other ranks of this host would.
+        """
+        if self.stages[0].compile:
+            run_round(self.stages)  # before there are other processes
         if self.place.type == "cuda":
             self.run_for(seconds / 4)
             self.clear()
             self.run_for(seconds)
             self.measure_swapping()
         else:
-            with busy_processes(other_processes, self.run_round), torch.random.fork_rng(devices=[]):
+            with busy_processes(other_processes, partial(run_round, self.stages)):
                 run_rounds(self.stages, LEAST_ROUNDS, MOST_ROUNDS, seconds)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
 
-    def run_for(self, seconds: float) -> None:
+    def run_for(self, seconds: float, share: float = 0.0) -> None:
         """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds."""
         end = perf_counter() + seconds
-        for whole in self._rounds:
+        for whole in self.weighted_rounds(share):
             if whole and perf_counter() > end:
                 return
 
     def measure_swapping(self) -> None:
         """The host's time to swap each kind on a GPU. On a CPU copies do not run beside computing: there is none."""
-        if self.place.type != "cuda":
-            return
-        with torch.random.fork_rng(devices=[]):
-            measure_swapping(stage for same in self.kinds.values() for stage in same[:1])
-
-    def run_round(self) -> None:
-        with torch.random.fork_rng(devices=[]):
-            run_round(self.stages)
-
-    def start_at(self, share: float) -> None:
-        """Start the cycle of rounds after this share of it, so that ranks on one device do not run in step."""
-        self._rounds = self.weighted_rounds(share)
+        if self.place.type == "cuda":
+            measure_swapping([same[0] for same in self.kinds.values()])
 
     def weighted_rounds(self, share: float = 0.0) -> Iterator[bool]:
-        """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model."""
+        """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model.
+
+        It starts after this share of the cycle, so that ranks on one device do not run in step.
+        """
         in_run = Counter(self._kinds_of(self.run) if self.run else ())
         count = Counter(shape.kind for shape in self.shapes)
         often = {kind: -(-count[kind] // (len(same) + in_run[kind])) for kind, same in self.kinds.items()}
@@ -176,8 +138,7 @@ class MeasuredModel:
         ]
         first = round(share * len(rounds))
         for number in cycle([*range(first, len(rounds)), *range(first)]):
-            with torch.random.fork_rng(devices=[]):
-                run_round(rounds[number])
+            run_round(rounds[number])
             yield number == (first or len(rounds)) - 1
 
     def _kinds_of(self, stage: MeasuredStage) -> Sequence[str]:
@@ -212,15 +173,7 @@ class MeasuredModel:
 
 
 def _set_up(
-    graph: ModelGraph,
-    found: list[Shape],
-    model: nn.Module,
-    optimizer: OptimizerFactory,
-    dtype: torch.dtype | None,
-    fields: Mapping[str, Tensor],
-    place: torch.device = HOST,
-    compile: str | None = None,
-    make: type[MeasuredStage] = MeasuredStage,
+    graph: ModelGraph, found: list[Shape], make: Callable[[StageGraph, Mapping[str, Tensor]], MeasuredStage]
 ) -> tuple[dict[str, list[MeasuredStage]], dict[str, Kept], dict[str, Tensor]]:
     """Stages of one block for each kind, with the inputs that earlier blocks made for them; and all these values."""
     kinds: dict[str, list[MeasuredStage]] = defaultdict(list)
@@ -229,15 +182,11 @@ def _set_up(
     for stage, shape in zip(graph.stages((1,) * len(found)), found, strict=True):
         same = kinds[shape.kind]
         if len(same) < MEMBERS:
-            own = {name: fields[name] for name in stage.fields}
-            measured = make(stage, model, optimizer, dtype, values, own, place, compile)
+            measured = make(stage, values)
             saved, made = measured.saved_bytes()
             values.update({name: made[name].detach() for name in shape.outputs})
-            known = {**measured.inputs, **measured.free, **made}
-            if shape.kind not in kept:
-                sizes = measured.deferred_bytes(), *measured.working_bytes(), measured.update_bytes()
-                kept[shape.kind] = kept_in(shape, saved, known, *sizes)
-            measured.discard()
+            if not same:
+                kept[shape.kind] = measure_kept(shape, measured, saved, made)
             same.append(measured)
         else:
             # Values of a block of the same kind: only their types matter to their readers.

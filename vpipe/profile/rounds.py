@@ -1,13 +1,19 @@
-"""Rounds of measurements: every stage runs each kind of work in the order of a pipeline, and its times are kept."""
+"""Rounds of measurements, and the times of blocks that follow from them.
+
+Every stage runs each kind of work in the order of a pipeline. Of each kind of blocks the medians count; what a call
+takes in addition to its blocks is counted apart.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import median, quantiles
 from time import perf_counter
+from typing import NamedTuple
 
 import torch
 
-from vpipe.profile.measured_stage import Interval, MeasuredStage
+from vpipe.profile.measured_stage import Interval, MeasuredStage, seconds
 from vpipe.stage import StageModule
 from vpipe.stage.host_store import HostStore, make_store
 from vpipe.stage.swap import Swap
@@ -23,45 +29,45 @@ WARM = 2
 SLOW = 10.0
 """Seconds of a round of which one is enough, and one to warm up: it takes far longer than any disturbance."""
 SWAPPING_ROUNDS = 7
+SMALLEST = 5e-7
+"""Seconds that a GPU's events can tell apart: no forward and no backward counts as less."""
 
 
+@torch.random.fork_rng(devices=[])
 def run_round(stages: Sequence[MeasuredStage]) -> None:
     """A training step of two minibatches over all stages, one with backward split, and both with all recomputed.
 
     In the order of a pipeline, so that caches are filled with the other stages' data, as they are there.
     """
-    for stage in stages:
-        stage.intervals[FORWARD].append(stage.forward(stage.whole))
-    for stage in reversed(stages):
-        stage.intervals[BACKWARD].append(stage.backward())
-    for stage in stages:
-        stage.intervals[FORWARD].append(stage.forward(stage.whole))
-    for stage in reversed(stages):
-        stage.intervals[SECOND_BACKWARD].append(stage.backward())
+    _run_minibatch(stages, "whole", FORWARD, BACKWARD)
+    _run_minibatch(stages, "whole", FORWARD, SECOND_BACKWARD)
     for stage in stages:
         stage.intervals[UPDATE].append(stage.update())
-    for stage in stages:
-        stage.intervals[SPLIT_FORWARD].append(stage.forward(stage.split))
-    for stage in reversed(stages):
-        stage.intervals[INPUT_GRADIENT].append(stage.backward())
-        stage.intervals[WEIGHT_GRADIENT].append(stage.weight_gradients())
+    _run_minibatch(stages, "split", SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT)
     for stage in stages:
         stage.intervals[VERSION].append(stage.new_version())
-    for stage in stages:
-        stage.intervals[RECOMPUTING_FORWARD].append(stage.forward(stage.recomputing))
-    for stage in reversed(stages):
-        stage.intervals[RECOMPUTING_BACKWARD].append(stage.backward())
-        stage.weights.skip()
-    forward, first, second = SPLIT_RECOMPUTING
-    for stage in stages:
-        stage.intervals[forward].append(stage.forward(stage.split_recomputing))
-    for stage in reversed(stages):
-        stage.intervals[first].append(stage.backward())
-        stage.intervals[second].append(stage.weight_gradients())
-        stage.weights.skip()
+    for module, phases in (
+        ("recomputing", (RECOMPUTING_FORWARD, RECOMPUTING_BACKWARD)),
+        ("split_recomputing", SPLIT_RECOMPUTING),
+    ):
+        _run_minibatch(stages, module, *phases)
+        for stage in stages:
+            stage.weights.skip()
 
 
-def run_rounds(stages: Sequence[MeasuredStage], least: int, most: int, seconds: float) -> None:
+def _run_minibatch(
+    stages: Sequence[MeasuredStage], module: str, forward: str, backward: str, *weight_gradients: str
+) -> None:
+    """Forward and backward of a module of each stage, whose times are those of the phases."""
+    for stage in stages:
+        stage.intervals[forward].append(stage.forward(getattr(stage, module)))
+    for stage in reversed(stages):
+        stage.intervals[backward].append(stage.backward())
+        for phase in weight_gradients:
+            stage.intervals[phase].append(stage.weight_gradients())
+
+
+def run_rounds(stages: Sequence[MeasuredStage], least: int, most: int, duration: float) -> None:
     """Some rounds to warm up, then at least `least`, and more (`most` at most) while there is time."""
     for _ in range(WARM):
         began = perf_counter()
@@ -71,13 +77,14 @@ def run_rounds(stages: Sequence[MeasuredStage], least: int, most: int, seconds: 
             break
     for stage in stages:
         stage.intervals.clear()
-    deadline = perf_counter() + seconds
+    deadline = perf_counter() + duration
     for number in range(most):
         if number >= least and perf_counter() > deadline:
             break
         run_round(stages)
 
 
+@torch.random.fork_rng(devices=[])
 def measure_swapping(stages: Iterable[MeasuredStage]) -> None:
     """The host's time for F and B on a GPU, with and without swapping.
 
@@ -104,3 +111,94 @@ def _host_interval(stage: MeasuredStage, module: StageModule, store: HostStore) 
     end = perf_counter()
     stage.weights.skip()
     return start, end
+
+
+class CallTimes(NamedTuple):
+    """Seconds that a call takes in addition to the blocks that it runs."""
+
+    forward: float = 0.0
+    backward: float = 0.0
+    update: float = 0.0
+
+
+NO_CALLS = CallTimes()
+
+
+class BlockTimes(NamedTuple):
+    """Seconds of a kind of block, under the names of `BlockCost`."""
+
+    forward: float
+    input_gradient: float
+    weight_gradient: float
+    update: float
+    spread: float
+    version: float
+    splitting: float
+    accumulating: float
+    recomputing: float | None
+    split_recomputing: float | None
+    swapping: float
+
+
+def call_times(singles: Sequence[Sequence[MeasuredStage]], run: MeasuredStage) -> CallTimes:
+    """From blocks that were run one by one, and a stage of some of the same kinds."""
+
+    def of(phase: str) -> float:
+        one_by_one = sum(median(_pooled(stages, phase)) for stages in singles)
+        return max(0.0, (one_by_one - median(_pooled([run], phase))) / (len(singles) - 1))
+
+    return CallTimes(of(FORWARD), of(BACKWARD), of(UPDATE))
+
+
+def block_times(stages: Sequence[MeasuredStage], calls: CallTimes = NO_CALLS) -> BlockTimes:
+    """Medians over the rounds of all stages of a kind, without the cost of the calls.
+
+    A time that is a difference of medians can come out negative: the noise is larger than the time. It then counts as
+    the smallest that can be measured, or as not known where the planner would take it for free, and `spread` shows how
+    far off it was.
+    """
+
+    def middle(phase: str) -> float:
+        return median(_pooled(stages, phase))
+
+    forward, backward, update = middle(FORWARD), middle(BACKWARD), middle(UPDATE)
+    first, second = middle(INPUT_GRADIENT), middle(WEIGHT_GRADIENT)
+    split = middle(SPLIT_FORWARD) + first + second
+    recomputing = middle(RECOMPUTING_FORWARD) + middle(RECOMPUTING_BACKWARD) - forward - backward
+    split_recomputing = sum(map(middle, SPLIT_RECOMPUTING)) - split
+    own_forward, own_backward = forward - calls.forward, backward - calls.backward
+    noise = -min(own_forward, own_backward, recomputing, split_recomputing)
+    # Most schedules run backward whole: the split one gives the shares, and its additional time.
+    share = first / (first + second) if first + second else 1.0
+    input_gradient = max(SMALLEST, own_backward) * share
+    swapping = 0.0
+    if swapped := _pooled(stages, HOST_SWAPPING):
+        swapping = max(0.0, median(swapped) - max(middle(HOST), forward + backward))
+    return BlockTimes(
+        forward=max(SMALLEST, own_forward),
+        input_gradient=input_gradient,
+        weight_gradient=max(SMALLEST, own_backward) - input_gradient,
+        update=max(0.0, update - calls.update),
+        spread=_spread(stages, noise),
+        version=max(0.0, middle(VERSION) - update),
+        splitting=max(0.0, split - forward - backward),
+        accumulating=max(0.0, middle(SECOND_BACKWARD) - backward),
+        recomputing=recomputing if recomputing > 0 else None,
+        split_recomputing=split_recomputing if split_recomputing > 0 else None,
+        swapping=swapping,
+    )
+
+
+def _spread(stages: Sequence[MeasuredStage], noise: float) -> float:
+    """The range of the middle half of the times of F and B, at least `noise`, as a share of their median."""
+    both = [
+        seconds(forward) + seconds(backward)
+        for stage in stages
+        for forward, backward in zip(stage.intervals[FORWARD][::2], stage.intervals[BACKWARD], strict=True)
+    ]
+    low, _, high = quantiles(both, n=4) if len(both) > 1 else [0.0, 0.0, 0.0]
+    return max(high - low, noise) / median(both) if median(both) else 0.0
+
+
+def _pooled(stages: Sequence[MeasuredStage], phase: str) -> list[float]:
+    return [seconds(interval) for stage in stages for interval in stage.intervals[phase]]

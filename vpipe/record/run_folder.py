@@ -48,6 +48,12 @@ def newest_runs(log_directory: Path) -> list[Path]:
     return sorted(runs, key=lambda path: ((path / "config.yml").stat().st_mtime_ns, path.name), reverse=True)
 
 
+def check_run_folder(folder: Path) -> None:
+    """Raise for a folder that a user names and that does not exist."""
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+
+
 class RankLog:
     """`output.log.<rank>`: a line for each event. The output of the rank's process may go there too."""
 

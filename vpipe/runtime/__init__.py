@@ -3,7 +3,6 @@
 from vpipe.runtime.feed import Feed, Fields, count_labels, count_samples
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
-from vpipe.runtime.recording import RuntimeStats
 from vpipe.runtime.stage_runtime import StageRuntime
 from vpipe.runtime.updates import Updates
 
@@ -12,7 +11,6 @@ __all__ = [
     "Fields",
     "GradientExchange",
     "Losses",
-    "RuntimeStats",
     "StageRuntime",
     "Updates",
     "count_labels",

@@ -6,12 +6,13 @@ Without a fault for this rank the table stays as it is, so an ordinary run pays 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from vpipe.schedule import Op
-from vpipe.system.faults import Fault, wanted
+from vpipe.system.faults import wanted
 
 if TYPE_CHECKING:
     from vpipe.runtime.feed import Minibatch
@@ -41,32 +42,24 @@ def with_faults(
     if not faults:
         return methods
     points = {Op.F: "eval"} if evaluation else _POINTS
-    return {
-        op: _faulty(runtime, op, method, faults, points.get(op, ""), evaluation)
-        for op, method in methods.items()
-    }
 
-
-def _faulty(
-    runtime: StageRuntime, op: Op, method: Method, faults: list[Fault], name: str, evaluation: bool
-) -> Method:
-    def run(stage: Stage, minibatch: Minibatch) -> None:
+    def run(op: Op, stage: Stage, minibatch: Minibatch) -> None:
         poison = False
         for fault in faults:
             update = fault.reached if evaluation else minibatch.update
-            if fault.fits(name, update, minibatch.number):
+            if fault.fits(points.get(op, ""), update, minibatch.number):
                 poison |= fault.kind == "nan"
                 fault.strike()
         if poison:
             _poison(_tensors_of(runtime, op, stage, minibatch.number))
-        method(stage, minibatch)
+        methods[op](stage, minibatch)
         if poison:
             _poison(_tensors_of(runtime, op, stage, minibatch.number))
         if op is Op.STEP:
             for fault in faults:
                 fault.reached = minibatch.update + 1
 
-    return run
+    return {op: partial(run, op) for op in methods}
 
 
 def _tensors_of(runtime: StageRuntime, op: Op, stage: Stage, minibatch: int) -> Iterable[Tensor]:

@@ -5,7 +5,7 @@ Minibatches are read an update at a time, because each one's share of the update
 others.
 """
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Set
 from typing import Any, NamedTuple
 
 import torch
@@ -36,10 +36,10 @@ class Feed:
         normalise: Callable[[Any], Fields],
         weigh: Callable[[Fields], float],
         interval: int,
-        start: int = 0,
-        wanted: Callable[[int], bool] = lambda place: True,
-        read_fields: Iterable[str] | None = None,
-        device: torch.device | None = None,
+        start: int,
+        wanted: Callable[[int], bool],
+        read_fields: Set[str],
+        device: torch.device,
     ) -> None:
         """`wanted` says by its place whether this rank uses a minibatch, `read_fields` which of its fields."""
         self.interval = interval
@@ -52,7 +52,7 @@ class Feed:
         self._normalise = normalise
         self._weigh = weigh
         self._wanted = wanted
-        self._read_fields = None if read_fields is None else frozenset(read_fields)
+        self._read_fields = read_fields
         self._device = device
         self._fields: dict[int, Fields] = {}
         self._shapes: dict[int, dict[str, torch.Size]] = {}
@@ -133,14 +133,14 @@ class Feed:
 
     def _on_device(self, fields: Fields) -> Fields:
         """On a GPU, the fields that this rank reads: copied from pinned memory, without waiting."""
-        if self._device is None or self._device.type == "cpu":
+        if self._device.type == "cpu":
             return fields
         return {
             name: tensor.to(self._device)
             if tensor.is_cuda
             else tensor.pin_memory().to(self._device, non_blocking=True)
             for name, tensor in fields.items()
-            if self._read_fields is None or name in self._read_fields
+            if name in self._read_fields
         }
 
 

@@ -43,9 +43,8 @@ class GradientExchange:
         self.tied = tied
         self.lag = lag
         self.loss_scale = loss_scale
-        self._parts: dict[tuple[str, int, int], Tensor] = {}  # (name, stage, update) ▶ own part
-        self._totals: dict[tuple[str, int], Tensor] = {}
-        self._unread: dict[tuple[str, int], set[int]] = {}  # local stages that still need the total
+        self._parts: dict[tuple[str, int], Tensor] = {}  # (name on the wire, update) ▶ own part
+        self._totals: dict[tuple[str, int], Tensor] = {}  # (name, update) ▶ sum of a tied parameter
         self._applied: dict[tuple[str, int], int] = defaultdict(int)  # (name, stage) ▶ updates applied
         for stage in range(len(placement)):
             handler.register_tensor(_replicas_name(stage))
@@ -56,50 +55,36 @@ class GradientExchange:
     def tied_of(self, stage: int) -> list[str]:
         return [name for name, holders in self.tied.items() if stage in holders]
 
-    def lag_of(self, name: str, stage: int) -> int:
-        """How many updates later than its first holder a stage applies a tied parameter's updates."""
-        return 0 if stage == self.tied[name][0] else self.lag
-
     def send_parts(self, stage: int, update: int) -> None:
         """Send this rank's part of the stage's gradients to all ranks that need it."""
         optimizer = self.stages[stage].optimizer
-        replicas = [rank for rank in self.placement[stage] if rank != self.rank]
-        if replicas:
-            flat = torch.cat(
-                [_gradient_of(p).reshape(-1) for p in self.own_parameters(stage)] or [torch.empty(0)]
-            )
-            self._parts[_replicas_name(stage), stage, update] = flat
-            for rank in replicas:
-                self.handler.send(_replicas_name(stage), flat, update, rank)
+        if len(self.placement[stage]) > 1:
+            flat = [_gradient_of(p).reshape(-1) for p in self.own_parameters(stage)] or [torch.empty(0)]
+            self._send(_replicas_name(stage), torch.cat(flat), update, self.placement[stage])
         for name in self.tied_of(stage):
             parameter = optimizer.model_parameters[optimizer.names.index(name)]
             part = self.stages[stage].take_gradient(parameter)
             if part.dtype == torch.float16:
                 # Unscaled before it leaves: it may be applied when the scale is another.
                 part = part.float().div_(self.loss_scale.value)
-            self._parts[name, stage, update] = part
-            for rank in self._ranks_holding(name) - {self.rank}:
-                self.handler.send(_tied_name(name, stage), part, update, rank)
+            ranks = {rank for holder in self.tied[name] for rank in self.placement[holder]}
+            self._send(_tied_name(name, stage), part, update, ranks)
 
     def sum_replicas(self, stage: int, update: int) -> None:
         """Replace the gradients of the stage's own parameters by their sums over the replicas."""
         ranks = self.placement[stage]
         if len(ranks) == 1:
             return
-        total = self._sum(
-            _replicas_name(stage), [(stage, rank) for rank in ranks], update, _replicas_name(stage)
-        )
-        start = 0
-        for parameter in self.own_parameters(stage):
-            count = parameter.numel()
-            parameter.grad = total[start : start + count].view_as(parameter).to(parameter.dtype)
-            start += count
+        total = self._sum([(_replicas_name(stage), rank) for rank in ranks], update)
+        parameters = self.own_parameters(stage)
+        for parameter, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
     def tied_gradients(self, stage: int, update: int) -> dict[str, Tensor]:
         """The tied parameters' gradients that this stage applies with its own update."""
         found = {}
         for name in self.tied_of(stage):
-            due = update - self.lag_of(name, stage)
+            due = update if stage == self.tied[name][0] else update - self.lag
             if due >= self._applied[name, stage]:
                 found[name] = self._total(name, stage, due)
         return found
@@ -122,36 +107,37 @@ class GradientExchange:
         tied = set(self.tied_of(stage))
         return [p for n, p in zip(optimizer.names, optimizer.model_parameters, strict=True) if n not in tied]
 
-    def _ranks_holding(self, name: str) -> set[int]:
-        return {rank for stage in self.tied[name] for rank in self.placement[stage]}
+    def _send(self, name: str, part: Tensor, update: int, ranks: Iterable[int]) -> None:
+        """Keep this rank's part, and send it to the others of these ranks."""
+        self._parts[name, update] = part
+        for rank in ranks:
+            if rank != self.rank:
+                self.handler.send(name, part, update, rank)
 
     def _total(self, name: str, stage: int, update: int) -> Tensor:
         """The sum over all holders, made once and kept until every stage of this rank has read it."""
         key = (name, update)
         if key not in self._totals:
-            holders = [(s, rank) for s in self.tied[name] for rank in self.placement[s]]
-            self._totals[key] = self._sum(name, holders, update, None)
-            self._unread[key] = {s for s in self.tied[name] if s in self.stages}
+            holders = [(_tied_name(name, s), rank) for s in self.tied[name] for rank in self.placement[s]]
+            self._totals[key] = self._sum(holders, update, tied=True)
         total = self._totals[key]
         self._applied[name, stage] = update + 1
-        self._unread[key].discard(stage)
-        if not self._unread[key]:
-            del self._totals[key], self._unread[key]
+        if all(self._applied[name, s] > update for s in self.tied[name] if s in self.stages):
+            del self._totals[key]
         return total
 
-    def _sum(self, name: str, holders: list[tuple[int, int]], update: int, sent_as: str | None) -> Tensor:
-        """Add the parts of (stage, rank) pairs in their order, own and received."""
-        mine = next(iter(self._parts[name, s, update] for s, rank in holders if rank == self.rank))
+    def _sum(self, holders: list[tuple[str, int]], update: int, *, tied: bool = False) -> Tensor:
+        """Add the parts of (name on the wire, rank) pairs in their order, own and received."""
+        mine = next(self._parts[name, update] for name, rank in holders if rank == self.rank)
         # A tied parameter's goes to its float32 master; that of replicas is a gradient of the model's type again.
-        dtype = torch.float32 if sent_as is None and mine.dtype == torch.bfloat16 else mine.dtype
-        owner = (name, update)
+        dtype = torch.float32 if tied and mine.dtype == torch.bfloat16 else mine.dtype
+        owner = (holders[0], update)
         total = None
-        for stage, rank in holders:
+        for name, rank in holders:
             if rank == self.rank:
-                part = self._parts.pop((name, stage, update))
+                part = self._parts.pop((name, update))
             else:
-                wire_name = sent_as or _tied_name(name, stage)
-                part = self.handler.recv(wire_name, update, rank, mine.shape, mine.dtype, owner=owner)
+                part = self.handler.recv(name, update, rank, mine.shape, mine.dtype, owner=owner)
             total = part.to(dtype, copy=True) if total is None else total.add_(part)
         self.handler.release(owner)
         assert total is not None

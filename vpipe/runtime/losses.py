@@ -36,10 +36,10 @@ class Losses:
         self,
         handler: CommunicationHandler,
         criterion_ranks: tuple[int, ...],
-        late: int = 0,
-        take_requests: Callable[[], int] = lambda: 0,
+        late: int,
+        take_requests: Callable[[], int],
         *,
-        stop_unless_finite: bool = False,
+        stop_unless_finite: bool,
     ) -> None:
         self.handler = handler
         self.criterion_ranks = criterion_ranks
@@ -75,15 +75,13 @@ class Losses:
 
     def collect(self, update: int) -> None:
         """This rank has made the update: receive its loss, to be read later."""
-        parts = []
         owner = ("loss", update)
-        for rank in self.criterion_ranks:
-            if rank == self.handler.rank:
-                parts.append(self._posted.pop(update))
-            else:
-                parts.append(
-                    self.handler.recv("loss", update, rank, (2,), torch.float64, owner=owner).clone()
-                )
+        parts = [
+            self._posted.pop(update)
+            if rank == self.handler.rank
+            else self.handler.recv("loss", update, rank, (2,), torch.float64, owner=owner).clone()
+            for rank in self.criterion_ranks
+        ]
         self.handler.release(owner)
         copied = None
         if parts[0].is_cuda:

@@ -56,13 +56,9 @@ class Prefetch:
 
     def _post_receives(self, work: Work, feed: Feed) -> None:
         op, minibatch = work.action.op, work.minibatch
-        if op is Op.RECV_F:
-            links = self._routes.route(work.action.stage, minibatch.place).received
-        elif op is Op.RECV_B:
-            links = self._routes.route(work.action.stage, minibatch.place).returned
-        else:
+        if op not in (Op.RECV_F, Op.RECV_B):
             return
-        for link in links:
+        route, backward = self._routes.route(work.action.stage, minibatch.place), op is Op.RECV_B
+        for link in route.returned if backward else route.received:
             shape = self._routes.shape(link, feed.shapes(minibatch))
-            backward = op is Op.RECV_B
             self._handler.expect(link.name, minibatch.number, link.rank, shape, link.dtype, backward=backward)

@@ -11,12 +11,12 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from time import perf_counter
-from typing import Generic, NamedTuple, TypeVar
+from typing import Generic, TypeVar
 
 import torch
 
-from vpipe.record.events import Events
-from vpipe.schedule import Action, Op
+from vpipe.record.events import Events, Recorded
+from vpipe.schedule import Op
 
 RECEIVES = (Op.RECV_F, Op.RECV_B)
 SENDS = (Op.SEND_F, Op.SEND_B, Op.REDUCE)
@@ -29,31 +29,11 @@ REBASE = 4096
 
 @dataclass
 class RuntimeStats:
-    """Seconds spent computing, waiting for tensors and sending, and actions, in one direction."""
+    """Seconds spent computing, waiting for tensors and sending, in one direction."""
 
     compute: float = 0.0
     wait: float = 0.0
     send: float = 0.0
-    actions: int = 0
-
-
-class Done(NamedTuple):
-    """An action that was launched, and what is known of it before its time is."""
-
-    action: Action
-    sent: int
-    received: int
-    version: int
-    evaluation: bool
-
-
-class Launched(NamedTuple):
-    """The host's times of an action: from `start` to `end` it was launched; so long the host waited for messages."""
-
-    done: Done
-    start: float
-    end: float
-    waited: float
 
 
 class Recording:
@@ -66,20 +46,19 @@ class Recording:
             **dict.fromkeys((Op.RECV_F, Op.F, Op.SEND_F), self.forward),
             **dict.fromkeys((Op.REDUCE, Op.STEP), self.update),
         }
-        self._clock: DeviceClock[Launched | None] | None = (
-            DeviceClock(device) if device.type == "cuda" else None
-        )
+        self._clock: DeviceClock[Recorded | None] | None = None
+        if device.type == "cuda":
+            self._clock = DeviceClock(device)
 
     def begin(self) -> None:
         """A program starts: what came before, a save perhaps, is not its first action's time."""
         if self._clock is not None:
             self._clock.mark(None)
 
-    def done(self, done: Done, start: float, waited: float) -> None:
-        """The action was issued at `start`, and the host has waited so long for messages meanwhile."""
-        launched = Launched(done, start, perf_counter(), waited)
+    def add(self, launched: Recorded) -> None:
+        """An action with the host's times: when it was launched, and how long the host waited for messages."""
         if self._clock is None:
-            self._add(*launched)
+            self._add(launched)
         else:
             self._clock.mark(launched)
             self.read_clock()
@@ -92,10 +71,10 @@ class Recording:
                     continue
                 start = min(end, max(earliest, launched.start))
                 waited = end - start
-                if launched.done.action.op not in RECEIVES:
+                if launched.action.op not in RECEIVES:
                     # The GPU is idle while the host waits, unless it is still busy with earlier actions.
-                    waited = min(launched.waited, waited, max(0.0, launched.end - start))
-                self._add(launched.done, start, end, waited)
+                    waited = min(launched.wait, waited, max(0.0, launched.end - start))
+                self._add(launched._replace(start=start, end=end, wait=waited))
 
     @property
     def clock(self) -> float:
@@ -107,19 +86,17 @@ class Recording:
         """Seconds in which the GPU had nothing to do because a message had not come; None without one."""
         return None if self._clock is None else self.forward.wait + self.backward.wait + self.update.wait
 
-    def _add(self, done: Done, start: float, end: float, waited: float) -> None:
+    def _add(self, done: Recorded) -> None:
         op = done.action.op
         stats = self._by_op[op]
         if op in RECEIVES:
-            stats.wait += end - start
+            stats.wait += done.duration
         elif op in SENDS:
-            stats.send += end - start
+            stats.send += done.duration
         else:
-            stats.wait += waited
-            stats.compute += end - start - waited
-        self.events.add(
-            done.action, start, end, waited, done.sent, done.received, done.version, done.evaluation
-        )
+            stats.wait += done.wait
+            stats.compute += done.duration - done.wait
+        self.events.add(*done)
 
 
 class DeviceClock(Generic[T]):
@@ -131,7 +108,6 @@ class DeviceClock(Generic[T]):
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self._pending: deque[tuple[T, torch.cuda.Event, float]] = deque()
         self._spare: list[torch.cuda.Event] = []
         self._base = self._event()

@@ -1,29 +1,30 @@
 """The interpreter of a rank's program: one method for each operation, and no knowledge of any schedule."""
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from time import perf_counter
+from typing import TypeVar
 
 from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.graph import edges
-from vpipe.record.events import NO_VERSION
+from vpipe.record.events import NO_VERSION, Recorded
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime.clocks import align_clocks
+from vpipe.runtime.failures import EXPLAINED, explain
 from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed, Minibatch
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.losses import Losses
-from vpipe.runtime.not_compiled import explain_compiler
-from vpipe.runtime.out_of_memory import MEMORY_ERRORS, explain
 from vpipe.runtime.prefetch import BACKWARDS, Prefetch, Work
-from vpipe.runtime.recording import Done, Recording
+from vpipe.runtime.recording import Recording
 from vpipe.runtime.routes import Link, Route, Routes
 from vpipe.runtime.updates import Updates
 from vpipe.schedule import Action, Op
 from vpipe.stage.held import Held
 from vpipe.stage.stage import Stage
 
+T = TypeVar("T")
 Method = Callable[[Stage, Minibatch], None]
 ActionHook = Callable[[Work], Callable[[], object] | None]
 """Called before an action; what it returns is called after it."""
@@ -52,10 +53,9 @@ class StageRuntime:
         self.updates = updates
         self.losses = losses
         self.rank = handler.rank
-        self.num_ranks = routes.schedule.num_ranks
-        self.num_stages = routes.schedule.num_stages
         self.forward_minibatch_id = 0
         self.backward_minibatch_id = 0
+        self.forwards = 0  # F actions of all stages
         self.steps = 0  # STEP actions of all stages
         self.recording = Recording(self.rank, edges(routes.stage_graphs), handler.device)
         self.events = self.recording.events
@@ -67,14 +67,8 @@ class StageRuntime:
         self.unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._prefetch = Prefetch(handler, stages, routes)
         self._feed: Feed | None = None
-        self._hooks: dict[Op, list[ActionHook]] = {}
-        self._training = with_faults(self, self._training_table())
-        self._evaluation = with_faults(self, self._evaluation_table(), evaluation=True)
-        for name in routes.wire_names():
-            handler.register_tensor(name)
-
-    def _training_table(self) -> dict[Op, Method]:
-        return {
+        self._hooks: dict[Op, list[ActionHook]] = {op: [] for op in Op}
+        training: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.run_forward,
             Op.SEND_F: self.send_tensors_forward,
@@ -86,13 +80,15 @@ class StageRuntime:
             Op.REDUCE: self.send_gradients,
             Op.STEP: self.step,
         }
-
-    def _evaluation_table(self) -> dict[Op, Method]:
-        return {
+        evaluation: dict[Op, Method] = {
             Op.RECV_F: self.receive_tensors_forward,
             Op.F: self.evaluate_forward,
             Op.SEND_F: self.send_evaluated,
         }
+        self._training = with_faults(self, training)
+        self._evaluation = with_faults(self, evaluation, evaluation=True)
+        for name in routes.wire_names():
+            handler.register_tensor(name)
 
     def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Work]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
@@ -113,24 +109,15 @@ class StageRuntime:
                 action = work.action
                 self._execute(work, methods)
                 yield work
-        except MEMORY_ERRORS as error:
-            explained = explain(error, self.rank, action) or explain_compiler(error, self.rank, action)
+        except EXPLAINED as error:
+            explained = explain(error, self.rank, action)
             if explained is None:
                 raise
             raise explained from error
 
     def add_hook(self, hook: ActionHook, ops: Iterable[Op]) -> Callable[[], None]:
         """Call `hook` around each action of these operations; returns a function that removes it."""
-        chosen = tuple(ops)
-        for op in chosen:
-            self._hooks.setdefault(op, []).append(hook)
-
-        def remove() -> None:
-            for op in chosen:
-                if hook in self._hooks[op]:
-                    self._hooks[op].remove(hook)
-
-        return remove
+        return add_hook_to([self._hooks[op] for op in ops], hook)
 
     def align_clocks(self) -> None:
         """Compare this rank's clock with rank 0's, so that the ranks' events can be merged. Call it on every rank."""
@@ -186,7 +173,7 @@ class StageRuntime:
         self._hand_on(stage, minibatch, outputs)
         if stage.index == self._stages_passed(minibatch)[-1]:
             self.feed.forget_values(minibatch)
-        self.forward_stats.actions += 1
+        self.forwards += 1
 
     def send_tensors_forward(self, stage: Stage, minibatch: Minibatch) -> None:
         outputs = self.unsent.pop((stage.index, minibatch.number))
@@ -218,7 +205,6 @@ class StageRuntime:
             self.unsent[stage.index, number] = gradients
         if stage.index == self._stages_passed(minibatch)[0]:
             self.feed.drop(minibatch)
-        self.backward_stats.actions += 1
 
     def run_weight_backward(self, stage: Stage, minibatch: Minibatch) -> None:
         stage.weight_gradients(minibatch.number)
@@ -242,7 +228,6 @@ class StageRuntime:
             self.losses.post(minibatch.update)
         self.updates.step(stage.index, minibatch.update)
         self.steps += 1
-        self.update_stats.actions += 1
         if self.completes_update:
             self.losses.collect(minibatch.update)
 
@@ -284,20 +269,22 @@ class StageRuntime:
         self.whereabouts.enter(action, start)
         if self._prefetch.swaps and action.op in BACKWARDS:
             self._prefetch.fetch_next()
-        hooks = self._hooks.get(action.op)
-        after = [hook(work) for hook in tuple(hooks)] if hooks else ()
+        after = [hook(work) for hook in tuple(self._hooks[action.op])]
         methods[action.op](stage, minibatch)
         for finish in after:
             if finish is not None:
                 finish()
-        done = Done(
+        launched = Recorded(
             action,
+            start,
+            perf_counter(),
+            handler.waited - waited,
             handler.bytes_sent - sent,
             handler.bytes_received - received,
             _version(stage, action.op),
             evaluation,
         )
-        self.recording.done(done, start, handler.waited - waited)
+        self.recording.add(launched)
 
     def _hand_on(self, stage: Stage, minibatch: Minibatch, outputs: dict[str, Tensor]) -> None:
         """A forward's outputs: to later stages of this rank at once, to those of other ranks with its SEND."""
@@ -321,8 +308,21 @@ class StageRuntime:
         return self.routes.stages_passed(minibatch.place)
 
 
+def add_hook_to(lists: Sequence[list[T]], hook: T) -> Callable[[], None]:
+    """Add a hook to each list; returns a function that removes it."""
+    for hooks in lists:
+        hooks.append(hook)
+
+    def remove() -> None:
+        for hooks in lists:
+            if hook in hooks:
+                hooks.remove(hook)
+
+    return remove
+
+
 def _version(stage: Stage, op: Op) -> int:
     """The weight version that an action has just read, or made."""
-    if op is Op.F or op is Op.B or op is Op.I:
+    if op in (Op.F, Op.B, Op.I):
         return stage.optimizer.current_version
     return stage.optimizer.latest_version if op is Op.STEP else NO_VERSION

@@ -14,6 +14,7 @@ their origin.
 
 import math
 import warnings
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -35,10 +36,9 @@ NOBODY = -1
 class _Joint:
     """A synchronous update between the first and the last STEP of this rank's stages."""
 
-    update: int
-    norm: float
+    left: set[int]
+    norm: float = 0.0
     tied: dict[int, dict[str, Tensor]] = field(default_factory=dict)
-    left: set[int] = field(default_factory=set)
 
 
 class Updates:
@@ -127,7 +127,7 @@ class Updates:
     def _prepare_together(self, update: int) -> _Joint:
         """The first of this rank's stages does it for all of them: the norm is global."""
         squares, worst = 0.0, NOBODY
-        joint = _Joint(update, 0.0, left=set(self.stages))
+        joint = _Joint(set(self.stages))
         for index in self.stages:
             self.exchange.sum_replicas(index, update)
             joint.tied[index] = self.exchange.tied_gradients(index, update)
@@ -175,8 +175,8 @@ class Updates:
         self, late: LateChecks, stage: int, update: int, tied: Mapping[str, Tensor]
     ) -> None:
         """Like `_step_alone`, but the device clips, and skips what is not finite: the host waits for no norm."""
-        norms = {name: _norm([gradient]) for name, gradient in tied.items()}
-        own = self._norm_on_device(stage)
+        norms = {name: self._norm([gradient]) for name, gradient in tied.items()}
+        own = self._norm(self._own_gradients(stage))
         if self.clip_norm is not None:
             self._scale_own(stage, self._clip_factor_on_device(own))
             tied = {n: g * self._clip_factor_on_device(norms[n]) for n, g in tied.items()}
@@ -219,10 +219,6 @@ class Updates:
         if gradients := self._own_gradients(stage):
             torch._foreach_mul_(gradients, factor)
 
-    def _norm_on_device(self, stage: int) -> Tensor:
-        gradients = self._own_gradients(stage)
-        return _norm(gradients) if gradients else torch.zeros((), device=self.handler.device)
-
     def _own_gradients(self, stage: int) -> list[Tensor]:
         """Drop this list before `step()`: it frees gradients as it casts them."""
         return [p.grad for p in self.exchange.own_parameters(stage) if p.grad is not None]
@@ -235,25 +231,20 @@ class Updates:
         assert self.clip_norm is not None
         return (self.clip_norm / (norm + 1e-6)).clamp(max=1.0)
 
-    @staticmethod
-    def _norm_of(gradients: Iterable[Tensor]) -> float:
-        held = list(gradients)
-        return _norm(held).item() if held else 0.0
+    def _norm_of(self, gradients: Iterable[Tensor]) -> float:
+        return self._norm(gradients).item()
 
-
-def _norm(gradients: Iterable[Tensor]) -> Tensor:
-    by_dtype: dict[torch.dtype, list[Tensor]] = {}
-    for gradient in gradients:
-        by_dtype.setdefault(gradient.dtype, []).append(gradient)
-    norms: list[Tensor] = []
-    for dtype, group in by_dtype.items():
-        # In the gradients' own dtype, float32 at least: float16 squares overflow.
-        norms += torch._foreach_norm(group, dtype=_accumulating(dtype))
-    return torch.linalg.vector_norm(torch.stack(norms))
-
-
-def _accumulating(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+    def _norm(self, gradients: Iterable[Tensor]) -> Tensor:
+        by_dtype: dict[torch.dtype, list[Tensor]] = defaultdict(list)
+        for gradient in gradients:
+            by_dtype[gradient.dtype].append(gradient)
+        norms: list[Tensor] = []
+        for dtype, group in by_dtype.items():
+            # In the gradients' own dtype, float32 at least: float16 squares overflow.
+            norms += torch._foreach_norm(group, dtype=torch.promote_types(dtype, torch.float32))
+        if not norms:
+            return torch.zeros((), device=self.handler.device)
+        return torch.linalg.vector_norm(torch.stack(norms))
 
 
 def _scaled(gradients: Mapping[str, Tensor], factor: float) -> dict[str, Tensor]:

@@ -44,7 +44,7 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dat
     settings: Any = model.config
     if config.synthetic_data:
         count = config.max_samples or SYNTHETIC_SAMPLES
-        return data.synthetic(
+        return data.Synthetic(
             lambda number, seed: synthetic_batch(model, number, length, seed), count, config.seed
         ), None
     _check_reads_text(model, config)
@@ -66,9 +66,10 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dat
         return data.translation_pairs(pairs, tokenizer, length), tokenizer
     documents = data.read_documents(path)
     tokenizer = tokenizer_of(documents)
+    tokens = data.encode_documents(documents, tokenizer, cache)
     if masked:
-        return data.masked_text(documents, tokenizer, length, config.seed, path, cache), tokenizer
-    return data.causal_text(documents, tokenizer, length, path, cache), tokenizer
+        return data.masked_text(tokens, tokenizer, length, config.seed, path), tokenizer
+    return data.causal_text(tokens, length, path), tokenizer
 
 
 def _check_reads_text(model: nn.Module, config: RunConfig) -> None:

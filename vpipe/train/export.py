@@ -61,7 +61,7 @@ def write_sentence(trainer: Trainer, directory: Path) -> str | None:
     model: Any = AutoModelForCausalLM.from_pretrained(str(directory), local_files_only=True)
     begin = tokenizer.token_to_id("<s>")
     try:
-        ids = encode(tokenizer, [prompt])[0] or [0 if begin is None else begin]
+        ids = next(encode(tokenizer, [prompt], together=1)) or [0 if begin is None else begin]
     except ConfigError:  # the user's own tokenizer lacks these words: no reason to fail a finished run
         return None
     torch.manual_seed(trainer.config.seed)

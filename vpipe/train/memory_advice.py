@@ -12,7 +12,7 @@ from vpipe.cost import read_plan
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.observe.held_bytes import optimizer_of, weights_of
 from vpipe.pipeline import Pipeline
-from vpipe.runtime.out_of_memory import memory_now
+from vpipe.system.device_memory import used_memory
 from vpipe.system.units import read_bytes
 
 
@@ -20,7 +20,7 @@ from vpipe.system.units import read_bytes
 def memory_advice(config: RunConfig, folder: Path, pipe: Pipeline) -> Iterator[None]:
     """An OutOfMemoryError from inside also says what was predicted, and what to do."""
     tensors = sum(weights_of(stage) + optimizer_of(stage) for stage in pipe.runtime.stages.values())
-    other = max(0, (memory_now().held or 0) - tensors)  # interpreter, libraries, data
+    other = max(0, used_memory(pipe.device) - tensors)  # interpreter, libraries, data
     try:
         yield
     except OutOfMemoryError as error:

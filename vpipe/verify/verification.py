@@ -154,7 +154,7 @@ def verify(
 def _count(layout: Layout, updates: int | None) -> int:
     """Minibatches of all updates; a schedule with a fixed number of them is run to its end."""
     schedule = layout.schedule
-    wanted = (updates or UPDATES + layout.lag) * schedule.update_interval
+    wanted = (updates or UPDATES + layout.schedule.lag) * schedule.update_interval
     length = schedule.minibatches or 1
     return -(-wanted // length) * length
 
@@ -194,7 +194,9 @@ def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe:
     if schedule.synchronous:
         return train_synchronously(*plain)
     versions = versions_read(schedule, len(batches))
-    return train_asynchronously(*plain, stages=layout.stage_graphs, versions=versions, lag=layout.lag)
+    return train_asynchronously(
+        *plain, stages=layout.stage_graphs, versions=versions, lag=layout.schedule.lag
+    )
 
 
 def _compare_runs(runs: Sequence[_RankRun], expected: Trained, dtype: str) -> Verification:

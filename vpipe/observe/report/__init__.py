@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -11,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.errors import ConfigError
-from vpipe.observe.prediction import predict
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
-from vpipe.record.run_folder import read_keys, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
 from vpipe.system.files import write_text
 
 SCRIPTS = ("format.js", "lanes.js", "timeline.js", "details.js", "charts.js", "page.js")
@@ -33,8 +31,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> None:
     if not run_folders:
         raise ConfigError("there is nothing to report: name the folder of one or more runs")
     for folder in run_folders:
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+        check_run_folder(folder)
     names = _labels(run_folders)
     runs = [run_data(folder, name) for folder, name in zip(run_folders, names, strict=True)]
     page = _part("report.html")
@@ -63,22 +60,22 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
     stages = read_stages(folder)
-    return _finite(
-        {
-            "name": name,
-            "summary": {key: summary[key] for key in SHOWN if key in summary},
-            "plan": plan,
-            "blocks": summary.get("blocks") or plan.get("blocks") or [],
-            "config": read_keys(folder / "config.yml"),
-            "losses": _losses(summary, train),
-            "evaluations": _curve(evaluations, "loss"),
-            "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
-            "timeline": timeline(ranks),
-            "predicted": predicted(predict(folder, ranks), ranks),
-            "memory": memory_lines(ranks),
-            "cap": None if stages is None else stages.cap,
-        }
-    )
+    found = {
+        "name": name,
+        "summary": {key: summary[key] for key in SHOWN if key in summary},
+        "plan": plan,
+        "blocks": summary.get("blocks") or plan.get("blocks") or [],
+        "config": read_keys(folder / "config.yml"),
+        "losses": _losses(summary, train),
+        "evaluations": _curve(evaluations, "loss"),
+        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+        "timeline": timeline(ranks),
+        "predicted": predicted(folder, ranks),
+        "memory": memory_lines(ranks),
+        "cap": None if stages is None else stages.cap,
+    }
+    # JSON has no nan and no infinities, and a loss may be one: they become null.
+    return json.loads(json.dumps(found), parse_constant=lambda name: None)
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
@@ -115,12 +112,3 @@ def thinned(points: list[list[float]]) -> list[list[float]]:
     """At most POINTS of them, evenly spaced, the last one among them."""
     step = -(-len(points) // POINTS)
     return points if step < 2 else points[(len(points) - 1) % step :: step]
-
-
-def _finite(value: Any) -> Any:
-    """The same without nan and infinities, which JSON does not have: a loss may be one."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    if isinstance(value, dict):
-        return {key: _finite(item) for key, item in value.items()}
-    return [_finite(item) for item in value] if isinstance(value, list) else value

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
+from vpipe.errors import VPipeError
 from vpipe.observe.action_figures import Count, counted_memory, counts
-from vpipe.observe.prediction import Prediction
+from vpipe.observe.prediction import run_costs, steady_period
 from vpipe.observe.trace import messages, newest, origin, stages_of
 from vpipe.record.events import RankEvents, Recorded
 from vpipe.schedule import Action, Op
@@ -83,24 +85,31 @@ def _of_all_stages(actions: Sequence[Recorded], stages: Sequence[int]) -> list[C
     return together
 
 
-def predicted(prediction: Prediction | None, ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
-    """One period of the simulated schedule, which the page repeats: minibatches and times count from its beginning."""
-    if prediction is None or not ranks:
+def predicted(folder: Path, ranks: Sequence[RankEvents]) -> dict[str, Any] | None:
+    """One period of the simulated schedule, which the page repeats: minibatches and times count from its beginning.
+
+    None where the run cannot be simulated.
+    """
+    costs = run_costs(folder, ranks) if ranks else None
+    if costs is None:
         return None
-    simulation, first = prediction.simulation, prediction.first
+    try:
+        simulation = costs.simulate(timeline=True)
+    except VPipeError:
+        return None
     assert simulation.timeline is not None
-    period = range(first, first + prediction.minibatches)
+    period, seconds = steady_period(costs.schedule, simulation)
     events = [event for event in simulation.timeline.events if event.action.minibatch in period]
     began = min(event.start for event in events)
     return {
-        "source": prediction.source,
-        "minibatches": prediction.minibatches,
-        "period": _micro(prediction.seconds),
+        "source": costs.source,
+        "minibatches": len(period),
+        "period": _micro(seconds),
         "lanes": [
             {
                 "rank": figures.rank,
                 **_columns(
-                    (action._replace(minibatch=action.minibatch - first), start - began, end - began)
+                    (action._replace(minibatch=action.minibatch - period.start), start - began, end - began)
                     for rank, action, start, end in events
                     if rank == figures.rank
                 ),
