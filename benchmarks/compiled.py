@@ -83,7 +83,7 @@ def measure(config: Path, schedule: str, rounds: int) -> dict[str, object]:
 def train(config: Path, schedule: str, *, compiled: bool) -> Iterator[object]:
     """Update after update; the first three, in which everything is compiled, are one."""
     settings = read_config(config)
-    model, _, loss_fn = build_model(settings)
+    model = build_model(settings).model
     batches = [
         synthetic_batch(model, settings.batch_size, settings.sequence_length, seed)
         for seed in range(MINIBATCHES)
@@ -92,7 +92,6 @@ def train(config: Path, schedule: str, *, compiled: bool) -> Iterator[object]:
         model,
         batches[0],
         optimizer=optimizer_factory(settings.optimizer, settings.learning_rate, settings.weight_decay),
-        loss_fn=loss_fn,
         schedule=schedule,
         minibatches=MINIBATCHES,
         compile=compiled,

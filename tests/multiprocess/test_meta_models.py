@@ -51,7 +51,7 @@ def _build_wide(*, meta: bool) -> tuple[int, int]:
 
 
 def _train_bert() -> tuple[list[float], set[str], dict[str, torch.Tensor] | None]:
-    model, batch, _ = build_model(RunConfig(**MODEL), "meta")
+    model, batch = build_model(RunConfig(**MODEL), "meta")
     with Pipeline(model, batch, optimizer=tasks.adamw, schedule="pipedream", seed=3) as pipe:
         names = set(pipe.state_dict())
         return [loss for _, loss in pipe.train([batch] * 12)], names, pipe.full_state_dict()

@@ -318,4 +318,4 @@ def test_out_of_memory_names_the_place_and_what_was_predicted(
         train(**SYNCHRONOUS)
     said = str(caught.value)
     assert "; no plan had predicted its memory; it had about " in said
-    assert re.search(r"`vpipe plan config --memory \d+ -o fits.json`", said)
+    assert re.search(r"`vpipe plan tiny.yml --memory \d+ -o fits.json`", said)

@@ -35,24 +35,23 @@ def test_all_three(file: Path) -> None:
     file.write_text(
         json.dumps({MODULES: [0, 0, 0, 1, 1], RANKS: {"0": [0, 1], "1": [2]}, DEPTHS: {"0": 1, "1": 0}})
     )
-    maps = read_maps(file)
-    assert maps == Maps((0, 0, 0, 1, 1), ((0, 1), (2,)), (1, 0))
-    assert maps.partition == [3, 2]
-    assert maps.replicas == [2, 1]
+    assert read_maps(file) == Maps(partition=[3, 2], replicas=[2, 1])
 
 
 def test_each_may_be_missing(file: Path) -> None:
     file.write_text("{}")
-    assert read_maps(file) == Maps()
-    assert (Maps().partition, Maps().replicas) == (None, None)
+    assert read_maps(file) == Maps(None, None)
 
 
 @pytest.mark.parametrize(
     ("maps", "message"),
     [
         ([1], "holds [1], not the maps: write"),
-        ({"stage_to_ranks_map": {}}, "unknown map 'stage_to_ranks_map': did you mean 'stage_to_rank_map'?"),
-        ({"x": 1}, "unknown map 'x': the maps are module_to_stage_map, "),
+        (
+            {"stage_to_ranks_map": {}},
+            "unknown key 'stage_to_ranks_map' (its value is {}): did you mean 'stage_to_rank",
+        ),
+        ({"x": 1}, "unknown key 'x' (its value is 1): known keys are module_to_stage_map, "),
         ({MODULES: {}}, "module_to_stage_map is {}: write one stage for each block"),
         ({MODULES: []}, "module_to_stage_map is []"),
         ({MODULES: [1]}, "module_to_stage_map, block 0: the stage is 1, expected 0"),
@@ -159,7 +158,12 @@ def test_depths_are_those_of_the_schedule(file: Path, replicas: list[int], mappe
     if mapped:
         written[RANKS] = {str(stage): list(ranks) for stage, ranks in enumerate(schedule.placement)}
     file.write_text(json.dumps(written))
-    assert read_maps(file, None if mapped else replicas).stage_to_depth_map == tuple(depths)
+    given_too = None if mapped else replicas
+    assert read_maps(file, given_too).replicas == (replicas if mapped else None)
+    written[DEPTHS]["0"] += 1
+    file.write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="stage_to_depth_map is "):
+        read_maps(file, given_too)
 
 
 def test_depths_of_uneven_replicas_that_the_run_gives(file: Path) -> None:

@@ -40,8 +40,8 @@ def local(folder: Path, settings: Any, architecture: str | None = None) -> RunCo
 )
 def test_names(model_type: str, architecture: str) -> None:
     config = RunConfig(**TINY, model_type=model_type)
-    model, batch, loss_fn = build_model(config)
-    assert (type(model).__name__, loss_fn) == (architecture, None)
+    model, batch = build_model(config)
+    assert type(model).__name__ == architecture
     assert batch["input_ids"].shape == (3, 8)
     output = model(**batch)
     assert torch.isfinite(output.loss)
@@ -55,15 +55,15 @@ def test_names(model_type: str, architecture: str) -> None:
 
 def test_bert_large_has_its_sizes_and_takes_no_memory() -> None:
     config = RunConfig(hidden_size=1024, num_layers=24, num_heads=16, vocab_size=30522, dropout=0.0)
-    model, _, _ = build_model(config, "meta")
+    model, _ = build_model(config, "meta")
     assert {p.device.type for p in model.parameters()} == {"meta"}
     assert sum(p.numel() for p in model.parameters()) == 335_174_458
     assert model.config.intermediate_size == 4096
 
 
 def test_blocks_on_meta() -> None:
-    model, batch, loss_fn = build_model(RunConfig(**TINY), "meta")
-    assert len(capture(model, batch, loss_fn).blocks) == 5
+    model, batch = build_model(RunConfig(**TINY), "meta")
+    assert len(capture(model, batch).blocks) == 5
 
 
 @pytest.mark.parametrize(
@@ -99,7 +99,7 @@ def test_blocks_on_meta() -> None:
     ],
 )
 def test_local_configurations(tmp_path: Path, settings: Any, architecture: str | None, built: str) -> None:
-    model, batch, _ = build_model(local(tmp_path, settings, architecture))
+    model, batch = build_model(local(tmp_path, settings, architecture))
     assert type(model).__name__ == built
     assert torch.isfinite(model(**batch).loss)
 

@@ -81,8 +81,8 @@ def test_a_run_is_profiled_once_and_planned_as_its_file_says(
 
 def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunConfig]) -> None:
     run = read_config(config, {"partition": "auto"})
-    plan_run(run, Path("runs/cache"))
-    write_run_plan(run, Path("plan.json"), Path("runs/cache"))
+    plan_run(run)
+    write_run_plan(run, Path("plan.json"))
     assert len(profiled) == 1
 
 
@@ -124,7 +124,7 @@ def test_a_cap_below_the_weights_alone(
 
 
 def test_a_plan_for_another_model_is_refused(config: Path, profiled: list[RunConfig]) -> None:
-    write_run_plan(read_config(config, {"partition": "auto"}), Path("plan.json"), Path("runs/cache"))
+    write_run_plan(read_config(config, {"partition": "auto"}), Path("plan.json"))
     run = read_config(config, {"partition": "plan.json"})
     assert (run.ranks, run.replicas) == (2, [2])  # two ranks of one stage are quicker here than two stages
     check_plan(run, "abc")

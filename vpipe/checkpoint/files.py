@@ -12,35 +12,17 @@ import struct
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import _TYPES
 from torch import Tensor
 
 from vpipe.errors import VPipeError
 
 CHUNK = 1 << 20
-_KINDS = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-
-
-class Written(NamedTuple):
-    size: int
-    sha256: str
+_KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
 
 
 @contextmanager
@@ -53,8 +35,8 @@ def file_errors(what: str, path: Path) -> Iterator[None]:
         raise VPipeError(f"cannot {what} {path}: {reason}") from None
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> Written:
-    """Write a safetensors file and see it on the disk."""
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[int, str]:
+    """Write a safetensors file and see it on the disk; its size and its SHA-256."""
     # Wide types first, so that every tensor is aligned to its own type.
     ordered = dict(sorted(tensors.items(), key=lambda item: (-item[1].element_size(), item[0])))
     size, digest = 0, hashlib.sha256()
@@ -67,7 +49,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str,
             size += len(piece)
         file.flush()
         sync(path)
-    return Written(size, digest.hexdigest())
+    return size, digest.hexdigest()
 
 
 def _header(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> memoryview:

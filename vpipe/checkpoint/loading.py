@@ -10,6 +10,7 @@ from vpipe.checkpoint.files import read_header, read_tensors
 from vpipe.checkpoint.manifest import Manifest, check_state, read_manifest, verify
 from vpipe.communication import agree, agree_on
 from vpipe.errors import VPipeError
+from vpipe.graph import TensorInfo
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.layout import Layout
 from vpipe.stage.stage import MODEL, OPTIMIZER, StageState
@@ -24,6 +25,8 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
     on any rank unless every rank could read.
     """
 
+    graph = pipe.layout.graph
+
     def read_own() -> tuple[Manifest, dict[str, Tensor]]:
         manifest = read_manifest(path)
         check_state(manifest.state, path)
@@ -36,7 +39,7 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
                 raise VPipeError(f"{path / file} holds other tensors than its manifest says")
             read = read_tensors(path / file, names)
             weights = {n.removeprefix(MODEL): t for n, t in read.items() if n.startswith(MODEL)}
-            check_shapes(pipe.layout, weights, path / file)
+            check_fits(weights, {**graph.parameters, **graph.buffers}, path / file)
             tensors |= read
         return manifest, tensors
 
@@ -62,14 +65,17 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
     return manifest.extra
 
 
-def check_shapes(layout: Layout, tensors: Mapping[str, Tensor], path: Path) -> None:
-    """Tensors that were read, by the model's names, must have the shapes that the model has."""
+def check_fits(tensors: Mapping[str, Tensor], model: Mapping[str, Tensor | TensorInfo], path: Path) -> None:
+    """Tensors that were read must be parameters or buffers of the model, with their shapes."""
     for name, tensor in tensors.items():
-        shape = (layout.graph.parameters.get(name) or layout.graph.buffers[name]).shape
-        if tensor.shape != shape:
+        if name not in model:
             raise VPipeError(
-                f"{path}: tensor {name!r} has the shape {list(tensor.shape)} and the model's has {list(shape)}: "
-                "build the model with the sizes that it was saved with"
+                f"{path}: tensor {name!r} is not one of the model's: give the model that was saved"
+            )
+        if tensor.shape != model[name].shape:
+            raise VPipeError(
+                f"{path}: tensor {name!r} has the shape {list(tensor.shape)} and the model's has "
+                f"{list(model[name].shape)}: build the model with the sizes that it was saved with"
             )
 
 

@@ -9,7 +9,6 @@ that has any, and applies them when it loads; here they are applied to what a ra
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Collection, Iterable, Mapping
 from copy import deepcopy
@@ -20,13 +19,15 @@ from typing import Any
 from torch import Tensor, nn
 
 from vpipe.checkpoint.files import file_errors, read_header, read_tensors
-from vpipe.checkpoint.loading import check_shapes
+from vpipe.checkpoint.loading import check_fits
 from vpipe.checkpoint.manifest import verify
 from vpipe.communication import agree
 from vpipe.errors import VPipeError
+from vpipe.graph import TensorInfo
 from vpipe.graph.exported import canonical_names
 from vpipe.pipeline import Pipeline
 from vpipe.stage.stage import MODEL
+from vpipe.system.files import read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -40,21 +41,27 @@ def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[s
     their values. `model` is the one that the pipeline was built from.
     """
 
+    infos = {**pipe.layout.graph.parameters, **pipe.layout.graph.buffers}
+    # A buffer that is not persistent is computed by the model itself.
+    needed = [name for name, *_ in pipe.layout.state_entries() if infos[name].persistent]
+
     def read() -> tuple[dict[str, Tensor], list[str]]:
         places = _places(directory)
-        found = _match(pipe, getattr(model, "base_model_prefix", ""), origins(model, places, _known(pipe)))
+        known = origins(model, places, {name for own in infos for name in (own, *infos[own].aliases)})
+        prefix = getattr(model, "base_model_prefix", "")
+        found = _match({name: infos[name] for name in needed}, prefix, known)
         if not found:
             raise VPipeError(
                 f"{directory}: none of its {len(places)} tensors is one of the model's: it has "
-                f"{next(iter(places), 'nothing')!r}, the model {pipe.layout.state_entries()[0][0]!r}; "
+                f"{next(iter(places), 'nothing')!r}, the model {needed[0]!r}; "
                 "give the directory of a model of the same kind"
             )
         own = {name for stage in pipe.runtime.stages.values() for name in stage.state()}
         wanted = {name: origin for name, origin in found.items() if name in own}
         tensors = _read(directory, places, wanted)
         state = {name: origin.make(known_as, tensors, model) for name, (known_as, origin) in wanted.items()}
-        check_shapes(pipe.layout, state, directory)
-        return state, [name for name in _needed(pipe) if name not in found]
+        check_fits(state, infos, directory)
+        return state, [name for name in needed if name not in found]
 
     state, missing = agree(pipe.world, "pretrained weights", read)
     pipe.load_state_dict(state)
@@ -75,7 +82,7 @@ def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> li
     saved = _weights(checkpoint)
     first = canonical_names(model)
     own = model.state_dict()
-    _check_fits(checkpoint, saved, dict([*model.named_parameters(), *model.named_buffers()]))
+    check_fits(saved, dict([*model.named_parameters(), *model.named_buffers()]), checkpoint)
     # One tensor under all names of a tied parameter: transformers then knows which of them to write.
     values = {
         name: saved.get(name, own[name]).to(own[name].dtype, copy=True)
@@ -96,19 +103,6 @@ def _weights(checkpoint: Path) -> dict[str, Tensor]:
     return weights
 
 
-def _check_fits(checkpoint: Path, saved: Mapping[str, Tensor], own: Mapping[str, Tensor]) -> None:
-    for name, tensor in saved.items():
-        if name not in own:
-            raise VPipeError(
-                f"{checkpoint}: tensor {name!r} is not one of the model's: give the model that was saved"
-            )
-        if tensor.shape != own[name].shape:
-            raise VPipeError(
-                f"{checkpoint}: tensor {name!r} has the shape {list(tensor.shape)} and the model's has "
-                f"{list(own[name].shape)}: give the model that was saved"
-            )
-
-
 def _places(directory: Path) -> dict[str, str]:
     """The file of each tensor."""
     index, single = directory / INDEX, directory / SINGLE
@@ -119,11 +113,10 @@ def _places(directory: Path) -> dict[str, str]:
             f"{directory} has neither {SINGLE} nor {INDEX}: give a directory that save_pretrained wrote "
             "(pickled weights, such as pytorch_model.bin, are not read)"
         )
-    with file_errors("read", index):
-        raw = index.read_bytes()
+    found = read_json(index)
     try:
-        places = dict(json.loads(raw)["weight_map"])
-    except (ValueError, TypeError, KeyError, RecursionError):
+        places = dict(found["weight_map"])
+    except (ValueError, TypeError, KeyError):
         raise VPipeError(f"{index} is not an index of weights: it has no weight_map") from None
     for file in places.values():
         if not isinstance(file, str) or not _FILE.fullmatch(file):
@@ -132,28 +125,14 @@ def _places(directory: Path) -> dict[str, str]:
     return places
 
 
-def _needed(pipe: Pipeline) -> list[str]:
-    """The names of the model, without the buffers that it computes itself."""
-    buffers = pipe.layout.graph.buffers
-    names = [name for name, *_ in pipe.layout.state_entries()]
-    return [name for name in names if name not in buffers or buffers[name].persistent]
-
-
-def _known(pipe: Pipeline) -> set[str]:
-    """Every name that the model itself has."""
-    graph = pipe.layout.graph
-    infos = {**graph.parameters, **graph.buffers}
-    return {name for own, info in infos.items() for name in (own, *info.aliases)}
-
-
-def _match(pipe: Pipeline, prefix: str, known: Mapping[str, Origin]) -> dict[str, tuple[str, Origin]]:
+def _match(
+    needed: Mapping[str, TensorInfo], prefix: str, known: Mapping[str, Origin]
+) -> dict[str, tuple[str, Origin]]:
     """The model's names that the files know, as what, and where it comes from."""
-    graph = pipe.layout.graph
     prefix = f"{prefix}." if prefix else ""
-    model_has, files_have = (any(n.startswith(prefix) for n in names) for names in (graph.parameters, known))
+    model_has, files_have = (any(n.startswith(prefix) for n in names) for names in (needed, known))
     found = {}
-    for name in _needed(pipe):
-        info = graph.parameters.get(name) or graph.buffers[name]
+    for name, info in needed.items():
         for candidate in (name, *info.aliases):
             if model_has and not files_have:
                 candidate = candidate.removeprefix(prefix)

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from vpipe.checkpoint.directory import step_name
+from vpipe.checkpoint.directory import prune, step_name
 from vpipe.checkpoint.manifest import as_json
 from vpipe.checkpoint.writing import WriteJob, write
 from vpipe.communication import agree, agree_on
@@ -64,7 +64,7 @@ class Saver:
         self._pipe = pipe
         self._keep = keep
         self._report, self._failed = report, failed
-        self._snapshot = Snapshot()
+        self._buffers: dict[tuple[int, str], Tensor] = {}  # for snapshots
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
         self._error: VPipeError | None = None
@@ -79,24 +79,13 @@ class Saver:
 
         def take() -> tuple[dict[str, Any], dict[int, Any], dict[str, Any]]:
             stages, plain = pipe.training_state()
-            return as_json(extra), self._snapshot.take(stages), plain
+            return as_json(extra), snapshot(stages, self._buffers), plain
 
         own_extra, stages, plain = agree(world, "training state", take)
         agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
         token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
         final = self.directory / step_name(pipe.updates)
-        job = WriteJob(
-            world,
-            final,
-            token,
-            stages,
-            pipe.updates,
-            _describe(pipe),
-            plain,
-            own_extra,
-            self._keep,
-            self._report,
-        )
+        job = WriteJob(world, final, token, stages, pipe.updates, _describe(pipe), plain, own_extra)
         self._saved = self._error = None
         self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()
@@ -132,40 +121,33 @@ class Saver:
         try:
             self._saved = write(job)
         except BaseException as error:
-            self._error = error if isinstance(error, VPipeError) else VPipeError(_crash(job, error))
+            crash = f"checkpoint {job.final} was not saved: its writer failed with {type(error).__name__}: {error}"
+            self._error = error if isinstance(error, VPipeError) else VPipeError(crash)
             self._report(f"WARNING: {self._error}")
             self._failed()
+            return
+        if self._keep is not None and job.world.rank == 0:
+            try:
+                prune(self.directory, self._keep)
+            except VPipeError as error:
+                self._report(f"WARNING: older checkpoints stay: {error}")
 
 
-class Snapshot:
-    """A copy of the state of a rank's stages; the first one allocates the buffers, the next ones write into them."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[int, str], Tensor] = {}
-
-    def take(self, stages: Mapping[int, StageState]) -> dict[int, StageState]:
-        """The same states over buffers of our own, in host memory."""
-        taken = {
-            index: StageState(
-                {name: self._copy((index, name), tensor) for name, tensor in stage.tensors.items()},
-                stage.optimizers,
-            )
-            for index, stage in stages.items()
-        }
-        if any(t.is_cuda for stage in stages.values() for t in stage.tensors.values()):
-            torch.cuda.current_stream().synchronize()
-        return taken
-
-    def _copy(self, key: tuple[int, str], tensor: Tensor) -> Tensor:
-        kept = self._kept.get(key)
-        if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
-            kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
-            self._kept[key] = kept
-        return kept.copy_(tensor, non_blocking=tensor.is_cuda)
-
-
-def _crash(job: WriteJob, error: BaseException) -> str:
-    return f"checkpoint {job.final} was not saved: its writer failed with {type(error).__name__}: {error}"
+def snapshot(
+    stages: Mapping[int, StageState], buffers: dict[tuple[int, str], Tensor]
+) -> dict[int, StageState]:
+    """A copy of the stages' state in host memory; the first one allocates the buffers, the next ones reuse them."""
+    taken = {index: StageState({}, stage.optimizers) for index, stage in stages.items()}
+    for index, stage in stages.items():
+        for name, tensor in stage.tensors.items():
+            kept = buffers.get((index, name))
+            if kept is None or kept.shape != tensor.shape or kept.dtype != tensor.dtype:
+                kept = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.is_cuda)
+            buffers[index, name] = kept
+            taken[index].tensors[name] = kept.copy_(tensor, non_blocking=tensor.is_cuda)
+    if any(tensor.is_cuda for stage in stages.values() for tensor in stage.tensors.values()):
+        torch.cuda.current_stream().synchronize()
+    return taken
 
 
 def _describe(pipe: Pipeline) -> dict[str, Any]:

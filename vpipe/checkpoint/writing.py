@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from vpipe.checkpoint.directory import hidden_name, prune
-from vpipe.checkpoint.files import Written, file_errors, read_header, sync, write_tensors
+from vpipe.checkpoint.directory import hidden_name
+from vpipe.checkpoint.files import file_errors, read_header, sync, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
 from vpipe.communication import World
 from vpipe.errors import VPipeError
@@ -35,10 +35,8 @@ class WriteJob:
     stages: Mapping[int, StageState]
     updates: int
     layout: dict[str, Any]
-    plain: dict[str, Any]
+    state: dict[str, Any]
     extra: dict[str, Any]
-    keep: int | None
-    report: Callable[[str], None]
 
     @property
     def folder(self) -> Path:
@@ -71,11 +69,11 @@ def _wait_for(job: WriteJob, what: str, rank: int) -> tuple[str | None, Any]:
     while (published := job.world.published(f"{what} {job.token}", rank)) is None:
         time.sleep(pause)
         pause = min(LATER, 1.5 * pause)
-    failure, value = published
-    return failure, value
+    return published
 
 
-def _write_files(job: WriteJob) -> dict[str, Written]:
+def _write_files(job: WriteJob) -> dict[str, tuple[int, str]]:
+    """Size and hash of each file of this rank."""
     with file_errors("make", job.folder):
         job.folder.mkdir(parents=True, exist_ok=True)
     faults.point("ckpt_write", job.updates)
@@ -94,37 +92,25 @@ def _commit(job: WriteJob) -> None:
     for rank, (failure, _) in enumerate(parts):
         if failure is not None:
             raise VPipeError(f"rank {rank}: {failure}")
-    entries, records = _look_at(job.folder, {n: Written(*w) for _, part in parts for n, w in part.items()})
-    state = {**job.plain, OPTIMIZERS: records}
-    write_manifest(
-        job.folder,
-        Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra),
-    )
+    entries: dict[str, FileEntry] = {}
+    records: list[Any] = []
+    for name, (size, digest) in sorted(item for _, part in parts for item in part.items()):
+        file = job.folder / name
+        if not file.is_file():
+            raise VPipeError(
+                f"{file} was written and rank 0 does not see it: save to a directory that all hosts share"
+            )
+        names, metadata = read_header(file)
+        entries[name] = FileEntry(size=size, sha256=digest, tensors=sorted(names))
+        check_size(file, entries[name])
+        records += json.loads(metadata[OPTIMIZERS])
+    state = {**job.state, OPTIMIZERS: records}
+    manifest = Manifest(updates=job.updates, layout=job.layout, files=entries, state=state, extra=job.extra)
+    write_manifest(job.folder, manifest)
     faults.point("ckpt_commit", job.updates)
     with file_errors("rename", job.folder):
         sync(job.folder)
         _show(job.folder, job.final, job.token)
-    if job.keep is not None:
-        try:
-            prune(job.final.parent, job.keep)
-        except VPipeError as error:
-            job.report(f"WARNING: older checkpoints stay: {error}")
-
-
-def _look_at(folder: Path, written: Mapping[str, Written]) -> tuple[dict[str, FileEntry], list[Any]]:
-    """The entries of all files, which must be in this rank's folder too, and their records."""
-    entries: dict[str, FileEntry] = {}
-    records: list[Any] = []
-    for name, (size, digest) in sorted(written.items()):
-        if not (folder / name).is_file():
-            raise VPipeError(
-                f"{folder / name} was written and rank 0 does not see it: save to a directory that all hosts share"
-            )
-        names, metadata = read_header(folder / name)
-        entries[name] = FileEntry(size=size, sha256=digest, tensors=sorted(names))
-        check_size(folder / name, entries[name])
-        records += json.loads(metadata[OPTIMIZERS])
-    return entries, records
 
 
 def _show(folder: Path, final: Path, token: str) -> None:

@@ -90,12 +90,11 @@ def plan(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
         )
     else:
-        from vpipe.train.planning import plan_run, profile_cache
+        from vpipe.train.planning import plan_run
 
         run = read_run(config, settings)
         result = plan_run(
             run,
-            profile_cache(run),
             ranks=stages,
             memory=memory,
             schedule=schedule,

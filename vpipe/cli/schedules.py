@@ -134,9 +134,9 @@ def describe_blocks(config: RunConfig) -> dict[str, Any]:
     from vpipe.stage.precision import compute_dtype
     from vpipe.train.models import build_model
 
-    model, batch, loss_fn = build_model(config, "meta")
+    model, batch = build_model(config, "meta")
     dtype = compute_dtype(config.precision)
-    graph = capture(model if dtype is None else model.to(dtype), batch, loss_fn)
+    graph = capture(model if dtype is None else model.to(dtype), batch)
     return {
         "model": type(model).__name__,
         "batch_size": config.batch_size,

@@ -9,13 +9,13 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
-from vpipe.config.keys import MODEL_SIZES, OptimizerGroup, RunConfig
+from vpipe.config.keys import MODEL_SIZES, RunConfig
 from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml, read_text, short_repr
-from vpipe.system.validation import first_mistake, unknown_key
+from vpipe.system.validation import first_mistake
 
 KEYS = tuple(RunConfig.model_fields)
 
@@ -27,7 +27,6 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
     """
     values = read_yaml(path) | dict(settings or {})
     config = check_values(values, path)
-    config._source = path
     if isinstance(config.partition, str) and config.partition != AUTO:
         config = _with_plan(config, config.path(config.partition))
     if config.config_file is not None:
@@ -51,7 +50,6 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
     if sum(plan.replicas) == config.stages and config.replicas is None:
         del kept["stages"]  # as many ranks, but some of them are replicas
     checked = check_values({key: v for key, v in planned.items() if v is not None} | kept, config.source)
-    checked._source = config.source
     checked._planned = (path, plan.fingerprint)
     return checked
 
@@ -69,8 +67,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
             )
     given = config.model_dump(exclude_unset=True)
     checked = check_values(given | {key: value for key, value in mapped.items() if value is not None}, path)
-    checked._source = config.source
-    checked._planned = config.planned
+    checked._source, checked._planned = config.source, config.planned
     return checked
 
 
@@ -103,28 +100,12 @@ def read_yaml(path: Path) -> dict[str, Any]:
 
 def check_values(values: dict[str, Any], path: Path) -> RunConfig:
     """The configuration of these keys and values, as they stand in the file `path`."""
-    for key, value in values.items():
-        if key not in KEYS:
-            raise ConfigError(f"{path}: {unknown_key(key, value, KEYS)}")
-    groups = values.get("optimizer_groups")
-    for number, group in enumerate(groups if isinstance(groups, list) else ()):
-        for key in group if isinstance(group, dict) else ():
-            if key not in OptimizerGroup.model_fields:
-                mistake = unknown_key(key, group[key], OptimizerGroup.model_fields)
-                raise ConfigError(f"{path}: optimizer_groups, entry {number}: {mistake}")
     try:
-        return RunConfig.model_validate(values)
+        config = RunConfig.model_validate(values)
     except ValidationError as error:
-        raise ConfigError(f"{path}: {_conflict(error, values) or first_mistake(error, values)}") from None
-
-
-def _conflict(error: ValidationError, values: dict[str, Any]) -> str | None:
-    """Keys that contradict each other; None if that is not the mistake."""
-    first = error.errors()[0]
-    if first["type"] != "conflict":
-        return None
-    key, problem = first["ctx"]["key"], first["ctx"]["problem"]
-    return f"{key} is {short_repr(values.get(key, RunConfig.model_fields[key].default))}: {problem}"
+        raise ConfigError(f"{path}: {first_mistake(error, values)}") from None
+    config._source = path
+    return config
 
 
 def _kind(value: Any) -> str:

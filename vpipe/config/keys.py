@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from difflib import get_close_matches
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 from pydantic import (
     AfterValidator,
@@ -18,10 +18,11 @@ from pydantic import (
     StrictBool,
     model_validator,
 )
-from pydantic_core import PydanticCustomError
 
+from vpipe.cost.fields import mistake
 from vpipe.schedule import KINDS, read_table
-from vpipe.system.files import read_text
+from vpipe.system.files import read_text, short_repr
+from vpipe.system.validation import unknown_key
 
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
 
@@ -63,15 +64,24 @@ Machine = Annotated[str, AfterValidator(_machine)]
 Path_ = Annotated[str, Field(min_length=1)]
 
 
-def _conflict(key: str, problem: str) -> PydanticCustomError:
-    """An error for keys that contradict each other."""
-    return PydanticCustomError("conflict", "{key}: {problem}", {"key": key, "problem": problem})
+class _Keys(BaseModel):
+    """Keys and their values; any other key is a mistake."""
+
+    model_config = ConfigDict(
+        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_keys(cls, values: Any) -> Any:
+        for key in values if isinstance(values, dict) else ():
+            if key not in cls.model_fields:
+                raise mistake(unknown_key(key, values[key], cls.model_fields))
+        return values
 
 
-class OptimizerGroup(BaseModel):
+class OptimizerGroup(_Keys):
     """Settings of some parameters; a key that is not given has the run's own value."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     match: Pattern | Annotated[list[Pattern], Field(min_length=1)]
     optimizer: OptimizerName | None = None
@@ -79,12 +89,8 @@ class OptimizerGroup(BaseModel):
     weight_decay: NotNegative | None = None
 
 
-class RunConfig(BaseModel):
+class RunConfig(_Keys):
     """One run: model, pipeline, training. Paths in it are relative to the file it was read from."""
-
-    model_config = ConfigDict(
-        extra="forbid", frozen=True, use_attribute_docstrings=True, protected_namespaces=()
-    )
 
     # The model
 
@@ -262,30 +268,32 @@ class RunConfig(BaseModel):
         if self.model is not None:
             for key in ("model_type", *MODEL_SIZES):
                 if key in given:
-                    raise _conflict(key, "the file that `model` names says it: leave one of the two out")
+                    self._refuse(key, "the file that `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
-            raise _conflict("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
+            self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
-            raise _conflict(
-                "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
-            )
+            self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
         if self.max_updates is not None and self.warmup_updates > self.max_updates:
-            raise _conflict("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
+            self._refuse("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
         if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
-            raise _conflict("replicas", f"give one number for each of the {self.stages} stages")
+            self._refuse("replicas", f"give one number for each of the {self.stages} stages")
         if self.machines is not None:
             self._check_machines(len(self.machines))
         return self
 
     def _check_machines(self, count: int) -> None:
         if self.module is not None and self._vgpus != count:
-            raise _conflict("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
+            self._refuse("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
         if self.replicas is not None and sum(self.replicas) != count:
-            raise _conflict(
+            self._refuse(
                 "replicas", f"they add up to {sum(self.replicas)}, but `machines` names {count} ranks"
             )
         if self.replicas is None and self.stages not in (None, count):
-            raise _conflict("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
+            self._refuse("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
+
+    def _refuse(self, key: str, problem: str) -> NoReturn:
+        """Raise for a key that contradicts another."""
+        raise mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
 
     @property
     def source(self) -> Path:

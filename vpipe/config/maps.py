@@ -12,38 +12,24 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
-from difflib import get_close_matches
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
 from vpipe.schedule.staircase import depths
 from vpipe.system.files import read_json, short_repr
+from vpipe.system.validation import unknown_key
 
 MODULES, RANKS, DEPTHS = KEYS = ("module_to_stage_map", "stage_to_rank_map", "stage_to_depth_map")
 
 
-@dataclass(frozen=True)
-class Maps:
-    """The maps of a file; one that it does not hold is None."""
+class Maps(NamedTuple):
+    """What the maps of a file say; None if the file does not hold the map."""
 
-    module_to_stage_map: tuple[int, ...] | None = None
-    stage_to_rank_map: tuple[tuple[int, ...], ...] | None = None
-    stage_to_depth_map: tuple[int, ...] | None = None
-
-    @property
-    def partition(self) -> list[int] | None:
-        """Blocks of each stage."""
-        if self.module_to_stage_map is None:
-            return None
-        counts = Counter(self.module_to_stage_map)
-        return [counts[stage] for stage in range(len(counts))]
-
-    @property
-    def replicas(self) -> list[int] | None:
-        """Ranks of each stage."""
-        return None if self.stage_to_rank_map is None else [len(ranks) for ranks in self.stage_to_rank_map]
+    partition: list[int] | None
+    """Blocks of each stage."""
+    replicas: list[int] | None
+    """Ranks of each stage."""
 
 
 def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
@@ -63,52 +49,41 @@ def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
         raise ValueError(
             f'holds {short_repr(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}'
         )
-    for key in found:
+    for key, value in found.items():
         if key not in KEYS:
-            close = get_close_matches(key, KEYS, n=1, cutoff=0.6)
-            hint = f"did you mean {close[0]!r}?" if close else f"the maps are {', '.join(KEYS)}"
-            raise ValueError(f"unknown map {key!r}: {hint}")
-    maps = Maps(
-        _modules(found[MODULES]) if MODULES in found else None,
-        _ranks(found[RANKS]) if RANKS in found else None,
-        _depths(found[DEPTHS]) if DEPTHS in found else None,
-    )
-    stages = {
-        MODULES: None if maps.partition is None else len(maps.partition),
-        RANKS: None if maps.stage_to_rank_map is None else len(maps.stage_to_rank_map),
-        DEPTHS: None if maps.stage_to_depth_map is None else len(maps.stage_to_depth_map),
-    }
-    counted = {key: count for key, count in stages.items() if count is not None}
-    if len(set(counted.values())) > 1:
-        listed = ", ".join(f"{key} has {count}" for key, count in counted.items())
+            raise ValueError(unknown_key(key, value, KEYS))
+    readers = {MODULES: _blocks, RANKS: _ranks, DEPTHS: _depths}
+    maps = {key: read(found[key]) for key, read in readers.items() if key in found}
+    if len({len(stages) for stages in maps.values()}) > 1:
+        listed = ", ".join(f"{key} has {len(stages)}" for key, stages in maps.items())
         raise ValueError(f"the maps differ in the number of stages: {listed}: make them equal")
-    if maps.stage_to_depth_map is not None:
-        stages_of = len(maps.stage_to_depth_map)
-        counts = maps.replicas or replicas or ()
-        _check_depths(
-            found[DEPTHS], maps.stage_to_depth_map, counts if len(counts) == stages_of else [1] * stages_of
-        )
-    return maps
+    if DEPTHS in maps:
+        stages = len(maps[DEPTHS])
+        ranks = maps.get(RANKS) or replicas or ()
+        _check_depths(found[DEPTHS], maps[DEPTHS], ranks if len(ranks) == stages else [1] * stages)
+    return Maps(maps.get(MODULES), maps.get(RANKS))
 
 
-def _modules(value: Any) -> tuple[int, ...]:
+def _blocks(value: Any) -> list[int]:
+    """The number of blocks of each stage."""
     if not isinstance(value, list) or not value:
         raise ValueError(
             f"{MODULES} is {short_repr(value)}: write one stage for each block, such as [0, 0, 1, 1]"
         )
     allowed: tuple[int, ...] = (0,)  # the stages that the next block may be on
     for block, stage in enumerate(value):
-        if not _whole(stage) or stage not in allowed:
+        if type(stage) is not int or stage not in allowed:
             expected = " or ".join(map(str, allowed))
             raise ValueError(
                 f"{MODULES}, block {block}: the stage is {short_repr(stage)}, expected {expected}: "
                 "stages start with 0 and rise by one, without gaps"
             )
         allowed = (stage, stage + 1)
-    return tuple(value)
+    return list(Counter(value).values())
 
 
-def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
+def _ranks(value: Any) -> list[int]:
+    """The number of ranks of each stage."""
     example = '{"0": [0, 1], "1": [2]}'
     following = 0
     stages = _by_stage(RANKS, value, example)
@@ -118,25 +93,25 @@ def _ranks(value: Any) -> tuple[tuple[int, ...], ...]:
                 f"{RANKS}, stage {stage}: {short_repr(ranks)} is no list of ranks: write {example} or the like"
             )
         for rank in ranks:
-            if not _whole(rank) or rank != following:
+            if type(rank) is not int or rank != following:
                 raise ValueError(
                     f"{RANKS}, stage {stage}: the rank is {short_repr(rank)}, expected {following}: "
                     "write each rank once, in order, from 0 on"
                 )
             following += 1
-    return tuple(tuple(ranks) for ranks in stages)
+    return [len(ranks) for ranks in stages]
 
 
-def _depths(value: Any) -> tuple[int, ...]:
-    return tuple(_by_stage(DEPTHS, value, '{"0": 1, "1": 0}'))
+def _depths(value: Any) -> list[Any]:
+    return _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
 
 
-def _check_depths(value: Any, found: Sequence[Any], replicas: Sequence[int]) -> None:
+def _check_depths(value: Any, found: list[Any], replicas: Sequence[int]) -> None:
     """Whether they are those that the schedule has with so many ranks of each stage."""
     right = depths(replicas)
-    if not all(_whole(depth) for depth in found) or list(found) != right:
+    if not all(type(depth) is int for depth in found) or found != right:
         written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
-        turned = " (it is the wrong way round)" if list(found) == right[::-1] else ""
+        turned = " (it is the wrong way round)" if found == right[::-1] else ""
         raise ValueError(
             f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(found)} stages runs {right[0]} forwards "
             f"before its first backward, the last none: write {written}"
@@ -154,7 +129,3 @@ def _by_stage(name: str, value: Any, example: str) -> list[Any]:
                 f'number them from "0" to "{len(value) - 1}"'
             )
     return [value[str(stage)] for stage in range(len(value))]
-
-
-def _whole(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)

@@ -30,20 +30,16 @@ def read_settings(written: Sequence[str]) -> dict[str, Any]:
             settings[key.strip()] = parse_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {_shown(text)}: the value cannot be read as YAML") from None
-    return {key: _absolute(value) if is_path(key, value) else value for key, value in settings.items()}
+    return {key: str(Path(v).absolute()) if is_path(key, v) else v for key, v in settings.items()}
 
 
 def rank_arguments(config: Path, settings: Sequence[str]) -> list[str]:
     """The arguments that give a rank the same configuration in another directory: paths are absolute."""
-    given = read_settings(settings)
-    return [str(config.absolute()), *(part for text in _written(given) for part in ("--set", text))]
-
-
-def _written(settings: dict[str, Any]) -> list[str]:
-    texts = (
-        yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n") for value in settings.values()
-    )
-    return [f"{key}={text.strip()}" for key, text in zip(settings, texts, strict=True)]
+    arguments = [str(config.absolute())]
+    for key, value in read_settings(settings).items():
+        text = yaml.safe_dump(value, default_flow_style=True).removesuffix("\n...\n").strip()
+        arguments += ["--set", f"{key}={text}"]
+    return arguments
 
 
 def _shown(text: str) -> str:
@@ -58,7 +54,3 @@ def is_path(key: str, value: Any) -> bool:
     if key == "partition" and value == AUTO:
         return False
     return key in PATHS or (key == "schedule" and value.endswith(".csv"))
-
-
-def _absolute(value: str) -> str:
-    return str(Path(value).absolute())

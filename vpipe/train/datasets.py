@@ -74,11 +74,6 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dat
 
 def _check_reads_text(model: nn.Module, config: RunConfig) -> None:
     name = type(model).__name__
-    longest = getattr(model.config, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < config.sequence_length:
-        raise ConfigError(
-            f"{config.source}: sequence_length is {config.sequence_length}, but the model has positions for {longest}"
-        )
     if not name.endswith(
         ("ForMaskedLM", "ForPreTraining", "LMHeadModel", "ForCausalLM", "ForConditionalGeneration")
     ):

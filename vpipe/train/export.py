@@ -17,6 +17,16 @@ if TYPE_CHECKING:
     from vpipe.train.trainer import Trainer
 
 SENTENCE_TOKENS = 40
+TOKEN_ROLES = {
+    "pad_token": ("[PAD]", "<pad>"),
+    "unk_token": ("[UNK]",),
+    "cls_token": ("[CLS]",),
+    "sep_token": ("[SEP]",),
+    "mask_token": ("[MASK]",),
+    "bos_token": ("<s>",),
+    "eos_token": ("</s>",),
+}
+"""The roles that transformers knows, and the tokens that have them."""
 
 
 def export_run(trainer: Trainer, checkpoint: Path) -> Path:
@@ -30,7 +40,15 @@ def export_run(trainer: Trainer, checkpoint: Path) -> Path:
 
 def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     """Write it into the model's directory, for `from_pretrained`."""
-    _for_transformers(tokenizer).save_pretrained(str(directory))
+    from transformers import PreTrainedTokenizerFast
+
+    known = {
+        role: name
+        for role, names in TOKEN_ROLES.items()
+        for name in names
+        if tokenizer.token_to_id(name) is not None
+    }
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known).save_pretrained(str(directory))
 
 
 def write_sentence(trainer: Trainer, directory: Path) -> str | None:
@@ -44,33 +62,10 @@ def write_sentence(trainer: Trainer, directory: Path) -> str | None:
     begin = tokenizer.token_to_id("<s>")
     try:
         ids = next(encode(tokenizer, [prompt], together=1)) or [0 if begin is None else begin]
-    except (
-        ConfigError
-    ):  # the user's own tokenizer does not have these words: no reason to fail a finished run
+    except ConfigError:  # the user's own tokenizer lacks these words: no reason to fail a finished run
         return None
     torch.manual_seed(trainer.config.seed)
     written = model.generate(
         torch.tensor([ids]), max_new_tokens=SENTENCE_TOKENS, do_sample=True, top_k=20, use_cache=True
     )
     return tokenizer.decode(written[0, len(ids) if prompt else 1 :].tolist())
-
-
-def _for_transformers(tokenizer: Tokenizer) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    names = {
-        "pad_token": ("[PAD]", "<pad>"),
-        "unk_token": ("[UNK]",),
-        "cls_token": ("[CLS]",),
-        "sep_token": ("[SEP]",),
-        "mask_token": ("[MASK]",),
-        "bos_token": ("<s>",),
-        "eos_token": ("</s>",),
-    }
-    known = {
-        role: name
-        for role, choices in names.items()
-        for name in choices
-        if tokenizer.token_to_id(name) is not None
-    }
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known)

@@ -24,36 +24,30 @@ MOST_LAYERS = 10_000
 
 
 class Example(NamedTuple):
-    """Model, batch and loss of a pipeline; `loss_fn` is None if the model computes its loss itself."""
+    """A model that computes its loss itself, and a batch for it."""
 
     model: nn.Module
     batch: Batch
-    loss_fn: Callable[..., Tensor] | None
 
 
 def build_model(config: RunConfig, device: str = "cpu") -> Example:
     """The configured model with seeded weights, on `cpu` or on `meta` (no values), and an example batch."""
-    if config.model is None:
-        return _build(config, device)
     try:
-        return _build(config, device)
+        settings = _settings(config)
+        architecture = _architecture(settings, config)
+        with torch.random.fork_rng(devices=[]), torch.device(device):
+            torch.manual_seed(config.seed)
+            model = architecture(settings)
+        return Example(model, synthetic_batch(model, config.batch_size, config.sequence_length))
     except VPipeError:
         raise
     except Exception as error:  # the library's own error for settings that do not fit together
+        if config.model is None:
+            raise
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise ConfigError(
             f"{config.source}: model is {config.model!r}: transformers cannot build it: {reason}"
         ) from None
-
-
-def _build(config: RunConfig, device: str) -> Example:
-    settings = _settings(config)
-    architecture = _architecture(settings, config)
-    with torch.random.fork_rng(devices=[]), torch.device(device):
-        torch.manual_seed(config.seed)
-        model = architecture(settings)
-    batch = synthetic_batch(model, config.batch_size, config.sequence_length)
-    return Example(model, batch, None)
 
 
 def synthetic_batch(model: nn.Module, samples: int, length: int, seed: int = 0) -> Batch:

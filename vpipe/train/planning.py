@@ -31,22 +31,21 @@ METHOD = 5
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 
 
-def write_run_plan(config: RunConfig, path: Path, cache: Path) -> None:
-    """Plan the run and write the plan; a profile that was measured before is found in `cache`."""
+def write_run_plan(config: RunConfig, path: Path) -> None:
+    """Plan the run and write the plan, with the profile that it is made from beside it."""
     for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks"):
         if getattr(config, key) is not None:
             raise ConfigError(
                 f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
                 "leave one of the two out"
             )
-    write_plan(plan_run(config, cache).to_plan(), path)
+    write_plan(plan_run(config).to_plan(), path)
     # The report makes its predictions from it.
-    write_profile(cached_profile(config, cache), path.with_name("profile.json"))
+    write_profile(cached_profile(config), path.with_name("profile.json"))
 
 
 def plan_run(
     config: RunConfig,
-    cache: Path,
     *,
     ranks: int | None = None,
     memory: str | None = None,
@@ -67,7 +66,7 @@ def plan_run(
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
     return plan(
-        cached_profile(config, cache),
+        cached_profile(config),
         config.ranks if ranks is None else ranks,
         None if memory is None else read_bytes(memory),
         chosen,
@@ -77,14 +76,10 @@ def plan_run(
     )
 
 
-def profile_cache(config: RunConfig) -> Path:
-    """The folder of the profiles of configured runs."""
+def cached_profile(config: RunConfig) -> Profile:
+    """The profile of the configured model on this machine: one that was measured before, or a new one."""
     directory = Path() if config.directory is None else config.path(config.directory)
-    return directory / config.log_directory / "cache"
-
-
-def cached_profile(config: RunConfig, cache: Path) -> Profile:
-    """The profile of the configured model on this machine."""
+    cache = directory / config.log_directory / "cache"
     file = cache / f"profile-{_fingerprint(config)}.json"
     if file.is_file():
         return read_profile(file)

@@ -64,17 +64,15 @@ def measured_model(config: RunConfig) -> MeasuredModel:
     from vpipe.system.device import choose_device
     from vpipe.train.models import build_model
 
-    place = choose_device(None, 0)
-    model, batch, loss_fn = build_model(config, "meta")
+    model, batch = build_model(config, "meta")
     return MeasuredModel(
         model,
         batch,
-        loss_fn,
         optimizer=make_optimizer_factory(config),
         precision=config.precision,
         compile="inductor" if config.compile else None,
         cuda_graphs=config.cuda_graphs,
-        place=place,
+        place=choose_device(None, 0),
     )
 
 

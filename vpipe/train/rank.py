@@ -7,25 +7,23 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
 
+from vpipe.config import RunConfig
 from vpipe.errors import Stopped, VPipeError
-
-if TYPE_CHECKING:
-    from vpipe.config import RunConfig
+from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
+from vpipe.observe.recorder import perplexity
+from vpipe.observe.report import write_report
+from vpipe.observe.screen import summary_table
+from vpipe.observe.trace import write_trace
+from vpipe.system.console import show
+from vpipe.system.files import write_json
+from vpipe.train.export import export_run, write_sentence
+from vpipe.train.signals import ignore_save_signal
+from vpipe.train.trainer import Trainer
 
 
 def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
     """This rank's part of a training run; rank 0 prints the result."""
-    from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
-    from vpipe.observe.report import write_report
-    from vpipe.observe.screen import summary_table
-    from vpipe.observe.trace import write_trace
-    from vpipe.system.console import show
-    from vpipe.system.files import write_json
-    from vpipe.train.signals import ignore_save_signal
-    from vpipe.train.trainer import Trainer
-
     ignore_save_signal()
     start_heartbeat()
     trainer = Trainer(config)
@@ -39,8 +37,6 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
         trainer.close()
     if trainer.rank:
         return
-    from vpipe.train.export import export_run, write_sentence
-
     model = export_run(trainer, Path(summary["checkpoint"]))
     summary["model"] = str(model)
     write_json(trainer.folder / "summary.json", summary)
@@ -54,10 +50,6 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
 
 def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     """This rank's part of an evaluation."""
-    from vpipe.launch.rank import start_heartbeat
-    from vpipe.observe.recorder import perplexity
-    from vpipe.train.trainer import Trainer
-
     start_heartbeat()
     trainer = Trainer(config)
     try:
@@ -69,13 +61,8 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         trainer.close()
     if trainer.rank == 0:
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
-        figures: dict[str, Any] = {
-            "loss": loss,
-            "perplexity": perplexity(loss),
-            "updates": trainer.pipe.updates,
-        }
-        print(
-            json.dumps(figures)
-            if as_json
-            else f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
-        )
+        if as_json:
+            figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
+            print(json.dumps(figures))
+        else:
+            print(f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")

@@ -52,10 +52,10 @@ def launch(
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
     folder = make_run_folder((directory or Path()) / config.log_directory)
     if config.partition == AUTO:
-        from vpipe.train.planning import profile_cache, write_run_plan
+        from vpipe.train.planning import write_run_plan
 
         plan = folder.absolute() / "plan.json"
-        write_run_plan(config, plan, profile_cache(config))
+        write_run_plan(config, plan)
         arguments = [*arguments, "--set", f"partition={plan}"]
     ranks = Ranks(
         arguments,

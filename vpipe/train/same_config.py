@@ -10,14 +10,10 @@ import torch
 import vpipe
 from vpipe.communication import World
 from vpipe.config import RunConfig
+from vpipe.config.settings import PATHS
 from vpipe.errors import ConfigError
 
-OF_THE_HOST = frozenset(
-    {
-        *("model", "pretrained", "data_dir", "tokenizer", "config_file", "directory", "container"),
-        *("log_directory", "port"),
-    }
-)
+OF_THE_HOST = {*PATHS, "log_directory", "port"} - {"partition"}
 """Keys that may be written differently on each host; what is in the files is compared elsewhere."""
 
 
@@ -27,7 +23,7 @@ def check_same_config(world: World, config: RunConfig) -> None:
         "version of torch": torch.__version__,
         "version of vpipe": vpipe.__version__,
         "version of Python": ".".join(platform.python_version_tuple()[:2]),
-        **{key: value for key, value in config.model_dump(mode="json").items() if key not in OF_THE_HOST},
+        **config.model_dump(mode="json", exclude=OF_THE_HOST),
     }
     everybody: list[dict[str, Any]] = world.all_gather("versions and configuration", mine)
     for rank, theirs in enumerate(everybody):

@@ -24,8 +24,7 @@ class SavePolicy:
     def __init__(self, pipe: Pipeline, folder: Path, config: RunConfig, say: Callable[[str], None]) -> None:
         self._pipe = pipe
         self._interval = config.checkpoint_interval
-        self._seconds = None if config.checkpoint_minutes is None else 60 * config.checkpoint_minutes
-        self._regular = bool(config.checkpoint_interval or config.checkpoint_minutes)
+        self._seconds = 60 * (config.checkpoint_minutes or math.inf)
         self._gives_up = config.on_save_error == "stop"
         self._saver = checkpoint.Saver(
             pipe,
@@ -36,11 +35,11 @@ class SavePolicy:
         )
         self._saved = pipe.updates
         self._saved_at = time.monotonic()
-        self._evaluated: tuple[int, float] | None = None  # updates, loss
+        self._evaluated = (-1, math.inf)  # updates, loss
         self._best = math.inf
         self._better = False  # whether the best is still to be saved
         self._remove_hook: Callable[[], None] = lambda: None
-        if pipe.rank == pipe.schedule.placement[-1][0] and self._seconds is not None:
+        if pipe.rank == pipe.schedule.placement[-1][0] and self._seconds < math.inf:
             self._remove_hook = pipe.on_update(self._watch_clock)
 
     def evaluated(self, loss: float) -> None:
@@ -51,10 +50,10 @@ class SavePolicy:
 
     def due(self, done: int) -> bool:
         """Whether to save after this many updates."""
-        pipe = self._pipe
         regular = self._interval and done - self._saved >= self._interval
-        best = self._better and self._regular  # what the regular ones are worth is known: keep the best
-        return not self.up_to_date and bool(regular or best or pipe.save_requested)
+        # Where checkpoints are saved regularly, the best is saved too.
+        best = self._better and (self._interval or self._seconds < math.inf)
+        return not self.up_to_date and bool(regular or best or self._pipe.save_requested)
 
     @property
     def up_to_date(self) -> bool:
@@ -69,7 +68,7 @@ class SavePolicy:
 
     def _watch_clock(self, update: int, loss: float) -> None:
         """On a rank that computes the loss, with which the request travels."""
-        if self._seconds is not None and time.monotonic() >= self._saved_at + self._seconds:
+        if time.monotonic() >= self._saved_at + self._seconds:
             self._saved_at = time.monotonic()
             self._pipe.request_save()
 
@@ -78,10 +77,9 @@ class SavePolicy:
         self.check()
         pipe = self._pipe
         pipe.flush()
-        measured = self._evaluated is not None and self._evaluated[0] == pipe.updates
-        loss = self._evaluated[1] if measured and self._evaluated is not None else None
-        values = {checkpoint.EVALUATION: loss, BEST: self._best}
-        finite = {key: value for key, value in values.items() if value is not None and math.isfinite(value)}
+        updates, loss = self._evaluated
+        values = {checkpoint.EVALUATION: loss if updates == pipe.updates else math.inf, BEST: self._best}
+        finite = {key: value for key, value in values.items() if math.isfinite(value)}
         self._saver.start(position() | finite)
         self._saved, self._better = pipe.updates, False
         self._saved_at = time.monotonic()

@@ -13,18 +13,13 @@ import threading
 import time
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from vpipe.pipeline import Pipeline
 
 AGAIN = 1.0
 """Seconds after which a further signal is another one: a launcher may pass on what a terminal sent to all."""
-
-
-class TakesRequests(Protocol):
-    """A `Pipeline`, as far as signals need it."""
-
-    def request_save(self) -> None: ...
-
-    def request_stop(self) -> None: ...
 
 
 def ignore_save_signal() -> None:
@@ -33,7 +28,7 @@ def ignore_save_signal() -> None:
 
 
 class Signals:
-    def __init__(self, pipe: TakesRequests, say: Callable[[str], None]) -> None:
+    def __init__(self, pipe: Pipeline, say: Callable[[str], None]) -> None:
         self._pipe = pipe
         self._say = say
         self._first: float | None = None  # when this rank was first asked to end

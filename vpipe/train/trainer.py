@@ -138,7 +138,7 @@ class Trainer:
 
     def _begin(self, resume: str | None, debug: Sequence[str]) -> Recorder:
         """Restore what was saved, and say what begins."""
-        pipe = self.pipe
+        pipe, config = self.pipe, self.config
         notes: list[str] = []
         restored = self.restore(resume, notes.append)
         if pipe.updates >= self.position.updates and not int(os.environ.get(ATTEMPT, "0")):
@@ -148,9 +148,19 @@ class Trainer:
             )
         pipe.runtime.align_clocks()
         if self.rank == 0:
-            write_description(pipe, self.config, self.data, self.folder)
-        recorder = self._make_recorder()
-        described = describe(pipe, self.config, type(self.model).__name__, self.position)
+            write_description(pipe, config, self.data, self.folder)
+        recorder = Recorder(
+            pipe,
+            self.folder,
+            total=self.position.updates,
+            samples=self.position.interval * config.batch_size,
+            tokens=config.sequence_length,
+            print_frequency=config.print_frequency,
+            verbose_frequency=config.verbose_frequency,
+            hang_limit=config.hang_limit,
+            prometheus_port=config.prometheus_port,
+        )
+        described = describe(pipe, config, type(self.model).__name__, self.position)
         for line in (described, *notes, restored):
             if line is not None:
                 recorder.say(line)
@@ -259,20 +269,6 @@ class Trainer:
             device=self.device,
             world=self.world,
             **pipeline_arguments(config),
-        )
-
-    def _make_recorder(self) -> Recorder:
-        config = self.config
-        return Recorder(
-            self.pipe,
-            self.folder,
-            total=self.position.updates,
-            samples=self.position.interval * config.batch_size,
-            tokens=config.sequence_length,
-            print_frequency=config.print_frequency,
-            verbose_frequency=config.verbose_frequency,
-            hang_limit=config.hang_limit,
-            prometheus_port=config.prometheus_port,
         )
 
     def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:

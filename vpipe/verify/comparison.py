@@ -78,12 +78,12 @@ def rounding_alone(gradients: Mapping[str, Tensor]) -> set[str]:
 
 
 def _compare(by_rank: ByRank, expected: Mapping[str, Tensor], scale: float) -> Difference:
-    """Compare every copy of every rank; a gradient that the reference does not have should be zero."""
+    """Compare every copy of every rank, on the host; a gradient that the reference does not have should be zero."""
     ours: dict[str, Tensor] = {}
     theirs: dict[str, Tensor] = {}
     for rank, tensors in enumerate(by_rank):
         for (stage, name), tensor in tensors.items():
             where = f"{name} (stage {stage}, rank {rank})"
             ours[where] = tensor
-            theirs[where] = expected[name] if name in expected else torch.zeros_like(tensor)
+            theirs[where] = expected[name].cpu() if name in expected else torch.zeros_like(tensor)
     return Difference(*largest_difference(ours, theirs, scale))

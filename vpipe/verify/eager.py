@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 from torch.func import functional_call
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
@@ -218,14 +218,10 @@ def _reads(graph: ModelGraph, stage_of: Mapping[int, int]) -> dict[str, list[int
     reads: dict[str, list[int]] = {}
     for block in graph.blocks if stage_of else ():
         for node in block.nodes:
-            for name in _parameters_of(node, graph):
-                reads.setdefault(name, []).append(stage_of[block.index])
+            for value in node.all_input_nodes:
+                if graph.trace.kind(value) is Kind.PARAMETER:
+                    reads.setdefault(graph.trace.inputs[value].name, []).append(stage_of[block.index])
     return reads
-
-
-def _parameters_of(node: fx.Node, graph: ModelGraph) -> list[str]:
-    inputs = graph.trace.inputs
-    return [inputs[arg].name for arg in node.all_input_nodes if graph.trace.kind(arg) is Kind.PARAMETER]
 
 
 def _children(graph: ModelGraph, stage_of: Mapping[int, int]) -> dict[str, tuple[int, int]]:

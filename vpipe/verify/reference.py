@@ -34,10 +34,6 @@ class Trained(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def equal_weights(fields: dict[str, Tensor]) -> float:
-    return 1.0
-
-
 @dataclass(frozen=True)
 class Recipe:
     """How a model is trained both ways: arguments of `Pipeline`, under the same names."""
@@ -46,7 +42,7 @@ class Recipe:
     loss_fn: Callable[..., Tensor] | None = None
     seed: int = 0
     clip_norm: float | None = None
-    loss_weight: LossWeight = equal_weights
+    loss_weight: LossWeight = lambda fields: 1.0
 
 
 def train_synchronously(
@@ -83,14 +79,11 @@ class WeightHistory:
     ) -> None:
         self.now = {name: nn.Parameter(value.detach().clone()) for name, value in values.items()}
         self.optimizers = _make_optimizers(optimizer, self.now, model_names)
-        self.versions = [self.newest()]
-        self.dropped = 0
+        self.updates = 0
+        self.versions = {0: self.newest()}
 
     def newest(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.now.items()}
-
-    def read(self, version: int) -> dict[str, Tensor]:
-        return self.versions[version - self.dropped]
 
     def update(self, gradients: Mapping[str, Tensor | None], clip_norm: float | None) -> dict[str, Tensor]:
         """Make the next version; returns the gradients as the optimizer got them."""
@@ -101,13 +94,13 @@ class WeightHistory:
         used = _gradients(self.now.items())
         for optimizer in self.optimizers:
             optimizer.step()
-        self.versions.append(self.newest())
+        self.updates += 1
+        self.versions[self.updates] = self.newest()
         return used
 
     def drop(self, before: int) -> None:
         """Drop the versions before this one: they will not be read."""
-        del self.versions[: max(0, before - self.dropped)]
-        self.dropped = max(self.dropped, before)
+        self.versions = {number: values for number, values in self.versions.items() if number >= before}
 
 
 class StagedWeights:
@@ -140,10 +133,10 @@ class StagedWeights:
         """New leaf tensors with the minibatch's weights: by name, and for tied parameters by name and stage."""
         own: dict[str, Tensor] = {}
         for stage, history in enumerate(self.stages):
-            version = history.read(self.versions[stage, minibatch])
+            version = history.versions[self.versions[stage, minibatch]]
             own |= {name: _leaf(value) for name, value in version.items()}
         tied = {
-            name: {s: _leaf(history.read(self._tied_version(name, s, minibatch))[name]) for s in holders}
+            name: {s: _leaf(history.versions[self._tied_version(name, s, minibatch)][name]) for s in holders}
             for (name, holders), history in zip(self.holders.items(), self.tied.values(), strict=True)
         }
         return own, tied

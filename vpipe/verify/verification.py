@@ -6,9 +6,9 @@ Both run in this process: the pipeline with a thread for each rank, the referenc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -42,7 +42,6 @@ if TYPE_CHECKING:
     from vpipe.communication import InProcessWorld
     from vpipe.config import RunConfig
 
-K = TypeVar("K")
 BOUNDS = {"float64": 1e-9, "float32": 1e-5}
 """The largest relative difference that rounding explains."""
 UPDATES = 5
@@ -74,7 +73,7 @@ class Verification:
 
 @dataclass(frozen=True)
 class _RankRun:
-    """The results of one rank of the pipeline; tensors by stage and name."""
+    """The results of one rank of the pipeline; tensors by stage and name, on the host."""
 
     layout: Layout
     batches: list[Any]
@@ -91,14 +90,13 @@ def verify_config(
     Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
     (compiled dropout draws other masks), and the learning rate is constant.
     """
-    model, _, loss_fn = build_model(config)
+    model = build_model(config).model
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
     return verify(
         model,
         lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
-        loss_fn=loss_fn,
         updates=updates,
         dtype=dtype,
         device=device,
@@ -127,7 +125,9 @@ def verify(
     Pipeline. Dropout stays on. By default there are five `updates`, and in an asynchronous schedule as many more
     as it takes until every stage reads stale weights.
     """
-    kind = _read_dtype(dtype)
+    if dtype not in BOUNDS:
+        raise VPipeError(f"dtype is {dtype!r}: choose from {', '.join(BOUNDS)}")
+    kind = getattr(torch, dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
     recipe = Recipe(optimizer, loss_fn, seed, clip_norm, loss_weight)
@@ -135,7 +135,7 @@ def verify(
     model = copy.deepcopy(model).to(kind)
 
     def batch(number: int) -> Any:
-        return _converted(make_batch(number), kind)
+        return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), make_batch(number))
 
     def run(world: InProcessWorld) -> _RankRun:
         with Pipeline(model, batch(0), **vars(recipe), device=place, world=world, **options) as pipe:
@@ -146,28 +146,9 @@ def verify(
         check_runs(model, batch(0), loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
-        there = [_moved(batch, place) for batch in batches]
-        trained = _train_plainly(model.to(place), there, layout, recipe)
-        expected = Trained(trained.losses, _on_host(trained.gradients), _on_host(trained.weights))
+        there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
+        expected = _train_plainly(model.to(place), there, layout, recipe)
     return _compare_runs(runs, expected, dtype)
-
-
-def _read_dtype(name: str) -> torch.dtype:
-    if name not in BOUNDS:
-        raise VPipeError(f"dtype is {name!r}: choose from {', '.join(BOUNDS)}")
-    return getattr(torch, name)
-
-
-def _converted(batch: Any, dtype: torch.dtype) -> Any:
-    return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, dtype), batch)
-
-
-def _moved(batch: Any, device: torch.device) -> Any:
-    return pytree.tree_map_only(Tensor, lambda t: t.to(device), batch)
-
-
-def _on_host(tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
-    return {key: tensor.cpu() for key, tensor in tensors.items()}
 
 
 def _count(layout: Layout, updates: int | None) -> int:
@@ -184,11 +165,11 @@ def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
         _record_first_gradients(stage, gradients)
     losses = [loss for _, loss in pipe.train(batches)]
     weights = {
-        (stage.index, name): tensor
+        (stage.index, name): tensor.cpu()
         for stage in pipe.runtime.stages.values()
         for name, tensor in stage.optimizer.values().items()
     }
-    return _RankRun(pipe.layout, batches, losses, _on_host(gradients), _on_host(weights))
+    return _RankRun(pipe.layout, batches, losses, gradients, weights)
 
 
 def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) -> None:
@@ -201,7 +182,7 @@ def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) 
         if optimizer not in updated:
             updated.add(optimizer)
             given = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
-            gradients.update({places[id(p)]: p.grad.clone() for p in given})
+            gradients.update({places[id(p)]: p.grad.to("cpu", copy=True) for p in given})
 
     for optimizer in weights.optimizers:
         optimizer.register_step_pre_hook(keep)
