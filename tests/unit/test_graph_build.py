@@ -69,8 +69,16 @@ def test_recomputing_changes_nothing(name: str) -> None:
     blocks = len(captured(name)[2].blocks)
     partition = [2, blocks - 2]
     kept = run(name, partition)
-    assert_equal(run(name, partition, recompute=range(blocks)), kept, shared_parameters(name))
-    assert_equal(run(name, partition, recompute=[1, blocks - 1]), kept, shared_parameters(name))
+    assert_equal(
+        run(name, partition, policies=dict.fromkeys(range(blocks), "recompute")),
+        kept,
+        shared_parameters(name),
+    )
+    assert_equal(
+        run(name, partition, policies=dict.fromkeys([1, blocks - 1], "recompute")),
+        kept,
+        shared_parameters(name),
+    )
 
 
 @pytest.mark.parametrize("name", WITH_DROPOUT)
@@ -78,7 +86,7 @@ def test_recomputing_changes_nothing(name: str) -> None:
 def test_split_backward_gives_the_same_gradients(name: str, recompute: tuple[int, ...]) -> None:
     blocks = len(captured(name)[2].blocks)
     partition = [2, blocks - 2]
-    loss, gradients, _ = run(name, partition, split=True, recompute=recompute)
+    loss, gradients, _ = run(name, partition, split=True, policies=dict.fromkeys(recompute, "recompute"))
     expected, expected_gradients, _ = run(name, partition)
     torch.testing.assert_close(loss, expected)
     assert gradients.keys() == expected_gradients.keys()

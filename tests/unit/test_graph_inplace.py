@@ -104,7 +104,7 @@ def test_every_cut_gives_the_models_loss_and_gradients(cls: type[Layered], recom
             graph,
             model,
             graph.balanced_partition(stages),
-            recompute=range(blocks) if recompute else (),
+            policies=dict.fromkeys(range(blocks), "recompute") if recompute else {},
         )
         untouched = batch.clone()
         by_hand.assert_same(by_hand.run(graph, modules, batch), (loss, gradients))

@@ -17,6 +17,7 @@ from vpipe.plan import plan
 from vpipe.plan.choice import choose, least_memory
 from vpipe.plan.model import Load, Slice, stage_memory, stage_time
 from vpipe.simulate import simulate
+from vpipe.stage.policies import RUNS
 
 
 class Half(MemoryPolicy):
@@ -114,3 +115,7 @@ def test_whole_plans_equal_brute_force(found: list[BlockCost], more: int) -> Non
     if best < inf:
         result = plan(profile, 2, memory, "pipedream")
         assert max(position.seconds for position in result.positions) <= best * (1 + 1e-9)
+
+
+def test_stages_can_run_every_policy() -> None:
+    assert RUNS.keys() == POLICIES.keys() - {"half"}

@@ -2,7 +2,7 @@
 
 A policy is one object in `POLICIES`. Planner and simulator ask it for its figures and know none by name, with three
 exceptions: KEEP is the choice against which the others are measured, the file key `recompute_ratio` means RECOMPUTE,
-and the columns of `vpipe plan` list the others. How a stage runs a policy is in `vpipe/pipeline/assembly.py`.
+and the columns of `vpipe plan` list the others. How a stage runs a policy is in `vpipe/stage/policies.py`.
 
 To add a policy: derive from `MemoryPolicy`, override what differs from keeping, and call `register`.
 """

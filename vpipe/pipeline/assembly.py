@@ -3,13 +3,11 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 import torch
 from torch import nn
 
 from vpipe.communication import CommunicationHandler
-from vpipe.cost import RECOMPUTE, SWAP
 from vpipe.errors import VPipeError
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, StageRuntime, Updates
@@ -23,8 +21,6 @@ from vpipe.stage.precision import LossScale, cast_module
 from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
 
-SEGMENTS = {RECOMPUTE: "recompute", SWAP: "swap"}
-"""How a stage runs blocks of a memory policy: the argument of `StageModule` that takes them; others are kept."""
 ROUNDS = 64
 """Actions of a program for each rank, after which a pipeline is as full as it gets."""
 
@@ -111,13 +107,10 @@ def _make_stage(
     split: bool,
 ) -> Stage:
     graph = layout.stage_graphs[index]
-    blocks: dict[str, Any] = {
-        argument: layout.blocks_to(policy, index) for policy, argument in SEGMENTS.items()
-    }
     module = StageModule(
         graph,
         model,
-        **blocks,
+        policies={block: layout.policies[block] for block in graph.blocks},
         split=split,
         compile=options.compiler,
         device=device,

@@ -42,10 +42,6 @@ class Layout:
     def compute_dtype(self) -> torch.dtype | None:
         return compute_dtype(self.precision)
 
-    def blocks_to(self, policy: str, stage: int) -> list[int]:
-        """The blocks of a stage that this policy is for."""
-        return [block for block in self.stage_graphs[stage].blocks if self.policies[block] == policy]
-
     def splits_backward(self, rank: int) -> bool:
         """Whether the rank's program takes input gradients and weight gradients apart."""
         return any(action.op is Op.W for action in islice(self.schedule.program(rank), 10_000))

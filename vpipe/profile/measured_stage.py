@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from vpipe.communication import HOST
+from vpipe.cost import RECOMPUTE
 from vpipe.graph import StageGraph
 from vpipe.stage import RandomContext, StageModule
 from vpipe.stage.held import address
@@ -73,9 +74,10 @@ class MeasuredStage:
         self.whole = StageModule(stage, model, device=device, compile=compile)
         originals = cast_module(self.whole, dtype)
         self.split = StageModule(stage, self.whole, split=True, compile=compile)
-        self.recomputing = StageModule(stage, self.whole, recompute=stage.blocks, compile=compile)
+        recomputed = dict.fromkeys(stage.blocks, RECOMPUTE)
+        self.recomputing = StageModule(stage, self.whole, policies=recomputed, compile=compile)
         self.split_recomputing = StageModule(
-            stage, self.whole, split=True, recompute=stage.blocks, compile=compile
+            stage, self.whole, split=True, policies=recomputed, compile=compile
         )
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals

@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 import torch
 
+from vpipe.cost import SWAP
 from vpipe.profile.measured_stage import Interval, MeasuredStage, seconds
 from vpipe.stage import StageModule
 from vpipe.stage.host_store import HostStore, make_store
@@ -93,7 +94,12 @@ def measure_swapping(stages: Iterable[MeasuredStage]) -> None:
     """
     for stage in stages:
         store = make_store(stage.device)
-        swapping = StageModule(stage.stage, stage.whole, swap=stage.stage.blocks, compile=stage.compile)
+        swapping = StageModule(
+            stage.stage,
+            stage.whole,
+            policies=dict.fromkeys(stage.stage.blocks, SWAP),
+            compile=stage.compile,
+        )
         for _ in range(SWAPPING_ROUNDS):
             stage.intervals[HOST].append(_host_interval(stage, stage.whole, store))
             stage.intervals[HOST_SWAPPING].append(_host_interval(stage, swapping, store))

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -14,8 +15,8 @@ from vpipe.graph import Block, StageGraph
 from vpipe.graph.materialise import materialise
 from vpipe.graph.trace import Input, Kind
 from vpipe.stage.held import HeldSaver, address
+from vpipe.stage.policies import KEEP, RUNS, SWAP
 from vpipe.stage.random import RandomContext
-from vpipe.stage.recompute import run_recomputed
 from vpipe.stage.segment import Options, Segment, build_segment
 
 
@@ -23,11 +24,10 @@ class StageModule(nn.Module):
     """A stage with parameters. `parameters_by_name` and `buffers_by_name` use the model's own names.
 
     `source` is the model (its values are copied; those on `meta` are initialised here, from `seed`) or another
-    StageModule of this stage, whose tensors are then shared. `recompute` are the indices (of the model) of blocks
-    whose activations are not kept, `swap` those whose activations are moved to host memory by `context.swap`;
-    `split=True` defers weight gradients to `context.deferred`; `compile` names a backend of torch.compile;
-    `training=False` turns dropout off and uses running statistics. `device` is the cpu by default, or the other
-    StageModule's.
+    StageModule of this stage, whose tensors are then shared. `policies` are the memory policies (`RUNS`) of blocks by
+    their indices in the model; the others are kept. Activations are swapped by `context.swap`. `split=True` defers
+    weight gradients to `context.deferred`; `compile` names a backend of torch.compile; `training=False` turns dropout
+    off and uses running statistics. `device` is the cpu by default, or the other StageModule's.
     """
 
     def __init__(
@@ -35,8 +35,7 @@ class StageModule(nn.Module):
         stage: StageGraph,
         source: nn.Module,
         *,
-        recompute: Collection[int] = (),
-        swap: Collection[int] = (),
+        policies: Mapping[int, str] = MappingProxyType({}),
         split: bool = False,
         compile: str | None = None,
         training: bool = True,
@@ -58,8 +57,8 @@ class StageModule(nn.Module):
             self._take_tensors(source, seed)
         self._free = _free_segment(stage, Options(self.device, training, split))
         options = Options(self.device, training, split, compile)
-        self._segments = _segments(stage, recompute if training else (), swap if training else (), options)
-        self.swaps = any(segment.swap for segment in self._segments)
+        self._segments = _segments(stage, policies if training else {}, options)
+        self.swaps = any(segment.policy == SWAP for segment in self._segments)
         self.splits = split
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
 
@@ -127,15 +126,8 @@ class StageModule(nn.Module):
         inputs = {address(known[name]) for name in self.stage.reads} if context.swap else ()
         for segment in self._segments:
             arguments = _arguments(segment, sources, known)
-            made: tuple[Tensor, ...]
-            if segment.recompute and graded:
-                made = run_recomputed(segment, context, arguments, saver)
-            elif segment.swap and graded and context.swap is not None:
-                with context.swap.saving(saver, inputs):
-                    made = segment.function.forward(context, *arguments)
-            elif graded and context.held is not None:
-                with saver.saving():
-                    made = segment.function.forward(context, *arguments)
+            if graded:
+                made = RUNS[segment.policy].run(segment, context, arguments, saver, inputs)
             else:
                 made = segment.function.forward(context, *arguments)
             known.update(zip(segment.outputs, made, strict=True))
@@ -185,25 +177,23 @@ def _free_segment(stage: StageGraph, options: Options) -> Segment | None:
     return build_segment(stage, [(None, stage.free)], outputs, options)
 
 
-def _segments(
-    stage: StageGraph, recompute: Collection[int], swap: Collection[int], options: Options
-) -> list[Segment]:
-    """Runs of kept blocks together, runs of swapped ones too, each recomputed block alone."""
+def _segments(stage: StageGraph, policies: Mapping[int, str], options: Options) -> list[Segment]:
+    """Neighbouring blocks of one policy together, unless it wants each alone."""
 
-    def kind(block: Block) -> tuple[bool, int | None]:
-        return block.index in swap, block.index if block.index in recompute else None
+    def kind(block: Block) -> tuple[str, int | None]:
+        policy = policies.get(block.index, KEEP)
+        return policy, block.index if RUNS[policy].alone else None
 
-    groups = [list(group) for _, group in groupby(stage.owned, kind)]
+    groups = [(policy, list(group)) for (policy, _), group in groupby(stage.owned, kind)]
     return [
         build_segment(
             stage,
             [(block.index, block.nodes) for block in group],
             _outputs(stage, group),
             options,
-            recompute=group[0].index in recompute,
-            swap=group[0].index in swap,
+            policy,
         )
-        for group in groups
+        for policy, group in groups
     ]
 
 

@@ -44,8 +44,7 @@ class Segment:
     inputs: tuple[str | Input, ...]
     outputs: tuple[str, ...]
     mutated: tuple[int, ...]
-    recompute: bool = False
-    swap: bool = False
+    policy: str = "keep"
 
 
 def build_segment(
@@ -53,8 +52,7 @@ def build_segment(
     parts: Sequence[tuple[int | None, Sequence[fx.Node]]],
     outputs: Sequence[fx.Node],
     options: Options,
-    recompute: bool = False,
-    swap: bool = False,
+    policy: str = "keep",
 ) -> Segment:
     """A function of the operations of some blocks; a part without block index draws no random numbers."""
     trace = stage.trace
@@ -76,8 +74,7 @@ def build_segment(
         tuple(trace.inputs.get(node, node.name) for node in inputs),
         tuple("loss" if node is trace.loss else node.name for node in outputs),
         tuple(i for i, node in enumerate(inputs) if node in stage.ownership.mutated),
-        recompute,
-        swap,
+        policy,
     )
 
 
