@@ -14,14 +14,15 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
 from vpipe.plan.choice import choose, least_memory
-from vpipe.plan.model import Load, Slice, StageMemory, stage_time
-from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
+from vpipe.plan.loads import schedule_loads
+from vpipe.plan.model import Slice, StageMemory, stage_time
+from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory, schedule_moments
 from vpipe.plan.options import Policies
+from vpipe.schedule import Schedule
 
 NEARBY = 8
 EFFORT = 5_000
 """What may be spent on looking at ranks (`_Climb.effort_of`), after which the cuts stay as they are."""
-Placement = tuple[tuple[int, ...], ...]
 
 
 class PositionHolding(NamedTuple):
@@ -42,38 +43,22 @@ class Score(NamedTuple):
     squares: float
 
 
-def search_chunks(
-    profile: Profile,
-    placement: Placement,
-    loads: Sequence[Load],
-    moments: Sequence[Moments],
-    memory: int,
-) -> list[PositionHolding] | None:
-    """The holdings by position, with bytes missing where nothing fits; None if there are too few blocks.
-
-    `moments` are those of each position.
-    """
-    if len(placement) > len(profile.blocks):
-        return None
-    return _Climb(profile, placement, loads, moments, memory).holdings()
+def search_chunks(profile: Profile, schedule: Schedule, memory: int) -> list[PositionHolding]:
+    """The holdings by position, with bytes missing where nothing fits; empty if there are too few blocks."""
+    if schedule.num_stages > len(profile.blocks):
+        return []
+    return _Climb(profile, schedule, memory).holdings()
 
 
 class _Climb:
-    def __init__(
-        self,
-        profile: Profile,
-        placement: Placement,
-        loads: Sequence[Load],
-        moments: Sequence[Moments],
-        memory: int,
-    ) -> None:
+    def __init__(self, profile: Profile, schedule: Schedule, memory: int) -> None:
         self.profile = profile
-        self.placement = placement
-        self.loads = loads
-        self.moments = moments
+        self.placement = schedule.placement
+        self.loads = schedule_loads(schedule)
+        self.moments = schedule_moments(schedule)
         self.memory = memory
-        positions = sorted(set(placement))
-        self.position_of = [positions.index(own) for own in placement]
+        positions = sorted(set(self.placement))
+        self.position_of = [positions.index(own) for own in self.placement]
         self.stages: list[list[int]] = [[] for _ in positions]
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
@@ -85,9 +70,8 @@ class _Climb:
         cuts = self.even()
         holdings = [self.holding(position, cuts) for position in range(len(self.stages))]
         score = self.score(holdings)
-        improved = any(
-            holding.missing == 0 for holding in holdings
-        )  # else no rank can take blocks from others
+        # Where memory is missing everywhere, no rank can take blocks from others.
+        improved = any(holding.missing == 0 for holding in holdings)
         while improved and self.effort > 0:
             improved = False
             for moved, changed in self.moves(cuts, holdings):

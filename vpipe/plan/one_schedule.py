@@ -104,16 +104,13 @@ def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> P
     ]
     if not holdings or len(chosen) < len(holdings):
         return None
-    chunks, interval = len(holdings[0].slices), schedule_of(task, positions).update_interval
-    if task.kind.synchronous:
-        return assemble(task.profile, task.kind, task.memory, task.update, chunks, None, chosen)
-    return assemble(task.profile, task.kind, task.memory, task.minibatches, chunks, interval, chosen)
+    interval = None if task.kind.synchronous else schedule_of(task, positions).update_interval
+    return assemble(task, len(holdings[0].slices), interval, chosen)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
-    asynchronous = not task.kind.synchronous
-    if not asynchronous and limit < inf:
+    if task.kind.synchronous and limit < inf:
         limit *= task.profile.device.crowding
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
         limit = inf if task.profile.links or costs.cuts.max() > limit else limit
@@ -121,19 +118,11 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     if stages is None:
         return None
     slices = with_fresh_gradients(task, placed(stages, loads))
-    policies = [
-        from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
-        for piece, stage in zip(slices, stages, strict=True)
-    ]
-    return assemble(
-        task.profile,
-        task.kind,
-        task.memory,
-        task.minibatches if asynchronous else task.update,
-        None,
-        loads.update_interval,
-        [FoundPosition([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
-    )
+    positions = []
+    for piece, stage in zip(slices, stages, strict=True):
+        policies = costs.best(stage.start, stage.stop, stage.load)[1]
+        positions.append(FoundPosition([piece], [from_the_end(searched, piece, policies, task.memory)]))
+    return assemble(task, None, loads.update_interval, positions)
 
 
 def with_fresh_gradients(task: Task, slices: list[Slice]) -> list[Slice]:

@@ -7,13 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Plan, Profile
-from vpipe.plan.model import (
-    Slice,
-    StageMemory,
-    Time,
-    stage_memory,
-    stage_time,
-)
+from vpipe.plan.model import Slice, StageMemory, Time, stage_memory, stage_time
+from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
@@ -109,15 +104,10 @@ class PlanResult:
 
 
 def assemble(
-    profile: Profile,
-    kind: ScheduleKind,
-    cap: int,
-    minibatches: int | None,
-    chunks: int | None,
-    update_interval: int | None,
-    positions: Sequence[FoundPosition],
+    task: Task, chunks: int | None, update_interval: int | None, positions: Sequence[FoundPosition]
 ) -> PlanResult:
     """The result for the slices and policies of each position; synchronous ones have still to be timed."""
+    profile = task.profile
     starts = sorted(piece.start for position in positions for piece in position.slices)
     order = {start: number for number, start in enumerate(starts)}
     times = shared_times(
@@ -130,21 +120,19 @@ def assemble(
         for position, time in zip(positions, times, strict=True)
     )
     stages = sorted(stage for position in planned for stage in position.stages)
-    replicas = tuple(len(position.ranks) for position in planned)
-    slowest = max(position.seconds for position in planned)
     return PlanResult(
-        kind,
-        cap,
-        tuple(stage.slice.stop - stage.slice.start for stage in stages),
-        tuple(policy for stage in stages for policy in stage.policies),
-        replicas,
-        minibatches,
-        chunks,
-        update_interval,
-        profile.batch_size,
-        profile.fingerprint,
-        planned,
-        slowest,
+        kind=task.kind,
+        cap=task.memory,
+        partition=tuple(stage.slice.stop - stage.slice.start for stage in stages),
+        policies=tuple(policy for stage in stages for policy in stage.policies),
+        replicas=tuple(len(position.ranks) for position in planned),
+        minibatches=task.update if task.kind.synchronous else task.minibatches,
+        chunks=chunks,
+        update_interval=update_interval,
+        batch_size=profile.batch_size,
+        fingerprint=profile.fingerprint,
+        positions=planned,
+        seconds=max(position.seconds for position in planned),
     )
 
 
