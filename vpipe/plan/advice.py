@@ -65,10 +65,7 @@ def _ranks(tasks: Sequence[Task]) -> int | None:
             return None
         step *= 2
         low, high = high, min(high + step, 4 * ranks)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fit(middle) else (middle, high)
-    return high
+    return _bisect(low, high, fit)
 
 
 def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
@@ -77,15 +74,18 @@ def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
     def fit(size: int) -> bool:
         return any(fits(task._replace(profile=for_batch_size(profile, size))) for task in tasks)
 
-    low, high = 1, tasks[0].profile.batch_size
+    size = tasks[0].profile.batch_size
     if not tasks[0].small:
-        return next((high >> by for by in range(1, high.bit_length()) if fit(high >> by)), None)
-    if high <= 1 or not fit(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low
+        return next((size >> by for by in range(1, size.bit_length()) if fit(size >> by)), None)
+    return _bisect(size, 1, fit) if size > 1 and fit(1) else None
+
+
+def _bisect(bad: int, good: int, fit: Callable[[int], bool]) -> int:
+    """A number between one that does not fit and one that does: it fits, and the next one towards `bad` does not."""
+    while abs(good - bad) > 1:
+        middle = (good + bad) // 2
+        bad, good = (bad, middle) if fit(middle) else (middle, good)
+    return good
 
 
 class Least(NamedTuple):
