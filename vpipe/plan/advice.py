@@ -23,7 +23,7 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
     if found is None:
         task = tasks[0]
         return (
-            f"schedule {task.schedule!r} cannot be planned for {task.ranks} ranks and "
+            f"schedule {task.kind.name!r} cannot be planned for {task.ranks} ranks and "
             f"{len(profile.blocks)} blocks: every chunk holds at least one block; use fewer ranks or chunks, "
             "or another schedule"
         )
@@ -39,7 +39,7 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
         changes.append(f"a batch size of {size}")
     return (
         f"nothing fits a memory of {task.memory} bytes ({show_bytes(task.memory)}) on {task.ranks} "
-        f"{'rank' if task.ranks == 1 else 'ranks'} with schedule {task.schedule!r} and batch size "
+        f"{'rank' if task.ranks == 1 else 'ranks'} with schedule {task.kind.name!r} and batch size "
         f"{task.profile.batch_size}: at best {missing} bytes ({show_bytes(missing)}) are missing on stage "
         f"{least.position} (blocks {blocks}), even with everything recomputed or swapped that helps; "
         f"what would fit: {', or '.join(changes)}"

@@ -72,16 +72,11 @@ def _with_parts_of_the_link(profile: Profile) -> Iterator[Profile]:
     What ranks copy over one link couples stages that the search takes one by one. Within its part a rank never waits
     for another; the fastest of these plans, by the sums, may not be the fastest that there is.
     """
-    together, part = profile.device.shared_by, 1
-    while part < together:
-        part = min(2 * part, together)
-        device = profile.device
-        yield replace(
-            profile,
-            device=replace(
-                device, to_host=device.to_host / part, from_host=device.from_host / part, shared_by=1
-            ),
-        )
+    device, part = profile.device, 1
+    while part < device.shared_by:
+        part = min(2 * part, device.shared_by)
+        to_host, from_host = device.to_host / part, device.from_host / part
+        yield replace(profile, device=replace(device, to_host=to_host, from_host=from_host, shared_by=1))
 
 
 def _layouts(task: Task) -> Iterator[Find]:

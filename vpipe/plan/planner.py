@@ -102,9 +102,9 @@ def fastest_schedule(tasks: Sequence[Task], limit: float = inf) -> PlanResult | 
     """
     found: dict[str, PlanResult | None] = {}
     for task in sorted(tasks, key=lambda task: task.kind.synchronous):
-        result = found[task.schedule] = plan_schedule(task, limit)
+        result = found[task.kind.name] = plan_schedule(task, limit)
         limit = limit if result is None else min(limit, result.seconds)
-    return fastest(found[task.schedule] for task in tasks)
+    return fastest(found[task.kind.name] for task in tasks)
 
 
 def fastest(results: Iterable[PlanResult | None]) -> PlanResult | None:

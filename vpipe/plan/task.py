@@ -26,10 +26,6 @@ class Task(NamedTuple):
     chunks: int | None
 
     @property
-    def schedule(self) -> str:
-        return self.kind.name
-
-    @property
     def update(self) -> int:
         """Minibatches of a synchronous update."""
         table = self.kind.table
