@@ -26,13 +26,14 @@ EFFORT = 5_000
 
 
 class PositionHolding(NamedTuple):
-    """What the ranks of one position hold, at the least time that fits, and the bytes that are missing."""
+    """What the ranks of one position hold: a policy for each block of its slices, its memory and time."""
 
     slices: tuple[Slice, ...]
-    policies: Policies | None
-    memory: StageMemory | None
+    policies: Policies
+    memory: StageMemory
     seconds: float
-    missing: int
+    missing: int = 0
+    """Bytes, if no policies fit."""
 
 
 class Score(NamedTuple):
@@ -173,7 +174,7 @@ class _Climb:
             peak, worst = peak_memory(profile, slices, policies, moments)
             if peak.total <= memory:
                 time = stage_time(profile, slices, policies)
-                return PositionHolding(slices, policies, peak, time.seconds / slices[0].load.replicas, 0)
+                return PositionHolding(slices, policies, peak, time.seconds / slices[0].load.replicas)
             if worst in taken:
                 break
             taken.append(worst)
@@ -181,7 +182,7 @@ class _Climb:
             if (chosen := choose(profile, pieces, memory)) is None:
                 break
             policies = chosen[1]
-        return PositionHolding(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
+        return PositionHolding(slices, policies, peak, inf, max(1, least_memory(profile, pieces) - memory))
 
     @staticmethod
     def score(holdings: Sequence[PositionHolding]) -> Score:

@@ -9,9 +9,10 @@ from math import inf
 
 from vpipe.cost import SWAP, Profile
 from vpipe.plan.choice import from_the_end
+from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.loads import Loads, planned_interval
-from vpipe.plan.model import Slice, StageMemory, stage_time
-from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
+from vpipe.plan.model import Slice, StageMemory, stage_memory, stage_time
+from vpipe.plan.result import PlanResult, assemble, timed
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
 from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, schedule_of, seats_of, weights_alone
@@ -92,15 +93,10 @@ def _layouts(task: Task) -> Iterator[Find]:
 
 def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
     holdings = seats_of(task._replace(profile=searched), positions)
-    chosen = [
-        FoundPosition(holding.slices, holding.policies, holding.memory)
-        for holding in holdings
-        if holding.policies is not None
-    ]
-    if not holdings or len(chosen) < len(holdings):
+    if not holdings or any(holding.missing for holding in holdings):
         return None
     interval = None if task.kind.synchronous else schedule_of(task, positions).update_interval
-    return assemble(task, len(holdings[0].slices), interval, chosen)
+    return assemble(task, len(holdings[0].slices), interval, holdings)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
@@ -116,7 +112,9 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     positions = []
     for piece, stage in zip(slices, stages, strict=True):
         policies = costs.best(stage.start, stage.stop, stage.load)[1]
-        positions.append(FoundPosition([piece], [from_the_end(searched, piece, policies, task.memory)]))
+        chosen = [from_the_end(searched, piece, policies, task.memory)]
+        memory = stage_memory(task.profile, [piece], chosen)
+        positions.append(PositionHolding((piece,), chosen, memory, stage.cost))
     return assemble(task, None, loads.update_interval, positions)
 
 

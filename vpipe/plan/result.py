@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Plan, Profile
-from vpipe.plan.model import Slice, StageMemory, Time, stage_memory, stage_time
+from vpipe.plan.chunks import PositionHolding
+from vpipe.plan.model import Slice, StageMemory, Time, stage_time
 from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
@@ -15,14 +16,6 @@ from vpipe.simulate import simulate
 ROUNDING = 1 + 1e-9
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
-
-
-class FoundPosition(NamedTuple):
-    """What the search found for one position: its slices, a policy for each of their blocks, its memory if known."""
-
-    slices: Sequence[Slice]
-    policies: Sequence[Sequence[str]]
-    memory: StageMemory | None = None
 
 
 class StagePlan(NamedTuple):
@@ -104,7 +97,7 @@ class PlanResult:
 
 
 def assemble(
-    task: Task, chunks: int | None, update_interval: int | None, positions: Sequence[FoundPosition]
+    task: Task, chunks: int | None, update_interval: int | None, positions: Sequence[PositionHolding]
 ) -> PlanResult:
     """The result for the slices and policies of each position; synchronous ones have still to be timed."""
     profile = task.profile
@@ -180,8 +173,10 @@ def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | No
     return replace(result, seconds=(step + (minibatches - few) * result.seconds) / minibatches)
 
 
-def position_plan(profile: Profile, position: FoundPosition, time: Time, numbers: Sequence[int]) -> RankPlan:
-    slices, policies, memory = position
+def position_plan(
+    profile: Profile, position: PositionHolding, time: Time, numbers: Sequence[int]
+) -> RankPlan:
+    slices, policies = position.slices, position.policies
     bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
     limit = "link" if time.link > time.compute else "compute"
     if time.seconds > bare.seconds:
@@ -190,5 +185,4 @@ def position_plan(profile: Profile, position: FoundPosition, time: Time, numbers
         StagePlan(number, piece, tuple(chosen))
         for number, piece, chosen in zip(numbers, slices, policies, strict=True)
     )
-    memory = memory or stage_memory(profile, slices, policies)
-    return RankPlan(slices[0].ranks, stages, memory, time, limit)
+    return RankPlan(slices[0].ranks, stages, position.memory, time, limit)
