@@ -23,7 +23,7 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
     if found is None:
         task = tasks[0]
         return (
-            f"schedule {task.schedule!r} cannot be planned for {task.ranks} ranks and "
+            f"schedule {task.kind.name!r} cannot be planned for {task.ranks} ranks and "
             f"{len(profile.blocks)} blocks: every chunk holds at least one block; use fewer ranks or chunks, "
             "or another schedule"
         )
@@ -39,7 +39,7 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
         changes.append(f"a batch size of {size}")
     return (
         f"nothing fits a memory of {task.memory} bytes ({show_bytes(task.memory)}) on {task.ranks} "
-        f"{'rank' if task.ranks == 1 else 'ranks'} with schedule {task.schedule!r} and batch size "
+        f"{'rank' if task.ranks == 1 else 'ranks'} with schedule {task.kind.name!r} and batch size "
         f"{task.profile.batch_size}: at best {missing} bytes ({show_bytes(missing)}) are missing on stage "
         f"{least.position} (blocks {blocks}), even with everything recomputed or swapped that helps; "
         f"what would fit: {', or '.join(changes)}"
@@ -65,10 +65,7 @@ def _ranks(tasks: Sequence[Task]) -> int | None:
             return None
         step *= 2
         low, high = high, min(high + step, 4 * ranks)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fit(middle) else (middle, high)
-    return high
+    return _bisect(low, high, fit)
 
 
 def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
@@ -77,15 +74,18 @@ def _batch_size(tasks: Sequence[Task], profile: Profile) -> int | None:
     def fit(size: int) -> bool:
         return any(fits(task._replace(profile=for_batch_size(profile, size))) for task in tasks)
 
-    low, high = 1, tasks[0].profile.batch_size
+    size = tasks[0].profile.batch_size
     if not tasks[0].small:
-        return next((high >> by for by in range(1, high.bit_length()) if fit(high >> by)), None)
-    if high <= 1 or not fit(low):
-        return None
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if fit(middle) else (low, middle)
-    return low
+        return next((size >> by for by in range(1, size.bit_length()) if fit(size >> by)), None)
+    return _bisect(size, 1, fit) if size > 1 and fit(1) else None
+
+
+def _bisect(bad: int, good: int, fit: Callable[[int], bool]) -> int:
+    """A number between one that does not fit and one that does: it fits, and the next one towards `bad` does not."""
+    while abs(good - bad) > 1:
+        middle = (good + bad) // 2
+        bad, good = (bad, middle) if fit(middle) else (middle, good)
+    return good
 
 
 class Least(NamedTuple):

@@ -14,24 +14,26 @@ from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
 from vpipe.plan.choice import choose, least_memory
-from vpipe.plan.model import Load, Slice, StageMemory, stage_time
-from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory
+from vpipe.plan.loads import schedule_loads
+from vpipe.plan.model import Slice, StageMemory, stage_time
+from vpipe.plan.moments import Moment, Moments, at_moments, peak_memory, schedule_moments
 from vpipe.plan.options import Policies
+from vpipe.schedule import Schedule
 
 NEARBY = 8
 EFFORT = 5_000
 """What may be spent on looking at ranks (`_Climb.effort_of`), after which the cuts stay as they are."""
-Placement = tuple[tuple[int, ...], ...]
 
 
 class PositionHolding(NamedTuple):
-    """What the ranks of one position hold, at the least time that fits, and the bytes that are missing."""
+    """What the ranks of one position hold: a policy for each block of its slices, its memory and time."""
 
     slices: tuple[Slice, ...]
-    policies: Policies | None
-    memory: StageMemory | None
+    policies: Policies
+    memory: StageMemory
     seconds: float
-    missing: int
+    missing: int = 0
+    """Bytes, if no policies fit."""
 
 
 class Score(NamedTuple):
@@ -42,38 +44,22 @@ class Score(NamedTuple):
     squares: float
 
 
-def search_chunks(
-    profile: Profile,
-    placement: Placement,
-    loads: Sequence[Load],
-    moments: Sequence[Moments],
-    memory: int,
-) -> list[PositionHolding] | None:
-    """The holdings by position, with bytes missing where nothing fits; None if there are too few blocks.
-
-    `moments` are those of each position.
-    """
-    if len(placement) > len(profile.blocks):
-        return None
-    return _Climb(profile, placement, loads, moments, memory).holdings()
+def search_chunks(profile: Profile, schedule: Schedule, memory: int) -> list[PositionHolding]:
+    """The holdings by position, with bytes missing where nothing fits; empty if there are too few blocks."""
+    if schedule.num_stages > len(profile.blocks):
+        return []
+    return _Climb(profile, schedule, memory).holdings()
 
 
 class _Climb:
-    def __init__(
-        self,
-        profile: Profile,
-        placement: Placement,
-        loads: Sequence[Load],
-        moments: Sequence[Moments],
-        memory: int,
-    ) -> None:
+    def __init__(self, profile: Profile, schedule: Schedule, memory: int) -> None:
         self.profile = profile
-        self.placement = placement
-        self.loads = loads
-        self.moments = moments
+        self.placement = schedule.placement
+        self.loads = schedule_loads(schedule)
+        self.moments = schedule_moments(schedule)
         self.memory = memory
-        positions = sorted(set(placement))
-        self.position_of = [positions.index(own) for own in placement]
+        positions = sorted(set(self.placement))
+        self.position_of = [positions.index(own) for own in self.placement]
         self.stages: list[list[int]] = [[] for _ in positions]
         for stage, position in enumerate(self.position_of):
             self.stages[position].append(stage)
@@ -85,9 +71,8 @@ class _Climb:
         cuts = self.even()
         holdings = [self.holding(position, cuts) for position in range(len(self.stages))]
         score = self.score(holdings)
-        improved = any(
-            holding.missing == 0 for holding in holdings
-        )  # else no rank can take blocks from others
+        # Where memory is missing everywhere, no rank can take blocks from others.
+        improved = any(holding.missing == 0 for holding in holdings)
         while improved and self.effort > 0:
             improved = False
             for moved, changed in self.moves(cuts, holdings):
@@ -189,7 +174,7 @@ class _Climb:
             peak, worst = peak_memory(profile, slices, policies, moments)
             if peak.total <= memory:
                 time = stage_time(profile, slices, policies)
-                return PositionHolding(slices, policies, peak, time.seconds / slices[0].load.replicas, 0)
+                return PositionHolding(slices, policies, peak, time.seconds / slices[0].load.replicas)
             if worst in taken:
                 break
             taken.append(worst)
@@ -197,7 +182,7 @@ class _Climb:
             if (chosen := choose(profile, pieces, memory)) is None:
                 break
             policies = chosen[1]
-        return PositionHolding(slices, None, None, inf, max(1, least_memory(profile, pieces) - memory))
+        return PositionHolding(slices, policies, peak, inf, max(1, least_memory(profile, pieces) - memory))
 
     @staticmethod
     def score(holdings: Sequence[PositionHolding]) -> Score:

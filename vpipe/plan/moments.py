@@ -42,15 +42,12 @@ class Moment(NamedTuple):
 
 
 class Moments(tuple[Moment, ...]):
-    """Those of one rank; their counts as columns, by moment and slice."""
+    """Those of one rank."""
 
     @cached_property
-    def flying(self) -> Counts:
-        return np.array([[flying for flying, _ in moment.counts] for moment in self])
-
-    @cached_property
-    def waiting(self) -> Counts:
-        return np.array([[waiting for _, waiting in moment.counts] for moment in self])
+    def counts(self) -> Counts:
+        """In flight and waiting, each by moment and slice."""
+        return np.moveaxis(np.array([moment.counts for moment in self]), -1, 0)
 
     @cached_property
     def running(self) -> Counts:
@@ -141,9 +138,9 @@ def peak_memory(
     kept, copied, left, needed = (
         np.array(sizes, dtype=object if large else np.int64) for sizes in (held, swapped, deferred, backward)
     )
-    flying = offered.flying
+    flying, waiting = offered.counts
     lying = np.minimum(flying + profile.device.lingering, profile.device.swapped_in)
-    activations = flying @ kept + lying @ copied + offered.waiting @ left
+    activations = flying @ kept + lying @ copied + waiting @ left
     needs = needed[offered.running]
     worst = int(np.argmax(activations + needs))
     weights = sum(weight_bytes(profile, piece) for piece in slices)

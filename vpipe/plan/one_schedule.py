@@ -9,9 +9,10 @@ from math import inf
 
 from vpipe.cost import SWAP, Profile
 from vpipe.plan.choice import from_the_end
+from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.loads import Loads, planned_interval
-from vpipe.plan.model import Slice, StageMemory, stage_time
-from vpipe.plan.result import FoundPosition, PlanResult, assemble, timed
+from vpipe.plan.model import Slice, StageMemory, stage_memory, stage_time
+from vpipe.plan.result import PlanResult, assemble, timed
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
 from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, schedule_of, seats_of, weights_alone
@@ -72,16 +73,11 @@ def _with_parts_of_the_link(profile: Profile) -> Iterator[Profile]:
     What ranks copy over one link couples stages that the search takes one by one. Within its part a rank never waits
     for another; the fastest of these plans, by the sums, may not be the fastest that there is.
     """
-    together, part = profile.device.shared_by, 1
-    while part < together:
-        part = min(2 * part, together)
-        device = profile.device
-        yield replace(
-            profile,
-            device=replace(
-                device, to_host=device.to_host / part, from_host=device.from_host / part, shared_by=1
-            ),
-        )
+    device, part = profile.device, 1
+    while part < device.shared_by:
+        part = min(2 * part, device.shared_by)
+        to_host, from_host = device.to_host / part, device.from_host / part
+        yield replace(profile, device=replace(device, to_host=to_host, from_host=from_host, shared_by=1))
 
 
 def _layouts(task: Task) -> Iterator[Find]:
@@ -97,23 +93,15 @@ def _layouts(task: Task) -> Iterator[Find]:
 
 def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
     holdings = seats_of(task._replace(profile=searched), positions)
-    chosen = [
-        FoundPosition(holding.slices, holding.policies, holding.memory)
-        for holding in holdings
-        if holding.policies is not None
-    ]
-    if not holdings or len(chosen) < len(holdings):
+    if not holdings or any(holding.missing for holding in holdings):
         return None
-    chunks, interval = len(holdings[0].slices), schedule_of(task, positions).update_interval
-    if task.kind.synchronous:
-        return assemble(task.profile, task.kind, task.memory, task.update, chunks, None, chosen)
-    return assemble(task.profile, task.kind, task.memory, task.minibatches, chunks, interval, chosen)
+    interval = None if task.kind.synchronous else schedule_of(task, positions).update_interval
+    return assemble(task, len(holdings[0].slices), interval, holdings)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
-    asynchronous = not task.kind.synchronous
-    if not asynchronous and limit < inf:
+    if task.kind.synchronous and limit < inf:
         limit *= task.profile.device.crowding
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
         limit = inf if task.profile.links or costs.cuts.max() > limit else limit
@@ -121,19 +109,13 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     if stages is None:
         return None
     slices = with_fresh_gradients(task, placed(stages, loads))
-    policies = [
-        from_the_end(searched, piece, costs.best(stage.start, stage.stop, stage.load)[1], task.memory)
-        for piece, stage in zip(slices, stages, strict=True)
-    ]
-    return assemble(
-        task.profile,
-        task.kind,
-        task.memory,
-        task.minibatches if asynchronous else task.update,
-        None,
-        loads.update_interval,
-        [FoundPosition([piece], [chosen]) for piece, chosen in zip(slices, policies, strict=True)],
-    )
+    positions = []
+    for piece, stage in zip(slices, stages, strict=True):
+        policies = costs.best(stage.start, stage.stop, stage.load)[1]
+        chosen = [from_the_end(searched, piece, policies, task.memory)]
+        memory = stage_memory(task.profile, [piece], chosen)
+        positions.append(PositionHolding((piece,), chosen, memory, stage.cost))
+    return assemble(task, None, loads.update_interval, positions)
 
 
 def with_fresh_gradients(task: Task, slices: list[Slice]) -> list[Slice]:

@@ -14,6 +14,7 @@ from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
+from vpipe.schedule.kind import at_least_one
 from vpipe.system.units import show_bytes
 
 AUTO = "auto"
@@ -37,12 +38,8 @@ def plan(
     the profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
     """
     memory = profile.device.memory if memory is None else memory
-    for what, value in (
-        ("ranks", ranks),
-        ("memory", memory),
-        ("minibatches", minibatches),
-        ("chunks", chunks),
-    ):
+    numbers = {"ranks": ranks, "memory": memory, "minibatches": minibatches, "chunks": chunks}
+    for what, value in numbers.items():
         if value is not None:
             at_least_one(what, value)
     if not profile.blocks:
@@ -105,18 +102,15 @@ def fastest_schedule(tasks: Sequence[Task], limit: float = inf) -> PlanResult | 
     """
     found: dict[str, PlanResult | None] = {}
     for task in sorted(tasks, key=lambda task: task.kind.synchronous):
-        result = found[task.schedule] = plan_schedule(task, limit)
+        result = found[task.kind.name] = plan_schedule(task, limit)
         limit = limit if result is None else min(limit, result.seconds)
-    return fastest(found[task.schedule] for task in tasks)
+    return fastest(found[task.kind.name] for task in tasks)
 
 
 def fastest(results: Iterable[PlanResult | None]) -> PlanResult | None:
     """The first of those with the most samples a second."""
-    best: PlanResult | None = None
-    for result in results:
-        if result is not None and (best is None or result.samples_per_second > best.samples_per_second):
-            best = result
-    return best
+    found = (result for result in results if result is not None)
+    return max(found, key=lambda result: result.samples_per_second, default=None)
 
 
 def kinds_of(schedule: str | Schedule) -> list[ScheduleKind]:
@@ -151,8 +145,3 @@ def check_table(table: Schedule, ranks: int, minibatches: int | None, chunks: in
                 f"{', '.join(map(str, other))}, which share some ranks but not all: it cannot be planned; "
                 "give the partition yourself"
             )
-
-
-def at_least_one(what: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise VPipeError(f"{what} is {value!r}: it must be a whole number, 1 or more")

@@ -7,27 +7,15 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Plan, Profile
-from vpipe.plan.model import (
-    Slice,
-    StageMemory,
-    Time,
-    stage_memory,
-    stage_time,
-)
+from vpipe.plan.chunks import PositionHolding
+from vpipe.plan.model import Slice, StageMemory, Time, stage_time
+from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
 ROUNDING = 1 + 1e-9
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
-
-
-class FoundPosition(NamedTuple):
-    """What the search found for one position: its slices, a policy for each of their blocks, its memory if known."""
-
-    slices: Sequence[Slice]
-    policies: Sequence[Sequence[str]]
-    memory: StageMemory | None = None
 
 
 class StagePlan(NamedTuple):
@@ -109,15 +97,10 @@ class PlanResult:
 
 
 def assemble(
-    profile: Profile,
-    kind: ScheduleKind,
-    cap: int,
-    minibatches: int | None,
-    chunks: int | None,
-    update_interval: int | None,
-    positions: Sequence[FoundPosition],
+    task: Task, chunks: int | None, update_interval: int | None, positions: Sequence[PositionHolding]
 ) -> PlanResult:
     """The result for the slices and policies of each position; synchronous ones have still to be timed."""
+    profile = task.profile
     starts = sorted(piece.start for position in positions for piece in position.slices)
     order = {start: number for number, start in enumerate(starts)}
     times = shared_times(
@@ -130,21 +113,19 @@ def assemble(
         for position, time in zip(positions, times, strict=True)
     )
     stages = sorted(stage for position in planned for stage in position.stages)
-    replicas = tuple(len(position.ranks) for position in planned)
-    slowest = max(position.seconds for position in planned)
     return PlanResult(
-        kind,
-        cap,
-        tuple(stage.slice.stop - stage.slice.start for stage in stages),
-        tuple(policy for stage in stages for policy in stage.policies),
-        replicas,
-        minibatches,
-        chunks,
-        update_interval,
-        profile.batch_size,
-        profile.fingerprint,
-        planned,
-        slowest,
+        kind=task.kind,
+        cap=task.memory,
+        partition=tuple(stage.slice.stop - stage.slice.start for stage in stages),
+        policies=tuple(policy for stage in stages for policy in stage.policies),
+        replicas=tuple(len(position.ranks) for position in planned),
+        minibatches=task.update if task.kind.synchronous else task.minibatches,
+        chunks=chunks,
+        update_interval=update_interval,
+        batch_size=profile.batch_size,
+        fingerprint=profile.fingerprint,
+        positions=planned,
+        seconds=max(position.seconds for position in planned),
     )
 
 
@@ -192,8 +173,10 @@ def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | No
     return replace(result, seconds=(step + (minibatches - few) * result.seconds) / minibatches)
 
 
-def position_plan(profile: Profile, position: FoundPosition, time: Time, numbers: Sequence[int]) -> RankPlan:
-    slices, policies, memory = position
+def position_plan(
+    profile: Profile, position: PositionHolding, time: Time, numbers: Sequence[int]
+) -> RankPlan:
+    slices, policies = position.slices, position.policies
     bare = stage_time(profile, slices, [[KEEP] * len(chosen) for chosen in policies])
     limit = "link" if time.link > time.compute else "compute"
     if time.seconds > bare.seconds:
@@ -202,5 +185,4 @@ def position_plan(profile: Profile, position: FoundPosition, time: Time, numbers
         StagePlan(number, piece, tuple(chosen))
         for number, piece, chosen in zip(numbers, slices, policies, strict=True)
     )
-    memory = memory or stage_memory(profile, slices, policies)
-    return RankPlan(slices[0].ranks, stages, memory, time, limit)
+    return RankPlan(slices[0].ranks, stages, position.memory, time, limit)

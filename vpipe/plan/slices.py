@@ -9,7 +9,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import replace
 from functools import cached_property
-from typing import Protocol
 
 import numpy as np
 
@@ -21,27 +20,11 @@ from vpipe.plan.stage_bounds import Floor, Floors
 from vpipe.plan.sums import Floats, Span, Sums, column
 
 
-class CostFunction(Protocol):
-    """What a stage costs, by its first block, the one behind its last, and its load."""
-
-    loads: Loads
-    cuts: Floats
-    """What crossing a cut costs each of its two stages, by ranks behind it and block behind it."""
-
-    @property
-    def floors(self) -> Floors:
-        """Quicker and lower bounds, by sums alone."""
-        ...
-
-    def bounds(self, span: Span) -> Floats:
-        """Lower bounds, by load and stop (from start + 1 on); exact where `exact` has been asked."""
-        ...
-
-    def exact(self, start: int, stop: int, load: int) -> float: ...
-
-
 class SliceCosts(ABC):
-    """What is common to the two kinds of cost: exact figures are found once for slices of equal blocks."""
+    """What a stage costs, by its first block, the one behind its last, and its load.
+
+    Exact figures are found once for slices of equal blocks.
+    """
 
     def __init__(self, profile: Profile, loads: Loads) -> None:
         self.profile = profile
@@ -53,8 +36,10 @@ class SliceCosts(ABC):
         kinds = [numbers.setdefault(replace(block, name=""), len(numbers)) for block in profile.blocks]
         self.kinds = np.array(kinds, dtype=np.int32)
         self.cuts = np.zeros((loads.ranks + 1, len(profile.blocks) + 1))
+        """What crossing a cut costs each of its two stages, by ranks behind it and block behind it."""
 
     def bounds(self, span: Span) -> Floats:
+        """Lower bounds, by load and stop (from start + 1 on); exact where `exact` has been asked."""
         found = np.full((len(self.loads.loads), span.last - span.start), np.inf)
         found[span.rows] = self.quick(span)
         for (load, stop), value in self.known.get(span.start, {}).items():
@@ -88,7 +73,8 @@ class SliceCosts(ABC):
 
     @property
     @abstractmethod
-    def floors(self) -> Floors: ...
+    def floors(self) -> Floors:
+        """Quicker and lower bounds, by sums alone."""
 
     @abstractmethod
     def quick(self, span: Span) -> Floats:

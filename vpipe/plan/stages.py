@@ -17,7 +17,7 @@ import numpy as np
 
 from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice
-from vpipe.plan.slices import CostFunction
+from vpipe.plan.slices import SliceCosts
 from vpipe.plan.stage_bounds import Moves, all_moves, furthest, least_limit, stage_bounds
 from vpipe.plan.sums import Floats, Span
 
@@ -34,9 +34,7 @@ class StageCut(NamedTuple):
     cost: float
 
 
-def search(
-    costs: CostFunction, blocks: int, even: bool = True, limit: float = np.inf
-) -> list[StageCut] | None:
+def search(costs: SliceCosts, blocks: int, even: bool = True, limit: float = np.inf) -> list[StageCut] | None:
     """The stages whose most expensive one is cheapest, the others even; None if that is above `limit`."""
     moves = all_moves(costs.loads)
     bound, steps, raised = least_limit(moves, costs.floors, blocks), list(LIMITS), False
@@ -56,7 +54,7 @@ def search(
     return None
 
 
-def stage_costs(costs: CostFunction, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
+def stage_costs(costs: SliceCosts, bounds: Floats, move: Moves, behind: int, span: Span) -> Floats:
     """By move and stop: the stage's own cost, or that of its cuts."""
     cuts = np.maximum(costs.cuts[behind, span.start], costs.cuts[move.left, span.ends])
     return np.asarray(np.maximum(bounds[move.loads], cuts / move.replicas))
@@ -66,7 +64,7 @@ class _States:
     """The states that matter under a limit."""
 
     def __init__(
-        self, costs: CostFunction, moves: list[Moves | None], blocks: int, reached: Floats, limit: float
+        self, costs: SliceCosts, moves: list[Moves | None], blocks: int, reached: Floats, limit: float
     ) -> None:
         self.costs, self.moves, self.reached, self.limit = costs, moves, reached, limit
         floors = costs.floors.under(limit)
@@ -84,7 +82,7 @@ class _States:
             yield from ((behind, move, span, bounds) for behind, move in wanted)
 
 
-def forward(costs: CostFunction, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
+def forward(costs: SliceCosts, moves: list[Moves | None], blocks: int, limit: float) -> Floats:
     """The least bound of the most expensive stage before each (ranks left, first block)."""
     reached = np.full((len(moves), blocks + 1), np.inf)
     reached[-1, 0] = 0.0
@@ -97,7 +95,7 @@ def forward(costs: CostFunction, moves: list[Moves | None], blocks: int, limit: 
 
 
 def backward(
-    costs: CostFunction,
+    costs: SliceCosts,
     moves: list[Moves | None],
     blocks: int,
     reached: Floats,
@@ -135,7 +133,7 @@ def _totals(own: Floats | np.float64, rest: Floats, limit: float, even: bool) ->
     return np.where((own <= limit) & np.isfinite(total), total, np.inf)
 
 
-def _path(costs: CostFunction, taken: dict[tuple[int, int], StageCut], blocks: int) -> list[StageCut]:
+def _path(costs: SliceCosts, taken: dict[tuple[int, int], StageCut], blocks: int) -> list[StageCut]:
     behind, start = costs.loads.ranks, 0
     stages: list[StageCut] = []
     while start < blocks:

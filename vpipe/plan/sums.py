@@ -54,10 +54,8 @@ class Sums:
         # By load and block, the best that any policy offers.
         shape = (len(loads.loads), len(blocks))
         least, others, begun = (np.full(shape, np.inf) for _ in range(3))
-        self.efficiency, self.copied_byte = (
-            np.zeros(shape),
-            np.zeros(shape),
-        )  # saved, by second or copied byte
+        # Saved, by second or copied byte.
+        self.efficiency, self.copied_byte = np.zeros(shape), np.zeros(shape)
         self.copying, copyable = np.full(len(blocks), np.inf), np.zeros(len(blocks))
         for policy in POLICIES.values():
             lying = column(policy.minibatches(profile.device, load.in_flight) for load in loads.loads)

@@ -8,16 +8,7 @@ from typing import NamedTuple
 
 from vpipe.cost import Profile
 from vpipe.plan.chunks import PositionHolding, search_chunks
-from vpipe.plan.loads import (
-    Loads,
-    equal_loads,
-    in_line,
-    line_loads,
-    loads_by_place,
-    planned_interval,
-    schedule_loads,
-)
-from vpipe.plan.moments import schedule_moments
+from vpipe.plan.loads import Loads, equal_loads, in_line, line_loads, loads_by_place, planned_interval
 from vpipe.schedule import Schedule, ScheduleKind
 
 SMALL = 1000
@@ -33,10 +24,6 @@ class Task(NamedTuple):
     kind: ScheduleKind
     minibatches: int | None
     chunks: int | None
-
-    @property
-    def schedule(self) -> str:
-        return self.kind.name
 
     @property
     def update(self) -> int:
@@ -129,9 +116,7 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
 
 
 def seats_of(task: Task, positions: int) -> list[PositionHolding]:
-    schedule = schedule_of(task, positions)
-    loads, moments = schedule_loads(schedule), schedule_moments(schedule)
-    return search_chunks(task.profile, schedule.placement, loads, moments, task.memory) or []
+    return search_chunks(task.profile, schedule_of(task, positions), task.memory)
 
 
 def weights_alone(task: Task, positions: int) -> float:

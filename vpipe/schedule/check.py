@@ -85,7 +85,7 @@ def missing(rules: Rules, total: int, done: list[Done]) -> Iterator[ScheduleFaul
     for minibatch in range(total):
         for stage in range(schedule.num_stages):
             rank = schedule.rank_of(stage, minibatch)
-            for op in expected(rules, stage, minibatch):
+            for op in rules.operations(stage, minibatch):
                 if Action(stage, op, minibatch) not in done[rank]:
                     yield ScheduleFault(rank, len(done[rank]), Action(stage, op, minibatch), "is missing")
     for last in sorted({min(rules.group_end(minibatch), total - 1) for minibatch in range(total)}):
@@ -138,12 +138,3 @@ def misfit(rules: Rules, total: int, rank: int, action: Action) -> str | None:
     if op in COMMUNICATION and not rules.channels(action):
         return "has nobody at the other end"
     return None
-
-
-def expected(rules: Rules, stage: int, minibatch: int) -> Iterator[Op]:
-    """What must be done with a minibatch at a stage."""
-    yield from (Op.F, Op.I, Op.W)
-    if rules.remote_producers(stage, minibatch):
-        yield from (Op.RECV_F, Op.SEND_B)
-    if rules.remote_readers(stage, minibatch):
-        yield from (Op.SEND_F, Op.RECV_B)

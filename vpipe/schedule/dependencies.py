@@ -7,11 +7,9 @@ the ranks of other stages: there is a table for each phase.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import NamedTuple
 
 from vpipe.schedule.action import COMPUTE, Op
-from vpipe.schedule.program import Schedule
 from vpipe.schedule.rules import Need, Rules
 
 
@@ -28,14 +26,10 @@ class OpDependencies(NamedTuple):
 class DependencyTables:
     """`phases[minibatch % period][stage][operation]`, and the number of each dependency."""
 
-    def __init__(self, schedule: Schedule, rules: Rules) -> None:
-        self.schedule = schedule
+    def __init__(self, rules: Rules) -> None:
         self.rules = rules
         self.numbers: dict[tuple[Need, Need], int] = {}
         self.phases = [self._table(phase) for phase in range(rules.period)]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
 
     def number(self, made: Need, reader: Need) -> int | None:
         """Of the dependency from what is made to who needs it; a whole backward needs what I does."""
@@ -46,14 +40,15 @@ class DependencyTables:
         needs: dict[Need, list[int]] = {}
         makes: dict[Need, list[int]] = {}
         sends: dict[Need, list[tuple[int, int]]] = {}
-        for stage, row in enumerate(self.rules.table(phase)):
-            for op in self._ops_of(stage, phase):
-                for made, source in row[op]:
+        schedule = self.rules.schedule
+        for stage in range(schedule.num_stages):
+            for op in self.rules.operations(stage, phase):
+                for made, source in self.rules.needs(stage, op, phase):
                     dependency = self.numbers.setdefault(((made, source), (op, stage)), len(self.numbers))
                     needs.setdefault((op, stage), []).append(dependency)
                     # A whole backward makes what I makes, for all but the W that it is itself.
                     for maker in (Op.I, Op.B) if made is Op.I and op is not Op.W else (made,):
-                        if self.schedule.lowered or self.rules.local(stage, source, phase):
+                        if schedule.lowered or self.rules.local(stage, source, phase):
                             makes.setdefault((maker, source), []).append(dependency)
                         else:
                             sends.setdefault((maker, source), []).append((dependency, stage))
@@ -67,13 +62,5 @@ class DependencyTables:
                 )
                 for op in Op
             }
-            for stage in range(self.schedule.num_stages)
+            for stage in range(schedule.num_stages)
         ]
-
-    def _ops_of(self, stage: int, minibatch: int) -> Iterator[Op]:
-        """The operations that a stage has to do with a minibatch; B does those of I."""
-        yield from (Op.F, Op.I, Op.W)
-        if self.schedule.lowered and self.rules.remote_producers(stage, minibatch):
-            yield from (Op.RECV_F, Op.SEND_B)
-        if self.schedule.lowered and self.rules.remote_readers(stage, minibatch):
-            yield from (Op.SEND_F, Op.RECV_B)

@@ -73,16 +73,10 @@ def shortest(positions: int, chunks: int, minibatches: int) -> list[list[Action]
     """The programs of all ranks, with rounds of equal length or, where that is shorter, with a short last round."""
     rounds = max(1, minibatches // positions)
     equal = [minibatches // rounds + (number < minibatches % rounds) for number in range(rounds)]
-    short = [positions] * (minibatches // positions) + [minibatches % positions] * (
-        minibatches % positions > 0
-    )
-    best: tuple[int, list[list[Action]]] | None = None
-    for sizes in (equal, short):
-        found = run_in_steps(positions, chunks, in_rounds(sizes, chunks))
-        if found is not None and (best is None or found[0] < best[0]):
-            best = found
-    assert best is not None
-    return best[1]
+    short = [min(positions, minibatches - start) for start in range(0, minibatches, positions)]
+    tried = (run_in_steps(positions, chunks, in_rounds(sizes, chunks)) for sizes in (equal, short))
+    _, programs = min((found for found in tried if found is not None), key=lambda found: found[0])
+    return programs
 
 
 def in_rounds(sizes: Sequence[int], chunks: int) -> Sequences:

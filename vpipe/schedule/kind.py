@@ -138,22 +138,22 @@ class ScheduleKind:
 
     def _checked_replicas(self, positions: int, replicas: Sequence[int] | None) -> tuple[int, ...]:
         counts = (1,) * positions if replicas is None else tuple(replicas)
+        shown = ", ".join(map(str, counts))
         if len(counts) != positions:
             raise ScheduleError(
-                f"replicas {', '.join(map(str, counts))} name {len(counts)} positions, but there are {positions}: "
-                "give one number for each"
+                f"replicas {shown} name {len(counts)} positions, but there are {positions}: give one number for each"
             )
         for position, count in enumerate(counts):
             at_least_one(f"replicas of stage {position}", count)
         if self.replicas == "one" and max(counts) > 1:
             raise ScheduleError(
-                f"schedule {self.name!r} has one rank on each position, not {', '.join(map(str, counts))}: "
+                f"schedule {self.name!r} has one rank on each position, not {shown}: "
                 "leave replicas out, or choose another schedule"
             )
         if self.replicas == "equal" and len(set(counts)) > 1:
             raise ScheduleError(
-                f"schedule {self.name!r} needs equally many replicas on all positions, not "
-                f"{', '.join(map(str, counts))}: make them equal, or choose another schedule"
+                f"schedule {self.name!r} needs equally many replicas on all positions, not {shown}: "
+                "make them equal, or choose another schedule"
             )
         return counts
 

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import lcm
-from typing import Protocol
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import UPDATE, Action, Op
@@ -14,12 +13,8 @@ from vpipe.schedule.action import UPDATE, Action, Op
 Exists = Callable[[int], bool]
 Edges = frozenset[tuple[int, int]]
 Placement = tuple[tuple[int, ...], ...]
-
-
-class Order(Protocol):
-    """Gives the actions of one rank, asking `exists` whether a minibatch is there before it is used."""
-
-    def __call__(self, rank: int, exists: Exists) -> Iterator[Action]: ...
+Order = Callable[[int, Exists], Iterator[Action]]
+"""Gives the actions of one rank, asking `exists` whether a minibatch is there before it is used."""
 
 
 @dataclass(frozen=True, eq=False)

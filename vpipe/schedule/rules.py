@@ -16,7 +16,7 @@ asking action's minibatch, and `Rules.own` gives the minibatches whose W the las
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from math import lcm
 
 from vpipe.errors import ScheduleError
@@ -85,11 +85,13 @@ class Rules:
     def remote_readers(self, stage: int, minibatch: int) -> list[int]:
         return self._remote_readers[minibatch % self.period][stage]
 
-    def table(self, phase: int = 0) -> list[dict[Op, tuple[Need, ...]]]:
-        """All of `needs`, by stage and operation, for the minibatches m with m % period = `phase`."""
-        return [
-            {op: tuple(self.needs(stage, op, phase)) for op in Op} for stage in range(len(self.producers))
-        ]
+    def operations(self, stage: int, minibatch: int) -> Iterator[Op]:
+        """What must be done with a minibatch at a stage; a B does I and W."""
+        yield from (Op.F, Op.I, Op.W)
+        if self.schedule.lowered and self.remote_producers(stage, minibatch):
+            yield from (Op.RECV_F, Op.SEND_B)
+        if self.schedule.lowered and self.remote_readers(stage, minibatch):
+            yield from (Op.SEND_F, Op.RECV_B)
 
     def needs(self, stage: int, op: Op, minibatch: int) -> list[Need]:
         """What must have been done with the same minibatch."""

@@ -111,8 +111,8 @@ class _Walk:
         self.programs = [schedule.program(rank, exists) for rank in range(schedule.num_ranks)]
         self.pending: list[Action | None] = [None] * schedule.num_ranks
         self.interval = schedule.update_interval
-        self.dependencies = DependencyTables(schedule, rules)
-        self.done: list[dict[int, float]] = [{} for _ in range(len(self.dependencies))]
+        self.dependencies = DependencyTables(rules)
+        self.done: list[dict[int, float]] = [{} for _ in range(len(self.dependencies.numbers))]
         # Ranks that wait for room in a channel, or for the other ranks of a stage.
         self.waiting: dict[object, list[int]] = {}
         # For each stage how many W of a group a replica has done, by group * replicas + replica;

@@ -1,7 +1,6 @@
 """Simulated runs of a plan: time, bubbles, memory over time."""
 
 from vpipe.simulate.memory import RankMemory
-from vpipe.simulate.run import Timeline
-from vpipe.simulate.simulation import RankPrediction, Simulation, simulate
+from vpipe.simulate.simulation import RankPrediction, Simulation, Timeline, simulate
 
 __all__ = ["RankMemory", "RankPrediction", "Simulation", "Timeline", "simulate"]

@@ -90,18 +90,6 @@ def changes(cost: StageCost) -> dict[Op, Change]:
 class Stash:
     """The minibatches that one stage has in flight on one rank, and the weights that they read."""
 
-    __slots__ = (
-        "changes",
-        "cost",
-        "idle",
-        "most_in_flight",
-        "most_versions",
-        "newest",
-        "old",
-        "read",
-        "readers",
-    )
-
     def __init__(self, cost: StageCost) -> None:
         self.cost = cost
         self.changes = changes(cost)

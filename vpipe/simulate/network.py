@@ -9,6 +9,7 @@ A link whose sender is busy has no line of its own: the sending rank copies, and
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import lcm
 
@@ -16,17 +17,8 @@ from vpipe.cost import Profile, broadcast_seconds
 from vpipe.schedule import Action, Op, Rules, Schedule
 from vpipe.simulate.stage_cost import StageCost
 
-
-class Line:
-    """One directed pair of ranks."""
-
-    __slots__ = ("free", "sender")
-
-    def __init__(self, sender: int) -> None:
-        self.sender = sender
-        self.free = 0.0
-
-
+Line = tuple[int, int]
+"""Sending and receiving rank."""
 Route = tuple[Line, float, bool]
 """The line, how long it carries the message, whether that is the sender's work."""
 
@@ -34,7 +26,8 @@ Route = tuple[Line, float, bool]
 class Network:
     def __init__(self, schedule: Schedule, profile: Profile, costs: Sequence[StageCost]) -> None:
         self.schedule = schedule
-        self.lines: dict[tuple[int, int], Line] = {}
+        self.free: dict[Line, float] = defaultdict(float)
+        """When each line has carried its last message."""
         self.copying = [0.0] * schedule.num_ranks
         """How long each rank has copied messages itself."""
         # For each stage and the other end: the routes of minibatches that replicas take in turn.
@@ -44,9 +37,8 @@ class Network:
             size = costs[producer].sent
             self.routes[producer][reader] = list(self._routes(profile, producer, reader, size))
             self.routes[reader][producer] = list(self._routes(profile, reader, producer, size))
-        self.busy = any(
-            route[2] for ends in self.routes for phases in ends.values() for route in phases
-        )  # whether any rank copies
+        self.busy = any(busy for ends in self.routes for phases in ends.values() for _, _, busy in phases)
+        """Whether any rank copies."""
 
     def transit(self, action: Action, reader: int, end: float) -> float:
         """When what ended at `end` has arrived."""
@@ -55,10 +47,9 @@ class Network:
         line, seconds, busy = phases[minibatch % len(phases)]
         if busy:
             return end
-        if line.free > end:
-            end = line.free
-        line.free = end = end + seconds
-        return end
+        start = self.free[line]
+        self.free[line] = arrived = (start if start > end else end) + seconds
+        return arrived
 
     def sending(self, action: Action) -> float:
         """How long the rank of an action copies what it made; to be asked once for each action."""
@@ -70,14 +61,13 @@ class Network:
             line, seconds, busy = phases[minibatch % len(phases)]
             if busy and (reader > stage) == (op is Op.F):
                 total += seconds
-                self.copying[line.sender] += seconds
+                self.copying[line[0]] += seconds
         return total
 
     def _routes(self, profile: Profile, stage: int, reader: int, size: int) -> Iterator[Route]:
         rank_of, placement = self.schedule.rank_of, self.schedule.placement
         for minibatch in range(lcm(len(placement[stage]), len(placement[reader]))):
-            sender, receiver = ends = rank_of(stage, minibatch), rank_of(reader, minibatch)
-            line = self.lines.setdefault(ends, Line(sender))
+            sender, receiver = line = rank_of(stage, minibatch), rank_of(reader, minibatch)
             link = profile.link_between(sender, receiver)
             near = sender == receiver
             yield line, 0.0 if near else link.seconds(size), link.sender_busy and not near

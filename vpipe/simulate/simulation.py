@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
-from vpipe.schedule import Op, Schedule
+from vpipe.schedule import Action, Event, Op, Schedule, walk
 from vpipe.schedule.facts import fresh_gradients, makes_versions, splits_backward
 from vpipe.schedule.steady import SteadyPart
 from vpipe.simulate.arrange import arrange, check_fit
 from vpipe.simulate.contention import Contention, contention_of
-from vpipe.simulate.memory import RankMemory, cuda_graph_memory, fixed_memory
+from vpipe.simulate.host import HostLink, shares
+from vpipe.simulate.memory import Ledger, RankMemory, TimedLedger, Totals, cuda_graph_memory, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
-from vpipe.simulate.run import Timeline, action_seconds, run
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 
 ITERATIONS = 2
@@ -38,6 +38,16 @@ class RankPrediction:
     memory: RankMemory
     most_activations: int
     """Bytes, which need not be there at the rank's peak."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """All events, in order on each rank, and each rank's memory after every change of it."""
+
+    events: tuple[Event, ...]
+    memory: tuple[tuple[tuple[float, int], ...], ...]
+    edges: tuple[tuple[int, int], ...]
+    """(producer, reader) pairs of stages."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +124,7 @@ class _Run:
         self.schedule = schedule
         self.costs = costs
         self.network = Network(schedule, profile, costs)
-        self.seconds = [cost.seconds for cost in costs]
+        self.seconds = [dict.fromkeys(Op, 0.0) | cost.seconds for cost in costs]
         for stage, ranks in enumerate(schedule.placement):
             if len(ranks) > 1:
                 self.seconds[stage][Op.REDUCE] = reduce_seconds(profile, ranks, costs[stage].parameters)
@@ -123,9 +133,7 @@ class _Run:
                 self.seconds[stage][Op.STEP] += costs[stage].version
         self.total = schedule.minibatches or 0
         self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
-        self.work = [self.work_of(rank) for rank in range(schedule.num_ranks)]
-        loads = [self.steady_work_of(rank) for rank in range(schedule.num_ranks)]
-        self.steady = SteadyPart(schedule, loads)
+        self.steady = SteadyPart(schedule, [self.steady_work_of(rank) for rank in range(schedule.num_ranks)])
 
     def held(self, rank: int) -> dict[int, StageCost]:
         return {stage: self.costs[stage] for stage in self.schedule.stages_of(rank)}
@@ -165,12 +173,7 @@ class _Run:
 
     def result(self, timeline: bool) -> Simulation:
         schedule, total = self.schedule, self.total
-        factors = self.contention.factors if self.contention else {}
-        cost = action_seconds(self.seconds, self.network, factors)
-        self.totals, recorded = run(
-            schedule, self.profile.device, self.costs, cost, self.network, self.steady, timeline
-        )
-        totals = self.totals
+        totals, recorded = self.run(timeline)
         makespan = max(rank.end for rank in totals)
         steady = None if schedule.synchronous else self.steady.seconds_per_minibatch()
         if steady is None:
@@ -189,21 +192,75 @@ class _Run:
             samples_per_second=self.profile.batch_size / period if period else inf,
             steady=steady is not None,
             makespan=makespan,
-            ranks=tuple(self.figures(rank, period, steady is not None) for rank in range(schedule.num_ranks)),
+            ranks=tuple(
+                self.figures(rank, found, period, steady is not None) for rank, found in enumerate(totals)
+            ),
             in_flight=self.most([rank.in_flight for rank in totals]),
             versions=self.most([rank.live for rank in totals]),
             timeline=recorded,
         )
 
-    def figures(self, rank: int, period: float, steady: bool) -> RankPrediction:
+    def run(self, timeline: bool) -> tuple[list[Totals], Timeline | None]:
+        """The totals of each rank, and the timeline if it is wanted."""
+        ledgers: list[Ledger] = []
+        hosts: dict[int, HostLink] = {}
+        swapping = shares(self.schedule, self.costs, self.profile.device.shared_by)
+        for rank in range(self.schedule.num_ranks):
+            if rank in swapping:
+                ledger = TimedLedger(self.held(rank), timeline)
+                hosts[rank] = HostLink(self.profile.device, swapping[rank], ledger)
+                ledgers.append(ledger)
+            else:
+                ledgers.append(Ledger(self.held(rank), timeline))
+
+        def hold(rank: int, action: Action, start: float) -> float:
+            return hosts[rank].hold(action, start) if rank in hosts else start
+
+        events: list[Event] = []
+        plain, notes = not hosts and not timeline, [ledger.note for ledger in ledgers]
+        for event in walk(
+            self.schedule,
+            self.action_seconds(),
+            transit=self.network.transit,
+            hold=hold if hosts else None,
+            by_start=False,
+        ):
+            rank = event[0]
+            notes[rank](event)
+            if rank == self.steady.rank:
+                self.steady.note(event)
+            if plain:
+                continue
+            if rank in hosts:
+                hosts[rank].note(event)
+            if timeline:
+                events.append(event)
+        for host in hosts.values():
+            host.close()
+        totals = [ledger.totals() for ledger in ledgers]
+        if not timeline:
+            return totals, None
+        samples = tuple(tuple(ledger.samples or ()) for ledger in ledgers)
+        return totals, Timeline(tuple(events), samples, tuple(sorted(self.network.rules.edges)))
+
+    def action_seconds(self) -> Callable[[Action], float]:
+        """How long each action takes: its operation, times its factor, and the copying of what it sends."""
+        seconds, network = self.seconds, self.network
+        if self.contention is None and not network.busy:
+            return lambda action: seconds[action[0]][action[1]]
+        factors = self.contention.factors if self.contention else {}
+        return lambda action: (
+            seconds[action.stage][action.op] * factors.get(action, 1.0) + network.sending(action)
+        )
+
+    def figures(self, rank: int, found: Totals, period: float, steady: bool) -> RankPrediction:
         """`period`: seconds of a minibatch, with filling and draining or, if `steady`, without."""
         stages = self.schedule.stages_of(rank)
-        work, turns = self.work[rank] / self.total, self.total
+        work, turns = self.work_of(rank) / self.total, self.total
         if steady:
             work, turns = self.steady_work_of(rank), self.steady_turns(rank)
         compute = work / period if period else 0.0
         sending = self.network.copying[rank] / turns / period if period else 0.0
-        found = self.totals[rank]
         fixed = fixed_memory(self.held(rank), self.profile.optimizer_ratio, self.buffers(rank))
         # A stage that swaps runs eagerly.
         if self.profile.device.graphs and not any(self.costs[stage].swapped for stage in stages):

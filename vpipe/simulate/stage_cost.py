@@ -24,11 +24,8 @@ class StageCost:
 
     blocks: tuple[int, int]
     """The first, and the one behind the last."""
-    forward: float
-    input_gradient: float
-    """With what the policies add."""
-    weight_gradient: float
-    update: float
+    seconds: dict[Op, float]
+    """Backward with what the policies add; each but the update with the runtime's overhead."""
     version: float
     """What an update takes more if the old weights are still read."""
     held: int
@@ -54,15 +51,6 @@ class StageCost:
     """Across the cuts before and behind the stage; gradients are as large."""
     exchanged: int
     """Gradients of parameters that it shares with other stages, for each update."""
-    overhead: float
-    """Of the runtime, for each action."""
-
-    @property
-    def seconds(self) -> dict[Op, float]:
-        backward = self.input_gradient + self.weight_gradient
-        parts = {Op.F: self.forward, Op.I: self.input_gradient, Op.W: self.weight_gradient, Op.B: backward}
-        computed = {op: seconds + self.overhead for op, seconds in parts.items()}
-        return dict.fromkeys(Op, 0.0) | computed | {Op.STEP: self.update}
 
 
 def stage_costs(profile: Profile, plan: Plan, fresh: bool) -> list[StageCost]:
@@ -81,13 +69,19 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
     held = sum(policy.held(blocks[n], input_bytes(blocks, n)) for n, policy in enumerate(chosen, start))
     copied = sum(policy.copied(block) for policy, block in zip(chosen, own, strict=True))
     longer = sum(policy.seconds(block) for policy, block in zip(chosen, own, strict=True))
+    input_gradient = sum(block.input_gradient for block in own) + longer
+    weight_gradient = sum(block.weight_gradient for block in own)
+    overhead = profile.device.overhead
     backward = backward_bytes(profile, start, policies)
     return StageCost(
         blocks=(start, stop),
-        forward=sum(block.forward for block in own),
-        input_gradient=sum(block.input_gradient for block in own) + longer,
-        weight_gradient=sum(block.weight_gradient for block in own),
-        update=sum(block.update for block in own),
+        seconds={
+            Op.F: sum(block.forward for block in own) + overhead,
+            Op.I: input_gradient + overhead,
+            Op.W: weight_gradient + overhead,
+            Op.B: input_gradient + weight_gradient + overhead,
+            Op.STEP: sum(block.update for block in own),
+        },
         version=sum(block.version for block in own),
         held=held - copied,
         passing=forward_bytes(profile, start, policies),
@@ -102,5 +96,4 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
         received=input_bytes(blocks, start),
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
         exchanged=profile.exchanged_bytes(start, stop),
-        overhead=profile.device.overhead,
     )
