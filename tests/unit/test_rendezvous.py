@@ -234,6 +234,7 @@ def test_a_wrong_secret_is_turned_away(job: Job, logged: list[str]) -> None:
         RefusedError, match="belongs to another job and turned rank 1 away: give each job a port"
     ):
         stranger.gather("meeting", None, "meeting", PATIENT)
+    wait_until(lambda: logged)  # the server logs after it has answered
     assert "it does not know the job's secret" in logged[0]
     assert job.gather("meeting", [0, 1, 2]) == [[0, 10, 20]] * 3
 
@@ -243,6 +244,7 @@ def test_a_second_process_for_one_rank_is_turned_away(job: Job, logged: list[str
     for rank in (1, SIZE):
         with pytest.raises(RefusedError, match=f"turned rank {rank} away"):
             job.client(rank).gather("meeting", None, "meeting", PATIENT)
+    wait_until(lambda: logged)
     assert "rank 1 is here already" in logged[0]
 
 
