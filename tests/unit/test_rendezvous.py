@@ -325,6 +325,7 @@ def test_a_flood_of_strangers_keeps_nobody_out(job: Job, logged: list[str]) -> N
     for link in flood:
         link.close()
     wait_until(lambda: len(job.rendezvous._callers) == SIZE)
+    wait_until(lambda: len(logged) >= server.LOGGED)
     assert len(logged) == server.LOGGED  # and the disk is not filled
     assert logged[-1].endswith("further ones are not logged")
 
