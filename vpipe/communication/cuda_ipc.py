@@ -52,7 +52,7 @@ class CudaIpcChannel(SharedMemoryChannel):
 
     def __init__(self, peer: int, buffer: int, timeout: float, link: Any, device: torch.device) -> None:
         super().__init__(peer, buffer, timeout, link)
-        torch.cuda.ipc_collect()  # slots of earlier channels whose readers had not let go of them then
+        torch.cuda.ipc_collect()  # slots of earlier channels that their readers released later
         self.device = device
         self._device_slots: list[_Slot] = []  # ours, written here
         self._device_free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size

@@ -239,7 +239,7 @@ class Pipeline:
     def training_state(self) -> tuple[dict[int, StageState], dict[str, Any]]:
         """What resuming needs: of each stage that this rank answers for, and plain values equal on all ranks.
 
-        Names do not depend on the partition. What several stages hold is told by the first of them, and a
+        Names do not depend on the partition. What several stages hold comes from the first of them, and a
         stage by the first of its replicas. An asynchronous pipeline is drained: call it on every rank.
         """
         self.flush()

@@ -33,7 +33,7 @@ def run_ranks(size: int, work: Callable[[InProcessWorld], T], timeout: float = 6
         while thread.is_alive() and not failures:
             thread.join(0.2)
     if failures:
-        for thread in threads:  # they were told, and must not go on beside whatever comes next
+        for thread in threads:  # they were notified, and must end before the caller continues
             thread.join(60.0)
             if thread.is_alive():
                 raise PeerError("a rank that runs as a thread does not end though another one failed")

@@ -13,7 +13,7 @@ from vpipe.plan.model import Slice
 from vpipe.plan.slices import MemoryCosts
 from vpipe.plan.stage_bounds import all_moves, least_limit
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, loads_of, seats_of, weights_alone
+from vpipe.plan.task import Task, divisors, holdings_of, loads_of, weights_alone
 from vpipe.system.units import show_bytes
 
 
@@ -145,18 +145,18 @@ def fits(task: Task) -> bool:
 def _chunked_least(task: Task, positions: int, limit: float) -> Least | None:
     """A memory in which the climb finds its way; where that is quick, with a byte less it does not."""
     low = high = task.memory
-    if not (holdings := seats_of(task, positions)):
+    if not (holdings := holdings_of(task, positions)):
         return None
-    if limit < inf and _missing(seats_of(task._replace(memory=int(limit)), positions)):
+    if limit < inf and _missing(holdings_of(task._replace(memory=int(limit)), positions)):
         return None
     last, times = holdings, 1
     while (missing := _missing(holdings)) > 0:
         low, high, last = high, int(min(high + times * missing, limit)), holdings
         times *= 2
-        holdings = seats_of(task._replace(memory=high), positions)
+        holdings = holdings_of(task._replace(memory=high), positions)
     while task.small and high - low > 1:
         middle = (low + high) // 2
-        holdings = seats_of(task._replace(memory=middle), positions)
+        holdings = holdings_of(task._replace(memory=middle), positions)
         if _missing(holdings) == 0:
             high = middle
         else:
@@ -171,5 +171,5 @@ def _missing(holdings: Sequence[PositionHolding]) -> int:
 
 def _every_layout(task: Task) -> Iterator[list[PositionHolding]]:
     for positions in divisors(task):
-        if weights_alone(task, positions) <= task.memory and (holdings := seats_of(task, positions)):
+        if weights_alone(task, positions) <= task.memory and (holdings := holdings_of(task, positions)):
             yield holdings

@@ -15,7 +15,7 @@ from vpipe.plan.model import Slice, StageMemory, stage_memory, stage_time
 from vpipe.plan.result import PlanResult, assemble, timed
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, equal_loads_of, loads_of, schedule_of, seats_of, weights_alone
+from vpipe.plan.task import Task, divisors, equal_loads_of, holdings_of, loads_of, schedule_of, weights_alone
 from vpipe.simulate import RankMemory, simulate
 
 ROUNDING = 1 + 1e-9
@@ -92,7 +92,7 @@ def _layouts(task: Task) -> Iterator[Find]:
 
 
 def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
-    holdings = seats_of(task._replace(profile=searched), positions)
+    holdings = holdings_of(task._replace(profile=searched), positions)
     if not holdings or any(holding.missing for holding in holdings):
         return None
     interval = None if task.kind.synchronous else schedule_of(task, positions).update_interval

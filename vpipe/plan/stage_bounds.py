@@ -23,7 +23,7 @@ Numbers = npt.NDArray[np.int64]
 
 ROUNDING = 1e-9
 CLOSE = 1e-4
-"""How earliest the bisection comes to the least limit."""
+"""How close the bisection comes to the least limit."""
 
 
 class Moves(NamedTuple):

@@ -1,4 +1,4 @@
-"""What is to be planned, and the layouts that its schedule may have: loads by place, or seats by position."""
+"""The task of the planner, and the layouts that its schedule may have: loads by place, or holdings by position."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     ]
 
 
-def seats_of(task: Task, positions: int) -> list[PositionHolding]:
+def holdings_of(task: Task, positions: int) -> list[PositionHolding]:
     return search_chunks(task.profile, schedule_of(task, positions), task.memory)
 
 

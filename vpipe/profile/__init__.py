@@ -1,1 +1,1 @@
-"""What a model's blocks, the device and the links cost, measured."""
+"""The measured costs of a model's blocks, the device and the links."""

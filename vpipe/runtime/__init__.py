@@ -1,4 +1,4 @@
-"""What one rank runs: the interpreter of its program, its stages, its updates."""
+"""The runtime of one rank: the interpreter of its program, its data feed, its updates."""
 
 from vpipe.runtime.feed import Feed, Fields, count_labels, count_samples
 from vpipe.runtime.gradients import GradientExchange

@@ -1,4 +1,4 @@
-"""How a stage runs a segment under each memory policy; `vpipe/cost/policies.py` says what each costs."""
+"""The way a stage runs a segment under each memory policy; `vpipe/cost/policies.py` says what each costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a run saves a checkpoint, which ones stay, which one it resumes from, and what happens if it cannot save."""
+"""The save policy of a run: when it saves, which checkpoints it keeps, from which it resumes, failed saves."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank of a run does: build the pipeline, train, evaluate, keep checkpoints, tell the figures."""
+"""The trainer of one rank: builds the pipeline, trains, evaluates, saves, reports figures."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ class Trainer:
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
-        self.position_found: dict[str, Any] = {}  # what the checkpoint told that we go on from
+        self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
         self.pipe = self._build_pipeline()
