@@ -16,7 +16,7 @@ trains, its memory holds, summed over its slices:
                    the model's first block, which reads the batch)
         swap       kept_bytes x min(in_flight, 2): one in use, and one on its way between device and host; the
                    others lie in host memory. Where copies run beside computing (the device's swapped_in is 3) once
-                   more: one that has left lies there until the next forward
+                   more: one that has left is in memory until the next forward
         and        deferred_bytes x waiting, whatever the policy: those between the end of I and the end of W
     backward     what a backward needs beyond that while it runs, one at a time: the most over the slices of
                  `cost.backward_bytes`, that is, over their blocks, of working_bytes (and, if it is recomputed,

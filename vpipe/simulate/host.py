@@ -9,7 +9,7 @@ forward and a backward. Where they do, a backward waits for its copy, and a forw
 before the last one: never more than two minibatches lie on the device.
 
 On a GPU copies run beside computing, and memory is given back in the order of the computation: what F5 made stays until
-the stage's next forward (`stage/host_store.py`). So B3 is in use, 4 comes and 6 has left but still lies there: three
+the stage's next forward (`stage/host_store.py`). So B3 is in use, 4 comes and 6 has left but is still in memory: three
 (`DeviceCost.swapped_in`).
 
 Ranks that share a link (`DeviceCost.shared_by`) have each the part of it that it has in what all of them copy: so for

@@ -15,7 +15,7 @@ from vpipe.graph import Block, StageGraph
 from vpipe.graph.materialise import materialise
 from vpipe.graph.trace import Input, Kind
 from vpipe.stage.held import HeldSaver, address
-from vpipe.stage.policies import KEEP, RUNS, SWAP
+from vpipe.stage.policies import KEEP, RUNS, SWAP, SegmentCall
 from vpipe.stage.random import RandomContext
 from vpipe.stage.segment import Options, Segment, build_segment
 
@@ -127,7 +127,7 @@ class StageModule(nn.Module):
         for segment in self._segments:
             arguments = _arguments(segment, sources, known)
             if graded:
-                made = RUNS[segment.policy].run(segment, context, arguments, saver, inputs)
+                made = RUNS[segment.policy].run(SegmentCall(segment, context, arguments, saver, inputs))
             else:
                 made = segment.function.forward(context, *arguments)
             known.update(zip(segment.outputs, made, strict=True))
