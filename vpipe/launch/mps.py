@@ -1,19 +1,23 @@
 """Several ranks on one GPU: NVIDIA's MPS lets them compute at the same time, each with its share of the card.
 
 The daemon is started for the run alone, in folders of its own, by a guard: a small process that waits for the launcher
-to end, however it ends, and then ends the daemon and removes the folders.
+to end, however it ends, and then ends the daemon and removes the folders. If the guard is killed or stopped, the
+launcher does its work.
 """
 
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,6 +31,13 @@ CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
 QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
+END_LIMIT = 5.0
+"""Seconds that the daemon and its servers have to end, once told to; a client that was killed in the middle of its work
+can leave them hanging."""
+START_LIMIT = 60.0
+"""Seconds that the daemon has to start."""
+GUARD_LIMIT = 15.0
+"""Seconds that the guard has to end all of them; it needs twice END_LIMIT at most."""
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
@@ -92,14 +103,23 @@ def _daemon() -> Iterator[dict[str, str]]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
+    started = False
     try:
-        if process.stdout.readline() != READY:
+        answered, _, _ = select.select([process.stdout], [], [], START_LIMIT)
+        started = bool(answered) and process.stdout.readline() == READY
+        if not started:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
         yield _variables(folder)
     finally:
         process.stdin.close()
+        with suppress(subprocess.TimeoutExpired):
+            process.wait(GUARD_LIMIT if started else 0)
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         process.stdout.close()
+        if started and folder.exists():
+            _end_daemon(folder)
 
 
 def _variables(folder: Path) -> dict[str, str]:
@@ -115,15 +135,45 @@ def guard(place: str) -> None:
     started = subprocess.run([CONTROL, "-d"], env=environment, stdout=subprocess.DEVNULL, check=False)
     if started.returncode:
         return
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     try:
         os.write(sys.stdout.fileno(), READY)
         sys.stdin.buffer.read()
     finally:
+        _end_daemon(folder)
+
+
+def _end_daemon(folder: Path) -> None:
+    """Tell the daemon to quit, kill what is left of it, and remove its folders."""
+    with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [CONTROL],
             input=f"quit -t {QUIT_LIMIT}\n".encode(),
-            env=environment,
+            env={**os.environ, **_variables(folder)},
             stdout=subprocess.DEVNULL,
             check=False,
+            timeout=END_LIMIT,
         )
-        shutil.rmtree(folder, ignore_errors=True)
+    deadline = time.monotonic() + END_LIMIT
+    while (left := _processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    for process in left:
+        with suppress(ProcessLookupError):
+            os.kill(process, signal.SIGKILL)
+    shutil.rmtree(folder, ignore_errors=True)
+
+
+def _processes_of(folder: Path) -> list[int]:
+    """The daemon, its servers, and programs that talk to it, by their names and their environment."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        with suppress(OSError):
+            if (
+                entry.name.isdigit()
+                # The kernel keeps 15 letters of a name.
+                and (entry / "comm").read_text().startswith(CONTROL[:15])
+                and os.fsencode(folder) in (entry / "environ").read_bytes()
+            ):
+                found.append(int(entry.name))
+    return found
