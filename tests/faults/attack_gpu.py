@@ -147,7 +147,7 @@ def attack(
                 seen.append(Seen(schedule, strike, faults=["not tried: no time was left"]))
                 continue
             if job.code is not None:
-                faults.append(f"the run has ended with code {job.code}")
+                faults.append(f"the run has ended with code {job.code}: {job.output()[-500:]!r}")
                 break
             time.sleep(drawn.uniform(0.3, 2.0))
             one = Seen(schedule, strike, memory=gpu_memory())

@@ -32,11 +32,12 @@ class Job:
         self._process: Any
         self._forked = not new
         if new:
+            path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])
             with self._said("out").open("wb") as out, self._said("err").open("wb") as err:
                 self._process = subprocess.Popen(
                     [sys.executable, "-m", "vpipe", "train", "run.yml", *map(str, options)],
                     cwd=folder,
-                    env={**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"},
+                    env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"},
                     stdout=out,
                     stderr=err,
                     start_new_session=True,
