@@ -1,4 +1,4 @@
-"""Which device a rank computes on, which channel joins two ranks, and how ranks share a GPU; no GPU is needed."""
+"""The device of a rank, the channel between two ranks, and ranks that share a GPU; no GPU is needed."""
 
 from pathlib import Path
 
