@@ -33,7 +33,7 @@ def test_several_with_spaces() -> None:
 
 MISTAKES = {
     "rank=1,point=fwd": "kind= is missing",
-    "rank=1,point=forward,kind=kill": "point is one of rendezvous",
+    "rank=1,point=forward,kind=kill": "point is 'forward': did you mean 'fwd'?",
     "rank=1,point=fwd,kind=kil": "did you mean 'kill'?",
     "rnk=1,point=fwd,kind=kill": "did you mean 'rank'?",
     "rank=one,point=fwd,kind=kill": "rank is 'one', which is no number",
@@ -44,7 +44,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_are_told(text: str) -> None:
+def test_mistakes_are_reported(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_faults(text)
     assert str(caught.value).startswith(f"VPIPE_FAULT is {text!r}: ")

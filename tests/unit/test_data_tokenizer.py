@@ -155,7 +155,7 @@ def test_missing_special_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_text_that_it_has_no_ids_for_is_told(pairs: bool, tmp_path: Path) -> None:
+def test_a_text_that_it_has_no_ids_for_is_reported(pairs: bool, tmp_path: Path) -> None:
     """Found by `make fuzz`: the model of the file said that the unknown token is one that the vocabulary lacks."""
     content = json.loads(build_tokenizer(ENGLISH, "wordpiece", 300, tmp_path).to_str())
     content["model"]["unk_token"] = "[WHAT]"

@@ -184,7 +184,7 @@ def test_prometheus_reads_what_the_ranks_said(
     assert made[0].fileno() == -1  # it is closed
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
     taken = serve(tmp_path, 0)
     try:
         with pytest.raises(ConfigError, match="prometheus_port"):

@@ -16,7 +16,7 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, meant
 from vpipe.schedule import KINDS, Schedule, read_table
 from vpipe.system.files import read_text, short_repr, write_json
 
@@ -32,7 +32,7 @@ def _policy(name: Any) -> Any:
 
 def _schedule(name: str) -> str:
     if name not in KINDS and not name.endswith(".csv"):
-        raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file")
+        raise ValueError(f"the path of a .csv file, or the name of a schedule: {meant(name, KINDS)}")
     return name
 
 
