@@ -1,4 +1,4 @@
-"""How far the simulator is from the run: throughput and peak activation bytes, for every schedule.
+"""Errors of the simulator against the run: throughput and peak activation bytes, for every schedule.
 
     python benchmarks/accuracy.py [--quick] [--ranks 2,3,4] [--layers 4] [--width 128] [--write docs/accuracy.md]
 
@@ -80,7 +80,7 @@ class Case(NamedTuple):
 
 
 class Turn(NamedTuple):
-    """What was foreseen by the profile around it, and what each rank measured."""
+    """What was predicted by the profile around it, and what each rank measured."""
 
     predicted: Simulation
     ranks: tuple[RankFigures, ...]

@@ -103,7 +103,7 @@ class ChannelGroup(dist.ProcessGroup):
     def allreduce(self, tensors: list[Tensor], opts: Any = None) -> dist.Work:
         """The sum over all ranks, added in their order: equal to the bit everywhere."""
         if opts is not None and opts.reduceOp != dist.ReduceOp.SUM:
-            raise NotImplementedError(f"this group only sums, and {opts.reduceOp} is asked for")
+            raise NotImplementedError(f"this group only sums, and {opts.reduceOp} was requested")
         for tensor in tensors:
             key = Key(COLLECTIVE, self._collectives)
             self._collectives += 1

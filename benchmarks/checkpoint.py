@@ -1,11 +1,11 @@
-"""What a save costs the training, and what looking for numbers that are not finite costs an update.
+"""Costs of a save for the training, and of the check for numbers that are not finite for an update.
 
     python benchmarks/checkpoint.py [--rounds N] [--directory DIR] [--json]
 
 One process trains the benchmark's transformer with AdamW. *A save that waits* writes, hashes and syncs before
 training goes on, as `checkpoint.save` does; *a save beside the training* waits for the copy alone (`Saver.start`),
-and the updates that run while the writer works are slower, which is told too. The three take turns. *Looking* is
-the norm of all gradients, which `on_nonfinite` takes once an update. Each is told by the clock and by the time of
+and the updates that run while the writer works are slower, which is reported too. The three take turns. *Looking* is
+the norm of all gradients, which `on_nonfinite` takes once an update. Each is measured by the clock and by the time of
 the processor, of all threads; on a busy machine only the latter says much.
 """
 

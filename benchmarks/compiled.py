@@ -1,10 +1,11 @@
-"""What `compile: true` gains: the model of a configuration, trained by one rank with and without it.
+"""The gain of `compile: true`: the model of a configuration, trained by one rank with and without it.
 
     python benchmarks/compiled.py [configs/demo.yml] [--rounds 7] [--json]
 
 One process of one thread has the whole model. Updates of four minibatches are timed by the processor's clock, so that
 others on the machine count little; plain and compiled take turns in every round. The first updates, which compile, are
-told apart. `1f1b` runs backward whole; `zb-h1` takes weight gradients apart, so its stretches end at every product.
+reported separately. `1f1b` runs backward whole; `zb-h1` splits off weight gradients, so its stretches end at every
+product.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ cap* is 97 % of what PipeDream's setting needs, so that this does not fit. Figur
 come; predictions are the simulator's, from a profile that was measured while all four ranks computed.
 
 Whether the script works can be tried without a GPU: `--device cpu --tiny`. Its figures then say nothing, and a cap is
-what is foreseen above it.
+what is predicted above it.
 """
 
 from __future__ import annotations
@@ -147,7 +147,7 @@ def table(rows: list[dict[str, object]]) -> Table:
         "predicted",
         "off",
         "peak GiB",
-        "foreseen",
+        "predicted",
         "off",
     ):
         made.add_column(column, justify="left" if column == "case" else "right")
@@ -162,7 +162,7 @@ def table(rows: list[dict[str, object]]) -> Table:
             _number(row.get("predicted"), ".1f"),
             _number(row.get("off"), "+.1%"),
             str(row["error"]) if "error" in row else _peaks(row.get("peak_bytes")),
-            _peaks(row.get("foreseen_bytes")),
+            _peaks(row.get("predicted_bytes")),
             " ".join(f"{value:+.0%}" for value in _list(row.get("memory_off"))),
         )
     return made

@@ -1,4 +1,4 @@
-"""What the parts of the GPU benchmark share: the model, cases, one case's run on all ranks, its prediction."""
+"""Common ground of the parts of the GPU benchmark: the model, cases, one case's run on all ranks, its prediction."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class Settings(NamedTuple):
-    """What `gpu.py` was asked for."""
+    """The options of `gpu.py`."""
 
     json: str
     device: str
@@ -75,7 +75,7 @@ class Case(NamedTuple):
     chunks: int | None = None
     replicas: tuple[int, ...] | None = None
     layers: int | None = None
-    """Of the model, if not those that were asked for."""
+    """Of the model, if not the requested ones."""
     compile: bool = False
     brief: bool = False
     """Whether it fits is all that is asked."""
@@ -105,7 +105,7 @@ class Bench:
         self.total = (
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         )
-        self.cap: int | None = None  # found when it is first asked for
+        self.cap: int | None = None  # found when it is first needed
         self._models: dict[int, nn.Module] = {}
         self._graphs: dict[tuple[int, int], ModelGraph] = {}  # layers and samples
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
@@ -205,7 +205,7 @@ class Bench:
         """Nothing of earlier cases is left, and from now on a rank may have so many bytes."""
         gc.collect()  # what an earlier case has left in cycles
         if self.device.type == "cuda":
-            torch.cuda.ipc_collect()  # everybody has let go of the others' memory since they met after that case
+            torch.cuda.ipc_collect()  # all ranks have closed the others' memory since they met after that case
             torch.cuda.empty_cache()
             forget_peak(self.device)
             torch.cuda.set_per_process_memory_fraction(cap / self.total if cap else 1.0)
@@ -277,11 +277,13 @@ class Bench:
         row |= {"of_each_block": None if case.policies is None else "".join(own[0] for own in case.policies)}
         row |= {"layers": case.layers or self.layers, "compile": case.compile, "issuing_us": self.issuing()}
         row |= {"cuda_graphs": self.settings.cuda_graphs}
-        foreseen = {} if profile is None or case.partition is None else self.foreseen(case, profile)
+        predicted = {} if profile is None or case.partition is None else self.prediction(case, profile)
         pace: Pace | None = None
         try:
-            if self.device.type == "cpu" and case.cap and max(foreseen["foreseen_bytes"]) > case.cap:
-                raise OutOfMemoryError("foreseen above the cap, which nothing enforces on the CPU")
+            if self.device.type == "cpu" and case.cap and max(predicted["predicted_bytes"]) > case.cap:
+                raise OutOfMemoryError(
+                    "predicted to need more than the cap, which nothing enforces on the CPU"
+                )
             pace = self.pace(case, ProcessWorld(timeout=60))
         except (torch.OutOfMemoryError, VPipeError) as error:
             row["error"] = str(error).splitlines()[0][:100]
@@ -295,15 +297,15 @@ class Bench:
             kind = "minibatch" if case.minibatches is None else "step"
             if case.batch == self.batch:
                 row |= shares(rate, limits, kind)
-            if foreseen:
-                row["off"] = foreseen["predicted"] / rate - 1
-        if all(row["peak_bytes"]) and foreseen:
-            pairs = zip(foreseen["foreseen_bytes"], row["peak_bytes"], strict=True)
+            if predicted:
+                row["off"] = predicted["predicted"] / rate - 1
+        if all(row["peak_bytes"]) and predicted:
+            pairs = zip(predicted["predicted_bytes"], row["peak_bytes"], strict=True)
             row["memory_off"] = [expected / measured - 1 for expected, measured in pairs]
-        self.tell(**row, **foreseen)
+        self.tell(**row, **predicted)
         return rate if fits else None
 
-    def foreseen(self, case: Case, profile: Profile) -> dict[str, Any]:
+    def prediction(self, case: Case, profile: Profile) -> dict[str, Any]:
         """What the simulator says: samples a second, and bytes of each rank."""
         assert case.partition is not None
         if case.layers is not None:
@@ -324,8 +326,8 @@ class Bench:
         period = case.batch / result.samples_per_second
         return {
             "predicted": result.samples_per_second,
-            "foreseen_bytes": [rank.memory.total for rank in result.ranks],
-            "foreseen_ms": [round(1e3 * period * rank.compute, 3) for rank in result.ranks],
+            "predicted_bytes": [rank.memory.total for rank in result.ranks],
+            "predicted_ms": [round(1e3 * period * rank.compute, 3) for rank in result.ranks],
         }
 
     def in_time(self, deadline: float | None = None) -> bool:

@@ -63,11 +63,11 @@ def search(
         brief = case._replace(name=f"{name} {candidates[place]}?", brief=True)
         return bench.run(brief, profile, {}) is not None
 
-    def foreseen(place: int) -> bool:
+    def fits_by_prediction(place: int) -> bool:
         case = case_of(candidates[place])
-        return case is not None and max(bench.foreseen(case, profile)["foreseen_bytes"]) <= (case.cap or 0)
+        return case is not None and max(bench.prediction(case, profile)["predicted_bytes"]) <= (case.cap or 0)
 
-    place = bisect(foreseen, -1, len(candidates))
+    place = bisect(fits_by_prediction, -1, len(candidates))
     low, high = -1, len(candidates)  # the last that is known to fit, the first that is known not to
     place, stride = max(place, 0), 1
     while low + 1 < high:

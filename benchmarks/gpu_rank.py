@@ -93,13 +93,13 @@ def run_schedules(bench: Bench, profile: Profile, limits: dict[str, float], case
         if not bench.in_time():
             return
         case = case._replace(partition=balanced(profile, case))
-        needed = sum(bench.foreseen(case, profile)["foreseen_bytes"])
+        needed = sum(bench.prediction(case, profile)["predicted_bytes"])
         if bench.total and needed > bench.total:
             bench.tell(
                 case=case.name,
                 minibatches=case.minibatches,
                 batch=case.batch,
-                error=f"{needed / 2**30:.0f} GiB foreseen: not tried",
+                error=f"{needed / 2**30:.0f} GiB predicted: not tried",
             )
         else:
             bench.run(case, profile, limits)
@@ -138,7 +138,7 @@ def run_plans(
             bench.tell(case=f"our plan, batch {batch}", error=str(error).splitlines()[0][:100])
             return None
         case = planned(made, f"our plan for {room:.0%} of the cap", batch, cap)
-        if known and bench.foreseen(case, profile)["predicted"] < known:
+        if known and bench.prediction(case, profile)["predicted"] < known:
             return None
         if not bench.in_time():
             return None

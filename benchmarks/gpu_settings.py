@@ -39,5 +39,5 @@ def find_cap(bench: Bench, profile: Profile, limits: dict[str, float]) -> int:
     if bench.cap is None:
         bench.run(case, profile, limits)
         needed = max(bench.world.all_gather("needed", bench.peak()))
-        bench.cap = int(CAP * (needed or max(bench.foreseen(case, profile)["foreseen_bytes"])))
+        bench.cap = int(CAP * (needed or max(bench.prediction(case, profile)["predicted_bytes"])))
     return bench.cap

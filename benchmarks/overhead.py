@@ -1,4 +1,4 @@
-"""What the runtime itself costs: an action's overhead, and the making of a weight version.
+"""The costs of the runtime itself: an action's overhead, and the making of a weight version.
 
     python benchmarks/overhead.py [--json | --profile]
 

@@ -1,4 +1,4 @@
-"""The worker processes of one system: started once, told what to build, run and close, ended always."""
+"""The worker processes of one system: started once, given what to build, run and close, always ended."""
 
 from __future__ import annotations
 

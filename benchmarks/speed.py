@@ -1,11 +1,11 @@
-"""What must be quick, measured against its bound: planning and simulating at their largest, looking on, drawing.
+"""Speed of what must be quick, against its bound: planning and simulating at their largest, observing, drawing.
 
     python benchmarks/speed.py [simulate] [plan] [schedule] [observe] [report] [--schedules 1f1b,zb-v] [--noise 1]
 
 *simulate*: 1,024 stages with 4,096 minibatches, and 64 with 256. *plan*: 400 blocks on 64 ranks, of two kinds as a
 transformer's or all different, under a memory that keeps everything, under one in which blocks have to be
 recomputed or swapped, and under one in which no schedule fits. Every figure of these two is that of one `vpipe`
-command, the imports (told first) included. *schedule*: schedules built, and begun. *observe*: what recording and the
+command, the imports (printed first) included. *schedule*: schedules built, and begun. *observe*: what recording and the
 watch take of a rank. *report*: frames of a timeline, in a browser.
 
 A figure above its bound is marked, and the exit code is 1 then. Bounds of commands are those of a free core, times
@@ -83,7 +83,7 @@ def main() -> None:
         "simulate": simulations,
         "plan": plans,
         "schedule": schedules,
-        "observe": looking_on,
+        "observe": observing,
         "report": frames,
     }
     parser.add_argument("parts", nargs="*", choices=[[], *parts], metavar="part", help=", ".join(parts))
@@ -206,7 +206,7 @@ def schedules(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
     )
 
 
-def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
+def observing(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
     from tests import models
     from vpipe import Pipeline
     from vpipe.observe.watch import RankWatch
@@ -234,7 +234,7 @@ def looking_on(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
             return second + quickest(lambda: [watch._look() for _ in range(10)]) / 10
 
     bounds.rows(
-        "looking on",
+        "observing",
         [
             ("ten actions are recorded", quickest(record) / 100, RECORDING),
             ("ten samples of the memory and a status, in each second", run_ranks(1, look)[0], LOOKING),

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: computing, updating, sending, waiting, and how quick the computing is.
+"""The time of a step by its uses: computing, updating, sending, waiting, and how quick the computing is.
 
     python benchmarks/whereabouts.py [--minibatches 8] [--rounds 5] [--json]
 

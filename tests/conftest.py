@@ -1,4 +1,4 @@
-"""What all tests share: one thread a process, and a capture that is not repeated for the same model.
+"""Settings of all tests: one thread a process, and a capture that is not repeated for the same model.
 
 torch is imported by the tests: the process that only hands them out to workers does without it.
 """

@@ -1,4 +1,4 @@
-"""What the server has ready before it forks: all imports, and the models that most tests train, captured.
+"""The contents of the server before it forks: all imports, and the models that most tests train, captured.
 
 Importing takes seconds of every new process, and capturing takes longer than the trainings of most tests. Any
 other model is captured where it is used.

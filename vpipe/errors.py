@@ -1,4 +1,7 @@
-"""The family of errors for users' mistakes."""
+"""The family of errors for users' mistakes, and the hint at the name that was meant."""
+
+from collections.abc import Collection
+from difflib import get_close_matches
 
 
 class VPipeError(ValueError):
@@ -54,3 +57,9 @@ class Stopped(VPipeError):
 
 class RankFailedError(VPipeError):
     """A rank was killed, crashed or stood still: not a mistake, so another try may do."""
+
+
+def meant(word: str, known: Collection[str], otherwise: str = "choose from") -> str:
+    """The end of an error about an unknown name: the known one that is close to it, or else all of them."""
+    close = get_close_matches(word[:40], known, n=1)
+    return f"did you mean {close[0]!r}?" if close else f"{otherwise} {', '.join(known)}"

@@ -50,7 +50,7 @@ class DeepSpeedRunner(Runner):
         self.last = last
 
     def step(self) -> float:
-        # Every rank is told the mean loss; only the last stage's counts.
+        # Every rank gets the mean loss; only the last stage's counts.
         loss = self.engine.train_batch(data_iter=self.batches).item()
         return loss if self.last else 0.0
 

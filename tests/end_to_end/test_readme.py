@@ -86,10 +86,10 @@ def test_every_command_exists_with_its_options_and_files(
     with pytest.raises(SystemExit) as ended:
         cli.main()
     assert not ended.value.code
-    told = capsys.readouterr().out
+    reported = capsys.readouterr().out
     for part in command[2:]:
         if part.startswith("--"):
-            assert part in told
+            assert part in reported
         elif part.endswith(".yml"):
             assert (ROOT / part).is_file()
 

@@ -94,9 +94,9 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny: Callable[..
     assert sorted(resumed) == list(range(first, 16))
     assert resumed == {update: whole[update] for update in resumed}  # to the bit
 
-    told = vpipe("eval", "run.yml", "--resume", run, "--json", cwd=folder)
-    assert told.code == 0, told.said
-    assert json.loads(told.out)["loss"] == summary["evaluation_loss"]
+    reported = vpipe("eval", "run.yml", "--resume", run, "--json", cwd=folder)
+    assert reported.code == 0, reported.said
+    assert json.loads(reported.out)["loss"] == summary["evaluation_loss"]
     assert only_run(folder) == run
     assert {path.name for path in (folder / "runs").iterdir()} == {
         run.name,
@@ -118,9 +118,9 @@ def check_observed(folder: Path, run: Path, shown: str) -> None:
     assert "tensors: the rest is in the ranks' logs" in shown
     assert "norm " in shown
     (page,) = re.findall(r'id="data">(.*?)</script>', (run / "report.html").read_text(), re.DOTALL)
-    (told,) = json.loads(page)["runs"]
-    assert told["predicted"]["source"] == "the medians of its own actions"
-    assert [len(line["counted"]) > 16 for line in told["memory"]] == [True, True]
+    (reported,) = json.loads(page)["runs"]
+    assert reported["predicted"]["source"] == "the medians of its own actions"
+    assert [len(line["counted"]) > 16 for line in reported["memory"]] == [True, True]
     top = vpipe("top", run, cwd=folder)
     assert "update 16 of 16" in top.out
     found = {

@@ -40,7 +40,7 @@ class TwoHosts:
             _ip("-n", name, "link", "set", "lo", "up")
 
     def cut(self) -> None:
-        """From now on nothing arrives, and nobody is told so."""
+        """From now on nothing arrives, and no error reports it."""
         _ip("-n", self.names[0], "link", "set", self._cables[0], "down")
 
 

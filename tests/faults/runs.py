@@ -133,12 +133,12 @@ def measure(
     ended, run = train(folder, text, *(() if weights is None else ("--max-restarts", 1)))
     logs = [(run / f"output.log.{r}").read_text() for r in range(ranks)]
     struck = re.search(rf"VPIPE_FAULT: {kind} at {point}, ([0-9.]+)", logs[rank])
-    told = failures(run)
-    if struck is None or not told:
+    reported = failures(run)
+    if struck is None or not reported:
         return Measured(rank, point, kind, struck is not None, ended.code)
-    at, first = float(struck[1]), told[0]
+    at, first = float(struck[1]), reported[0]
     place = fault.get("step", fault.get("minibatch"))
-    back = next((line["recovered"] for line in told if "recovered" in line), None)
+    back = next((line["recovered"] for line in reported if "recovered" in line), None)
     resumed = re.search(r"resumed from .* after (\d+) updates", logs[0])
     verdict = f"rank {rank} failed: {first['how']}"
     others = [log for r, log in enumerate(logs) if r != rank]

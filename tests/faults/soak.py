@@ -46,7 +46,7 @@ def random_faults(count: int, seed: int) -> list[str]:
     faults = []
     for attempt in range(count):
         point = drawn.choice(list(POINTS))
-        # A save that raises ends no run: it is told, and training goes on.
+        # A save that raises ends no run: it is reported, and training goes on.
         kinds = [kind for kind in KINDS if kind != "raise" or not point.startswith("ckpt")]
         step = EVERY * (attempt + 1) + drawn.randrange(EVERY)
         place = {"data": f",minibatch={step}"}.get(point, f",step={step}" if point in IN_STEPS else "")
@@ -83,12 +83,14 @@ def soak(folder: Path, faults: list[str]) -> dict[str, Any]:
     options = ("--max-restarts", count)
     ended, run = train(folder, ";".join(faults), *options, timeout=600 + 120 * count, look=look)
     assert ended.code == 0, ended.said
-    told = failures(run)
+    reported = failures(run)
     return {
-        "faults": sum("rank" in line for line in told),
+        "faults": sum("rank" in line for line in reported),
         "seconds": round(time.monotonic() - started),
         "kinds": dict(
-            Counter(line["how"].partition(" (")[0].partition(" for ")[0] for line in told if "rank" in line)
+            Counter(
+                line["how"].partition(" (")[0].partition(" for ")[0] for line in reported if "rank" in line
+            )
         ),
         "same weights": final_weights(run) == final_weights(reference),
         "processes left": alive(str(folder)),

@@ -1,4 +1,4 @@
-"""A rank that does as it is told and knows no torch: it starts in a moment, so that supervision can be tested often.
+"""A rank that follows a script and knows no torch: it starts in a moment, so that supervision can be tested often.
 
 Started by the launcher in place of an interpreter; its arguments say what each rank does, in order of rank. Faults
 wait until the others are where they should be, which the launcher's page tells: a clock would not know.
@@ -20,7 +20,7 @@ from vpipe.system.faults import Fault
 
 FAULTS = ("kill", "segv", "exit", "raise", "stop", "gil")
 READY, DONE = 3, 4
-"""The minibatches whose forward passes a rank is in when it has begun what it was told, and when it has done it."""
+"""The minibatches whose forward passes a rank is in when it has begun its script, and when it has done it."""
 
 
 def behave(what: str, rank: int) -> None:

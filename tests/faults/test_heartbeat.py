@@ -1,4 +1,4 @@
-"""Heartbeats between ranks that no launcher watches: silence, a sudden end and an error are told apart.
+"""Heartbeats between ranks that no launcher watches: silence, a sudden end and an error are distinguished.
 
 The ranks are processes that do nothing else; `test_network.py` cuts a real network.
 """
@@ -28,7 +28,7 @@ FOUND = 5.0
 
 
 def _rank(rank: int, size: int, limit: float, pipe: Connection, log: str, what: str) -> None:
-    """Send heartbeats until told otherwise."""
+    """Send heartbeats until stopped."""
     os.dup2(os.open(log, os.O_WRONLY | os.O_CREAT), 2)
     heartbeat.EXIT_WAIT = 0.1
 

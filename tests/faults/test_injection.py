@@ -1,4 +1,4 @@
-"""`VPIPE_FAULT`: a mistake in it is told; it strikes where, when and as often as it says."""
+"""`VPIPE_FAULT`: a mistake in it is reported; it strikes where, when and as often as it says."""
 
 import math
 from collections.abc import Callable
@@ -33,7 +33,7 @@ def test_several_with_spaces() -> None:
 
 MISTAKES = {
     "rank=1,point=fwd": "kind= is missing",
-    "rank=1,point=forward,kind=kill": "point is one of rendezvous",
+    "rank=1,point=forward,kind=kill": "point is 'forward': did you mean 'fwd'?",
     "rank=1,point=fwd,kind=kil": "did you mean 'kill'?",
     "rnk=1,point=fwd,kind=kill": "did you mean 'rank'?",
     "rank=one,point=fwd,kind=kill": "rank is 'one', which is no number",
@@ -44,7 +44,7 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("text", MISTAKES)
-def test_mistakes_are_told(text: str) -> None:
+def test_mistakes_are_reported(text: str) -> None:
     with pytest.raises(ConfigError) as caught:
         read_faults(text)
     assert str(caught.value).startswith(f"VPIPE_FAULT is {text!r}: ")
@@ -129,15 +129,15 @@ def test_points_outside_the_program(point: str, faulty: Callable[..., Any]) -> N
 
 @pytest.mark.parametrize("point", TENSOR_POINTS)
 def test_nan_poisons_what_is_there(point: str, faulty: Callable[..., Any]) -> None:
-    told, _ = faulty(f"rank={POINTS[point][0]},step=3,point={point},kind=nan")
-    losses, _ = told[0]
+    reported, _ = faulty(f"rank={POINTS[point][0]},step=3,point={point},kind=nan")
+    losses, _ = reported[0]
     assert all(map(math.isfinite, losses[:3]))
-    assert not all(finite for _, finite in told)
+    assert not all(finite for _, finite in reported)
 
 
 def test_without_a_fault_nothing_changes(faulty: Callable[..., Any]) -> None:
-    told, _ = faulty("rank=7,point=fwd,kind=raise")
-    assert all(finite for _, finite in told)
+    reported, _ = faulty("rank=7,point=fwd,kind=raise")
+    assert all(finite for _, finite in reported)
     table = {}
     assert with_faults(type("Runtime", (), {"rank": 0}), table) is table  # type: ignore[arg-type]
 

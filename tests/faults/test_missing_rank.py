@@ -16,7 +16,7 @@ from tests.faults.runs import write_config
         (1, "rank 0 did not open the rendezvous at 127.0.0.1:"),
     ],
 )
-def test_who_is_missing_is_told(
+def test_who_is_missing_is_reported(
     rank: int, missing: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write_config(tmp_path, 3, rendezvous_limit=0.2)

@@ -14,7 +14,7 @@ SECOND = {
     "exit": "ended with exit code 70 ",
     "gil": "stuck: its interpreter has not run for ",
 }
-"""What befalls the run when it goes on, and how that is told."""
+"""What befalls the run when it goes on, and how that is reported."""
 
 
 @pytest.mark.parametrize("kind", ["exit", pytest.param("gil", marks=pytest.mark.long)])

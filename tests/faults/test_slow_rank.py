@@ -53,6 +53,6 @@ def test_a_slow_rank_is_named_and_changes_nothing(
     faults.wanted.cache_clear()
     assert slowed == normal
     (warning,) = said
-    told = re.fullmatch(rf"warning: rank {slow} \(stage {slow}\) is ([0-9.]+) times as slow .*", warning)
-    assert told, warning
-    assert float(told[1]) > FACTOR
+    reported = re.fullmatch(rf"warning: rank {slow} \(stage {slow}\) is ([0-9.]+) times as slow .*", warning)
+    assert reported, warning
+    assert float(reported[1]) > FACTOR

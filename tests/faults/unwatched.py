@@ -1,4 +1,4 @@
-"""How soon all are gone where no launcher sees to it: it was killed, or there is none. A part of `make faults`.
+"""The time until all ranks have ended without a launcher: it was killed, or there is none. A part of `make faults`.
 
 python -m tests.faults.unwatched
 """

@@ -1,4 +1,4 @@
-"""A clock that tells how long an action took by what it was told to take, however busy the machine is."""
+"""A clock by which an action takes as long as the test says, however busy the machine is."""
 
 import threading
 import time

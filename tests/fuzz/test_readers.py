@@ -56,12 +56,12 @@ def limited(seconds: float) -> Iterator[None]:
 @pytest.mark.parametrize("name", MAKERS)
 def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     reader = all_readers(tmp_path)[name]()
-    told = {"refused": 0, "read": 0}
+    reported = {"refused": 0, "read": 0}
 
     def one(raw: bytes) -> None:
         with limited(LONGEST):
             message = refusal(lambda: reader.read(raw))
-        told["read" if message is None else "refused"] += 1
+        reported["read" if message is None else "refused"] += 1
         if message is not None:
             assert message.count("\n") < reader.lines, message
             assert len(message) < LONGEST_MESSAGE
@@ -74,13 +74,15 @@ def test_bad_files(name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
             suppress_health_check=list(HealthCheck),
         )
         strict(given(reader.bad)(one))()
-        count = 2 * (BAD_FILES - told["refused"])
+        count = 2 * (BAD_FILES - reported["refused"])
         if count <= 0:
             break
-    assert told["refused"]
+    assert reported["refused"]
     if BAD_FILES:
         with capsys.disabled():
             taken = time.process_time() - began
             print(
-                f"\n{name}: {told['refused']} refused, {told['read']} read, {taken:.0f} s", end="", flush=True
+                f"\n{name}: {reported['refused']} refused, {reported['read']} read, {taken:.0f} s",
+                end="",
+                flush=True,
             )

@@ -1,4 +1,4 @@
-"""What comes over the CUDA IPC channel lies with its receiver: slots are used again before anything is released. They
+"""Tensors of the CUDA IPC channel lie with their receiver: slots are used again before anything is released. They
 lie in ordinary memory, whatever the allocator does for the rest."""
 
 import pytest

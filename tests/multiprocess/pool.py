@@ -35,7 +35,7 @@ from tests.waiting import TIMEOUT
 from vpipe.system.environment import LISTENER
 
 TO_LEAVE = 20.0
-"""Seconds after which a worker that was told to leave is killed."""
+"""Seconds after which a worker that was asked to end is killed."""
 
 
 @dataclass(frozen=True)

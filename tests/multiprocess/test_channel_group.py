@@ -53,38 +53,38 @@ def train_as_torch_does(schedule: str, device: str = "cpu") -> list[float]:
     )
     optimizer = sgd(nn.ModuleList(modules.values()))
     inputs, targets = (tensor.to(place) for tensor in data())
-    told = []
+    reported = []
     for _ in range(STEPS):
         losses: list[Tensor] = []
         program.step(*([inputs] if 0 in mine else []), target=targets, losses=losses, return_outputs=False)
         optimizer.step()
         optimizer.zero_grad()
-        told += [torch.stack(losses).mean().item()] if losses else []
+        reported += [torch.stack(losses).mean().item()] if losses else []
     dist.barrier()
     dist.destroy_process_group()
     world.close()
-    return told
+    return reported
 
 
 def train_plainly() -> list[float]:
     model = nn.Sequential(*layers())
     optimizer = sgd(model)
     inputs, targets = data()
-    told = []
+    reported = []
     for _ in range(STEPS):
         loss = nn.functional.mse_loss(model(inputs), targets)
         loss.backward()
         optimizer.step()
         optimizer.zero_grad()
-        told.append(loss.item())
-    return told
+        reported.append(loss.item())
+    return reported
 
 
 @pytest.mark.parametrize("schedule", STAGES)
 def test_torchs_pipelines_train_as_the_plain_model(pool: Pool, schedule: str) -> None:
-    told = [losses for losses in pool.run(2, train_as_torch_does, schedule) if losses]
-    assert len(told) == 1, "one rank has the loss"
-    assert told[0] == pytest.approx(train_plainly(), rel=1e-12)
+    reported = [losses for losses in pool.run(2, train_as_torch_does, schedule) if losses]
+    assert len(reported) == 1, "one rank has the loss"
+    assert reported[0] == pytest.approx(train_plainly(), rel=1e-12)
 
 
 def call_everything() -> list[list[float]]:

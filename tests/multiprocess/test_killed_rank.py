@@ -16,7 +16,7 @@ from vpipe.errors import PeerError
 
 
 def _train_until_killed(schedule: str, channel: str, victim: int, replicas: tuple[int, ...]) -> str:
-    """What the survivor was told."""
+    """The error of the rank that survives."""
     with tasks.make_pipeline(schedule, channel=channel, replicas=replicas, timeout=600.0) as pipe:
         try:
             for update, _ in pipe.train(tasks.batches(400)):

@@ -149,7 +149,7 @@ NO_OPTIMIZER, NO_LABELS = "optimizer= returned NoneType", "missing: ['labels']"
 
 
 @pytest.mark.parametrize(
-    ("fail", "told", "channel"),
+    ("fail", "reported", "channel"),
     [
         (_fail_to_build, NO_OPTIMIZER, "shared_memory"),
         (_fail_in_training, NO_LABELS, "gloo"),
@@ -158,10 +158,10 @@ NO_OPTIMIZER, NO_LABELS = "optimizer= returned NoneType", "missing: ['labels']"
     ],
 )
 def test_a_pipeline_that_fails_leaves_nothing_behind(
-    pool: Pool, fail: Callable[[str, str], str], told: str, channel: str
+    pool: Pool, fail: Callable[[str, str], str], reported: str, channel: str
 ) -> None:
     results = pool.run(2, _fail_several, fail, "pipedream", channel)
     # Whoever is not the first to meet its mistake may hear of the other's.
-    assert any(told in text for *_, text in results)
+    assert any(reported in text for *_, text in results)
     for before, after, _ in results:
         assert after == before

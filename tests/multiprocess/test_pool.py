@@ -28,7 +28,7 @@ def _place() -> tuple[str, str, str, int, int]:
 
 def _fail_on(rank: int) -> int:
     if int(os.environ["RANK"]) == rank:
-        raise KeyError(f"rank {rank} was told to")
+        raise KeyError(f"rank {rank} fails on purpose")
     return rank
 
 
@@ -71,8 +71,8 @@ def test_workers_are_used_again(pool: Pool) -> None:
 def test_a_failure_is_told_with_its_class_and_text(pool: Pool) -> None:
     good, bad = pool.outcomes(2, _fail_on, 1)
     assert (good.value, good.error) == (1, None)
-    assert (bad.error, bad.text) == ("KeyError", "'rank 1 was told to'")
-    with pytest.raises(TaskFailedError, match="rank 1: KeyError: 'rank 1 was told to'"):
+    assert (bad.error, bad.text) == ("KeyError", "'rank 1 fails on purpose'")
+    with pytest.raises(TaskFailedError, match="rank 1: KeyError: 'rank 1 fails on purpose'"):
         pool.run(2, _fail_on, 1)
 
 

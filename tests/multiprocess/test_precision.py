@@ -1,4 +1,4 @@
-"""Mixed precision between processes: float32 masters, and one loss scale that all ranks move alike."""
+"""Mixed precision between processes: float32 masters, and one loss scale that all ranks change together."""
 
 from typing import Any, NamedTuple
 

@@ -53,7 +53,7 @@ def test_one_rank_measures_alone_and_all_at_once(own_pool: Pool, config: RunConf
     assert profile.device.crowding == 1
 
 
-def test_a_rank_that_fails_ends_the_others_and_is_told(own_pool: Pool, config: RunConfig) -> None:
+def test_a_rank_that_fails_ends_the_others_and_is_reported(own_pool: Pool, config: RunConfig) -> None:
     (outcome,) = own_pool.outcomes(1, measure, config, "tpu")
     assert outcome.error == "VPipeError"
     assert "device is 'tpu'" in outcome.text

@@ -1,4 +1,4 @@
-"""Gradients cast in buckets are those of the plain cast, and are let go of bucket by bucket."""
+"""Gradients cast in buckets are those of the plain cast, and are freed bucket by bucket."""
 
 import weakref
 from collections.abc import Sequence

@@ -11,7 +11,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 
 from tests.checkpoints import rewrite
-from tests.unit.test_keeping import TINY, the_model
+from tests.unit.test_save_policy import TINY, the_model
 from vpipe import Pipeline, checkpoint, cli
 from vpipe.checkpoint.files import sha256
 from vpipe.data import build_tokenizer
@@ -30,8 +30,8 @@ def vpipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("COLUMNS", "200")
         with pytest.raises(SystemExit) as ended:
             cli.main()
-        told = capsys.readouterr()
-        return int(ended.value.code or 0), told.out + told.err
+        reported = capsys.readouterr()
+        return int(ended.value.code or 0), reported.out + reported.err
 
     return run
 

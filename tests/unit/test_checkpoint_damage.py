@@ -1,4 +1,4 @@
-"""What does not fit a run, or is damaged, is refused by name, and the checkpoint before it is used."""
+"""Checkpoints that do not fit a run, or are damaged: refused by name, and the one before is used."""
 
 import shutil
 from collections.abc import Callable

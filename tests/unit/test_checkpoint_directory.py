@@ -41,7 +41,7 @@ def with_losses(directory: Path, losses: dict[int, object]) -> None:
         path = directory / f"step-{updates:08d}"
         if not path.exists():
             shutil.copytree(directory / "step-00000002", path)
-        rewrite(path, lambda c, told=loss: c.update(extra={checkpoint.EVALUATION: told}))
+        rewrite(path, lambda c, reported=loss: c.update(extra={checkpoint.EVALUATION: reported}))
 
 
 def test_the_best_stays_beside_the_newest(saved: Path) -> None:

@@ -52,7 +52,7 @@ def test_a_replacement_that_fails_leaves_the_old_one(tmp_path: Path, monkeypatch
 
 
 def failures_of_saving(directory: Path, extra: Any) -> list[str]:
-    """What each of two ranks is told when it saves; training then goes on."""
+    """The error of each of two ranks when it saves; training then goes on."""
     model, batch, loss_fn = example("sequential", layers=2)
 
     def work(world: Any) -> str:
@@ -183,26 +183,28 @@ def test_a_save_waits_for_the_one_before(tmp_path: Path, held_up: threading.Even
 def test_a_writer_that_crashes_is_told_and_the_next_save_is_another_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    told: list[str] = []
+    reported: list[str] = []
     header = files._header
 
     def work(world: Any) -> None:
         pipe, data = tiny_run(world)
         with pipe:
-            saver = checkpoint.Saver(pipe, tmp_path, report=told.append, failed=lambda: told.append("failed"))
+            saver = checkpoint.Saver(
+                pipe, tmp_path, report=reported.append, failed=lambda: reported.append("failed")
+            )
             monkeypatch.setattr(files, "_header", lambda *_: 1 // 0)
             saver.start({})
             train(pipe, data[:4])
             with pytest.raises(VPipeError, match="was not saved: rank 0: ZeroDivisionError"):
                 saver.finish()
-            world.all_gather("told", None)
+            world.all_gather("reported", None)
             monkeypatch.setattr(files, "_header", header)
             saver.start({})
             assert saver.finish() == tmp_path / "step-00000002"
 
     run_ranks(2, work)
-    assert len(told) == 4  # each rank's log has it
-    assert all("ZeroDivisionError" in line or line == "failed" for line in told)
+    assert len(reported) == 4  # each rank's log has it
+    assert all("ZeroDivisionError" in line or line == "failed" for line in reported)
 
 
 class Killed(BaseException):

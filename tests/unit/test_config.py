@@ -164,7 +164,7 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ("machines: []", "machines is []: expected a list with something in it"),
         ("module: 4gpus", "module is '4gpus': expected text such as 'vgpus=4'"),
         ("data_dir: 5", "data_dir is 5: expected text"),
-        ("schedule: gpip", "(did you mean 'gpipe'?)"),
+        ("schedule: gpip", "did you mean 'gpipe'?"),
         ("partition: [3, x]", "partition, entry 1 is 'x': expected a whole number"),
         ("recompute_ratio: [0.5, 2]", "recompute_ratio, entry 1 is 2: expected 1 or less"),
         ("optimizer_groups: {match: a}", "optimizer_groups is {'match': 'a'}: expected a list"),

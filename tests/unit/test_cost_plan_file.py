@@ -116,7 +116,10 @@ def test_what_is_written_is_read(file: Path, partition: list[int], data: st.Data
             {"partition": [2], "policies": ["keep", "keep"], "recompute_ratio": [0.5]},
             "recompute_ratio is [0.5], but the policies say otherwise: remove one of the two",
         ),
-        ({"partition": [1], "schedule": "1f1"}, "schedule is '1f1': expected one of 1f1b, zb-h1"),
+        (
+            {"partition": [1], "schedule": "1f1"},
+            "schedule is '1f1': expected the path of a .csv file, or the name of a schedule: did you mean '1f1b'?",
+        ),
         ({"partition": [1], "replicas": "2"}, "replicas is '2': expected a list"),
         ({"partition": [1], "minibatches": 0}, "minibatches is 0: expected minibatches of a run"),
         (

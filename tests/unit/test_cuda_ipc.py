@@ -65,7 +65,7 @@ def test_a_received_tensor_lies_in_memory_of_its_own_and_its_slot_is_free(
     receiver._arrived[key] = (buffer[:12], slot)
     tensor = receiver.receive(key, (3, 1), torch.int32)
     assert torch.equal(tensor, torch.arange(12, dtype=torch.uint8).view(torch.int32).view(3, 1))
-    assert receiver.leftovers() == sender.leftovers() == []  # all notices are told and read
+    assert receiver.leftovers() == sender.leftovers() == []  # all notices are sent and read
     assert sender.freed == [slot]
     receiver.release(key)  # when backward is done
     assert receiver.leftovers() == sender.leftovers() == []

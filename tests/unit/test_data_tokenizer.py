@@ -1,4 +1,4 @@
-"""Tokenizers: trained alike everywhere, kept by the text's hash, never larger than asked for."""
+"""Tokenizers: trained to the same result everywhere, cached by the text's hash, never larger than requested."""
 
 import json
 from concurrent.futures import ThreadPoolExecutor
@@ -155,17 +155,17 @@ def test_missing_special_is_named(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pairs", [False, True])
-def test_a_text_that_it_has_no_ids_for_is_told(pairs: bool, tmp_path: Path) -> None:
+def test_a_text_that_it_has_no_ids_for_is_reported(pairs: bool, tmp_path: Path) -> None:
     """Found by `make fuzz`: the model of the file said that the unknown token is one that the vocabulary lacks."""
     content = json.loads(build_tokenizer(ENGLISH, "wordpiece", 300, tmp_path).to_str())
     content["model"]["unk_token"] = "[WHAT]"
     file = tmp_path / "tokenizer.json"
     file.write_text(json.dumps(content))
     tokenizer = build_tokenizer(CHINESE, "wordpiece", 300, tmp_path, file)
-    told = r"the tokenizer cannot encode the text: .*: give one that has an id"
+    reported = r"the tokenizer cannot encode the text: .*: give one that has an id"
     if pairs:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             translation_pairs([(CHINESE[0], ENGLISH[0])], tokenizer, 8)
     else:
-        with pytest.raises(ConfigError, match=told):
+        with pytest.raises(ConfigError, match=reported):
             encode_documents(CHINESE, tokenizer, tmp_path)

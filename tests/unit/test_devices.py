@@ -1,4 +1,4 @@
-"""Which device a rank computes on, which channel joins two ranks, and how ranks share a GPU; no GPU is needed."""
+"""The device of a rank, the channel between two ranks, and ranks that share a GPU; no GPU is needed."""
 
 from pathlib import Path
 
@@ -103,7 +103,7 @@ def test_settings_of_the_allocator_that_a_user_has_made_hold(
         assert environments == [{DEVICE: "cuda:0", GPU_SHARE: "1"}]
 
 
-def test_without_the_daemon_ranks_take_turns_and_are_told(
+def test_without_the_daemon_ranks_take_turns_and_are_warned(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(mps, "CONTROL", "no-such-program")

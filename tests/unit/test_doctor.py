@@ -1,4 +1,4 @@
-"""What `vpipe doctor` finds, also where things are missing."""
+"""The findings of `vpipe doctor`, also where things are missing."""
 
 import io
 import json

@@ -71,11 +71,11 @@ class Run:
                 return programs(pipe), sums, pipe.layout, Times(figures.compute, figures.send, sums[2], took)
 
         self.folder = folder
-        told = run_ranks(ranks, train)
-        self.programs = [program for program, *_ in told]
-        self.sums = [sums for _, sums, *_ in told]
-        self.times = [times for *_, times in told]
-        self.layout = told[0][2]
+        reported = run_ranks(ranks, train)
+        self.programs = [program for program, *_ in reported]
+        self.sums = [sums for _, sums, *_ in reported]
+        self.times = [times for *_, times in reported]
+        self.layout = reported[0][2]
         self.events = read_events(folder)
 
     def training(self, rank: int) -> list[Recorded]:

@@ -15,18 +15,18 @@ from gpu_settings import even_stages, hand_made
 
 
 class Pretended:
-    """A bench on which sizes up to `largest` fit, and which foresees that those up to `foreseen_largest` do."""
+    """A bench on which sizes up to `largest` fit, and which predicts that those up to `predicted_largest` do."""
 
-    def __init__(self, largest: int, foreseen_largest: int, tries: int = 100) -> None:
-        self.largest, self.foreseen_largest, self.tries = largest, foreseen_largest, tries
+    def __init__(self, largest: int, predicted_largest: int, tries: int = 100) -> None:
+        self.largest, self.predicted_largest, self.tries = largest, predicted_largest, tries
         self.tried: list[int] = []
 
     def run(self, case: Case, *_: Any) -> float | None:
         self.tried.append(case.batch)
         return 0.0 if case.batch <= self.largest else None
 
-    def foreseen(self, case: Case, *_: Any) -> dict[str, Any]:
-        return {"foreseen_bytes": [case.batch * 100 // self.foreseen_largest]}
+    def prediction(self, case: Case, *_: Any) -> dict[str, Any]:
+        return {"predicted_bytes": [case.batch * 100 // self.predicted_largest]}
 
     def in_time(self, deadline: float) -> bool:
         return len(self.tried) < self.tries
@@ -36,9 +36,9 @@ def find(bench: Any, sizes: range) -> tuple[int | None, bool]:
     return search(bench, None, sizes, lambda size: Case("", "gpipe", size, cap=100), "", 0.0)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("foreseen", [4, 16, 20, 24, 28, 40, 100, 1000])
-def test_the_largest_size_that_fits_is_found(foreseen: int) -> None:
-    bench = Pretended(24, foreseen)
+@pytest.mark.parametrize("predicted", [4, 16, 20, 24, 28, 40, 100, 1000])
+def test_the_largest_size_that_fits_is_found(predicted: int) -> None:
+    bench = Pretended(24, predicted)
     assert find(bench, range(4, 401, 4)) == (24, True)
     assert len(set(bench.tried)) == len(bench.tried), "no size is tried twice"
 
@@ -54,7 +54,7 @@ def test_nothing_fits_or_everything_does() -> None:
     assert find(Pretended(99, 24), range(4, 41, 4)) == (40, True)
 
 
-def test_without_time_the_largest_so_far_is_told_as_such() -> None:
+def test_without_time_the_largest_so_far_is_reported_as_such() -> None:
     assert find(Pretended(24, 12, tries=2), range(4, 401, 4)) == (16, False)
 
 

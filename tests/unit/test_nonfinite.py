@@ -1,4 +1,4 @@
-"""Losses and gradients that are not finite: found before the update, on every stage alike, and named."""
+"""Losses and gradients that are not finite: found before the update, on every stage, and named."""
 
 import math
 from typing import Any
@@ -154,9 +154,9 @@ def test_a_host_that_looks_late_passes_over_the_same_update(
 
     def ran() -> list[tuple[str, Any, list[float]]]:
         options = {"name": name, "layers": layers, "optimizer": "sgd", "clip_norm": clip_norm, **ASYNCHRONOUS}
-        with pytest.warns(UserWarning, match="skipped") as told:
+        with pytest.warns(UserWarning, match="skipped") as reported:
             found = run(updates=8, on_nonfinite="skip", **options)
-        assert any(f"update {BAD}, stage 0" in str(warning.message) for warning in told)
+        assert any(f"update {BAD}, stage 0" in str(warning.message) for warning in reported)
         return found
 
     expected = ran()

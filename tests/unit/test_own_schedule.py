@@ -67,7 +67,7 @@ def test_memory_is_what_the_cap_allows() -> None:
 
 
 @pytest.mark.parametrize("name", ["1f1b", "vpipe", "2bw", "zb-h1", "gpipe"])
-def test_a_named_schedule_as_a_table_is_planned_alike(name: str) -> None:
+def test_a_named_schedule_as_a_table_is_planned_the_same(name: str) -> None:
     """Of the synchronous ones the time too; asynchronous tables are drained."""
     kind_table = read_table(write_table(build(name, 3, 12)), "named.csv")
     profile = made_of(*[BLOCK] * 6)

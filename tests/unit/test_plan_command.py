@@ -1,4 +1,4 @@
-"""What `vpipe plan` prints, writes and refuses."""
+"""The output, files and refusals of `vpipe plan`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the planner says that a stage needs, against the simulator, which follows every event."""
+"""The planner's memory of a stage against the simulator, which follows every event."""
 
 from itertools import accumulate
 

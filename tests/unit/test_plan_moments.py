@@ -1,4 +1,4 @@
-"""What a rank with several slices is said to hold, against the simulator, which follows every event."""
+"""The planner's memory of a rank with several slices against the simulator, which follows every event."""
 
 from itertools import accumulate
 

@@ -333,7 +333,7 @@ def refusal(profile: Profile, ranks: int, cap: int, schedule: str) -> str | None
     return None
 
 
-def told(text: str, pattern: str) -> int | None:
+def reported(text: str, pattern: str) -> int | None:
     found = search(pattern, text)
     return None if found is None else int(found[1])
 
@@ -360,17 +360,17 @@ def test_the_refusal_names_the_smallest_changes(
     assert (text is None) == (least(ranks) <= cap)
     if text is None:
         return
-    needed = told(text, r"what would fit: a memory of (\d+) bytes")
+    needed = reported(text, r"what would fit: a memory of (\d+) bytes")
     assert needed == least(ranks)
-    assert told(text, r"at best (\d+) bytes .* are missing on stage") == needed - cap
+    assert reported(text, r"at best (\d+) bytes .* are missing on stage") == needed - cap
     assert refusal(profile, ranks, needed, schedule) is None
     assert refusal(profile, ranks, needed - 1, schedule) is not None
-    more = told(text, r"or (\d+) ranks")
+    more = reported(text, r"or (\d+) ranks")
     if more is not None:
         assert least(more) <= cap < least(more - 1)
     elif ranks < 4:
         assert least(ranks + 1) > cap
-    smaller = told(text, r"or a batch size of (\d+)")
+    smaller = reported(text, r"or a batch size of (\d+)")
     if smaller is not None:
         assert least(ranks, smaller) <= cap < least(ranks, smaller + 1)
     else:
@@ -386,7 +386,7 @@ def test_the_refusal_names_the_smallest_changes(
 def test_the_memory_that_a_refusal_names_fits(problem: tuple[Profile, int, int], schedule: str) -> None:
     profile, ranks, cap = problem
     text = refusal(profile, ranks, cap, schedule)
-    needed = None if text is None else told(text, r"what would fit: a memory of (\d+) bytes")
+    needed = None if text is None else reported(text, r"what would fit: a memory of (\d+) bytes")
     if needed is not None:
         assert needed > cap
         assert refusal(profile, ranks, needed, schedule) is None

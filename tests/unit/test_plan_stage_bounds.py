@@ -1,4 +1,4 @@
-"""How latest ranks can come under a limit, against every cut of small models and a closed formula."""
+"""The latest blocks that ranks can reach under a limit, against every cut of small models and a closed formula."""
 
 from __future__ import annotations
 

@@ -78,7 +78,7 @@ def test_drives_an_optimizer() -> None:
     [
         (("polynomial", 11, 10), "the warm-up has 11 updates and the whole run 10"),
         (("polynomial", -1, 10), "the warm-up has -1 updates"),
-        (("polinomial", 0, 10), "unknown learning-rate policy 'polinomial', did you mean 'polynomial'"),
+        (("polinomial", 0, 10), "unknown learning-rate policy 'polinomial': did you mean 'polynomial'"),
         (
             ("xyz", 0, 10),
             "unknown learning-rate policy 'xyz': choose from polynomial, step, cosine, constant",

@@ -1,11 +1,11 @@
-"""Where in the data a run is, when it goes on under a schedule whose updates have another number of minibatches."""
+"""The data position of a run that continues under a schedule whose updates have another number of minibatches."""
 
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.unit.test_keeping import the_model
+from tests.unit.test_save_policy import the_model
 from vpipe import data
 from vpipe.config.file import check_values
 from vpipe.data import Subset

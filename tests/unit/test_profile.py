@@ -166,7 +166,7 @@ class Taken(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        assert ctx.saved_tensors  # what is recomputed is so when it is asked for
+        assert ctx.saved_tensors  # recomputed where it is needed
         CLOCK.now += 2 * ctx.seconds
         return gradient, None
 

@@ -1,4 +1,4 @@
-"""What was measured on a GPU, and what the simulator makes of the profile of that run: `-s` shows the table."""
+"""Measurements on a GPU against the simulator with the profile of that run: `-s` shows the table."""
 
 import json
 from dataclasses import replace
@@ -64,10 +64,10 @@ def compare(profile: Profile, row: dict[str, Any]) -> None:
     result = simulate(profile, plan, None, plan.minibatches or 64)
     speed = result.samples_per_second / row["samples_per_s"] - 1
     totals = [rank.memory.total for rank in result.ranks]
-    memory = [foreseen / peak - 1 for foreseen, peak in zip(totals, row["peak_bytes"], strict=True)]
+    memory = [predicted / peak - 1 for predicted, peak in zip(totals, row["peak_bytes"], strict=True)]
     shown = " ".join(f"{off:+.1%}" for off in memory)
     print(
-        f"\n{row['samples_per_s']:.0f} samples/s, foreseen {result.samples_per_second:.0f} ({speed:+.1%}); {shown}"
+        f"\n{row['samples_per_s']:.0f} samples/s, predicted {result.samples_per_second:.0f} ({speed:+.1%}); {shown}"
     )
     assert abs(speed) <= LIMIT
     assert all(abs(off) <= LIMIT for off in memory)

@@ -1,4 +1,4 @@
-"""Where a minibatch's values come from and go to, as each rank sees it."""
+"""Sources and targets of a minibatch's values, as each rank sees them."""
 
 from collections.abc import Callable
 

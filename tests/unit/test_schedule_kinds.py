@@ -1,4 +1,4 @@
-"""What is stated of the named schedules, against their programs; and a new one that states nothing."""
+"""The facts stated of the named schedules, against their programs; and a new one that states nothing."""
 
 import ast
 from collections.abc import Iterator

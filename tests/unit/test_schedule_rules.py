@@ -1,4 +1,4 @@
-"""What must precede what."""
+"""The rules of which action must precede which."""
 
 from dataclasses import replace
 

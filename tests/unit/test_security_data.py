@@ -71,12 +71,12 @@ def test_row_24_fewer_samples_than_a_minibatch() -> None:
 
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1"])
 def test_row_24_the_end_in_mid_step(schedule: str) -> None:
-    """Six minibatches in updates of four: the second update has two, on every rank alike."""
+    """Six minibatches in updates of four: the second update has two, on every rank."""
     _, batch, _ = example("sequential", layers=4)
     losses = train(varied(batch, 6), schedule=schedule, minibatches=4)
     assert losses[0] == losses[1]
     assert [update for update, _ in losses[0]] == [0, 1]
-    # The same as if the two had been asked for: the first four make an update of their own.
+    # The same as if the two had been requested: the first four make an update of their own.
     assert losses[0][0] == train(varied(batch, 4), schedule=schedule, minibatches=4)[0][0]
 
 

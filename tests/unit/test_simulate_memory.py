@@ -42,7 +42,7 @@ def test_what_makes_up_the_peak() -> None:
     assert result.ranks[0].memory.total == 628
     assert [rank.most_activations for rank in result.ranks] == [30, 20, 10]
     assert (result.in_flight, result.versions) == ((3, 2, 1), (3, 2, 1))
-    # Within a backward what comes beyond the most that it needs without them is told as gradients: 90, not 100.
+    # Within a backward what comes beyond the most that it needs without them is reported as gradients: 90, not 100.
     # Gradients to which several minibatches add are always there.
     adding = simulate(chain(3), plan("keep", "keep", "keep"), "2bw", 12)
     assert adding.ranks[0].memory == RankMemory(100, 100, 100, 200, 30, 8)

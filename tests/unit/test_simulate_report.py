@@ -1,4 +1,4 @@
-"""What `vpipe simulate` prints and writes."""
+"""The output and files of `vpipe simulate`."""
 
 import json
 from itertools import pairwise

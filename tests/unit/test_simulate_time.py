@@ -212,7 +212,7 @@ def test_swapping_by_hand() -> None:
     assert (found["0F1"], found["0B1"]) == (7, 12)
     two = simulate(profile(block(), host=5.0), Plan((1,), ("swap",)), "gpipe", 3, timeline=True)
     found = starts(two)
-    # The third forward waits for the first copy out. Out 1-3, 3-5; in 5-7, asked for when the third forward
+    # The third forward waits for the first copy out. Out 1-3, 3-5; in 5-7, requested when the third forward
     # started, before there was anything else to copy out: 7-9; in 9-11, 11-13.
     assert [found[f"0F{m}"] for m in range(3)] == [0, 1, 3]
     assert [found[f"0B{m}"] for m in range(3)] == [7, 11, 13]
@@ -364,7 +364,7 @@ def test_ranks_of_one_device_are_quicker_while_others_wait() -> None:
     assert quick == pytest.approx(slow / 1.5)
 
 
-def test_ranks_of_different_devices_do_not_crowd_each_other() -> None:
+def test_ranks_of_different_devices_do_not_slow_each_other_down() -> None:
     full = profile(*[block()] * 4)
     pairs = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
     result = simulate(pairs, Plan((1,) * 4, ("keep",) * 4), "pipedream", 64)

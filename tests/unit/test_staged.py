@@ -36,7 +36,7 @@ class Transfer:
 
 
 class Machine:
-    """What the channel has asked for, and whether the GPU makes copies."""
+    """What the channel has requested, and whether the GPU makes copies."""
 
     def __init__(self) -> None:
         self.pinned: list[tuple[int, ...]] = []

@@ -123,5 +123,5 @@ def test_an_optimizer_instead_of_a_function_is_refused() -> None:
 
 
 def test_unknown_optimizer_gets_a_suggestion() -> None:
-    with pytest.raises(VPipeError, match="unknown optimizer 'lamp', did you mean 'lamb'"):
+    with pytest.raises(VPipeError, match="unknown optimizer 'lamp': did you mean 'lamb'"):
         optimizer_factory("lamp", 1.0)

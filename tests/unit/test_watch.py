@@ -161,7 +161,7 @@ def test_prometheus_reads_what_the_ranks_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None
 ) -> None:
     made: list[ThreadingHTTPServer] = []
-    told = ""
+    reported = ""
 
     def at_a_free_port(folder: Path, port: int) -> ThreadingHTTPServer:
         assert port == 9000
@@ -169,22 +169,22 @@ def test_prometheus_reads_what_the_ranks_said(
         return made[0]
 
     def read(pipes: dict[int, Pipeline]) -> None:
-        nonlocal told
+        nonlocal reported
         wait_until(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
-        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].server_port}/metrics").read().decode()
+        reported = urllib.request.urlopen(f"http://127.0.0.1:{made[0].server_port}/metrics").read().decode()
 
     monkeypatch.setattr(recorder, "serve", at_a_free_port)
     recorded(tmp_path, at_the_end=read, port=9000)
-    assert "# TYPE vpipe_updates_total counter" in told
-    assert 'vpipe_updates_total{rank="1"} ' in told
-    assert 'vpipe_weight_versions{rank="0",stage="0"} ' in told
-    assert 'vpipe_seconds_total{rank="1",kind="wait"} ' in told
-    for line in told.splitlines():
+    assert "# TYPE vpipe_updates_total counter" in reported
+    assert 'vpipe_updates_total{rank="1"} ' in reported
+    assert 'vpipe_weight_versions{rank="0",stage="0"} ' in reported
+    assert 'vpipe_seconds_total{rank="1",kind="wait"} ' in reported
+    for line in reported.splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
     assert made[0].fileno() == -1  # it is closed
 
 
-def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
+def test_a_port_that_is_taken_is_reported(tmp_path: Path) -> None:
     taken = serve(tmp_path, 0)
     try:
         with pytest.raises(ConfigError, match="prometheus_port"):

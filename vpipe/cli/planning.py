@@ -72,8 +72,7 @@ def plan(
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
-    from vpipe.config.arguments import named_or_table
-    from vpipe.cost import read_any_profile, write_plan
+    from vpipe.cost import named_or_table, read_any_profile, write_plan
     from vpipe.plan import plan as find_plan
     from vpipe.plan.report import describe, plan_table
 
@@ -122,8 +121,7 @@ def simulate(
     as_json: AsJson = False,
 ) -> None:
     """Predict time, waiting and memory of a step without running it."""
-    from vpipe.config.arguments import named_or_table
-    from vpipe.cost import read_any_profile, read_plan
+    from vpipe.cost import named_or_table, read_any_profile, read_plan
     from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table

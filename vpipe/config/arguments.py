@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import ConfigError, PartitionError
@@ -95,14 +94,6 @@ def check_blocks(config: RunConfig, schedule: Schedule) -> None:
             balanced_partition([1] * blocks, stages)
         except PartitionError as error:
             raise ConfigError(f"{config.source}: {error}") from None
-
-
-def named_or_table(written: str, directory: Path) -> str | Schedule:
-    """A schedule's name as it is; what ends with .csv is read as a table, from a path relative to `directory`."""
-    if not written.endswith(".csv"):
-        return written
-    path = (directory / written).absolute()
-    return read_table(read_text(path), str(path))
 
 
 def build_schedule(config: RunConfig) -> Schedule:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn
 
@@ -20,6 +19,7 @@ from pydantic import (
 )
 
 from vpipe.cost.fields import mistake
+from vpipe.cost.plan_file import ScheduleName
 from vpipe.schedule import KINDS, read_table
 from vpipe.system.files import read_text, short_repr
 from vpipe.system.validation import unknown_key
@@ -38,14 +38,6 @@ def _machine(value: str) -> str:
     # Only what a host's name may have: it can be taken neither for an option of another program nor for a command.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,4}", value):
         raise ValueError("host:GPU, such as 'localhost:0'")
-    return value
-
-
-def _schedule(value: str) -> str:
-    if value not in KINDS and not value.endswith(".csv"):
-        close = get_close_matches(value, KINDS, n=1, cutoff=0.4)
-        hint = f" (did you mean {close[0]!r}?)" if close else ""
-        raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file{hint}")
     return value
 
 
@@ -133,7 +125,7 @@ class RunConfig(_Keys):
 
     # The pipeline
 
-    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    schedule: ScheduleName | None = None
     """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe, or the path of a table
     that `vpipe schedule --csv` wrote. If not given, `macrobatch` and `sync_mode` choose."""
     sync_mode: Literal["asp", "bsp"] | None = None

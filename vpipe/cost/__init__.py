@@ -4,7 +4,7 @@ from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, broa
 from vpipe.cost.files import read_any_profile, read_profile, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
-from vpipe.cost.plan_file import Plan, read_plan, write_plan
+from vpipe.cost.plan_file import Plan, named_or_table, read_plan, write_plan
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE, SWAP, MemoryPolicy
 from vpipe.cost.scaling import as_scheduled, for_batch_size
 
@@ -27,6 +27,7 @@ __all__ = [
     "forward_bytes",
     "held_bytes",
     "input_bytes",
+    "named_or_table",
     "read_any_profile",
     "read_pipedream_graph",
     "read_plan",

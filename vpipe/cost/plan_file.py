@@ -16,9 +16,9 @@ from pydantic import AfterValidator, Field, PlainValidator
 
 from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
-from vpipe.errors import ConfigError
-from vpipe.schedule import KINDS
-from vpipe.system.files import short_repr, write_json
+from vpipe.errors import ConfigError, meant
+from vpipe.schedule import KINDS, Schedule, read_table
+from vpipe.system.files import read_text, short_repr, write_json
 
 MOST_BLOCKS = 1_000_000
 """More than any model has: a typing error must not fill the memory."""
@@ -32,7 +32,7 @@ def _policy(name: Any) -> Any:
 
 def _schedule(name: str) -> str:
     if name not in KINDS and not name.endswith(".csv"):
-        raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file")
+        raise ValueError(f"the path of a .csv file, or the name of a schedule: {meant(name, KINDS)}")
     return name
 
 
@@ -141,6 +141,14 @@ def write_plan(plan: Plan, path: Path) -> None:
         "prediction": plan.prediction or None,
     }
     write_json(path, {key: value for key, value in values.items() if value is not None})
+
+
+def named_or_table(written: str, directory: Path) -> str | Schedule:
+    """A schedule's name as it is; what ends with .csv is read as a table, from a path relative to `directory`."""
+    if not written.endswith(".csv"):
+        return written
+    path = (directory / written).absolute()
+    return read_table(read_text(path), str(path))
 
 
 def _policies(file: _PlanFile, path: Path) -> tuple[str, ...]:

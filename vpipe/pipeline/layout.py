@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from vpipe.communication import BUFFERED_MESSAGES
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.cost.policies import POLICIES
-from vpipe.errors import PartitionError, ScheduleError
+from vpipe.errors import PartitionError, ScheduleError, meant
 from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
 from vpipe.runtime.feed import Fields
 from vpipe.schedule import Action, Op, Schedule, ScheduleKind, check, kind_of, lower
@@ -192,7 +192,7 @@ def _policies(
         )
     for block, policy in enumerate(policies):
         if policy not in POLICIES:
-            raise PartitionError(f"policy of block {block} is {policy!r}: choose from {', '.join(POLICIES)}")
+            raise PartitionError(f"policy of block {block} is {policy!r}: {meant(policy, POLICIES)}")
     return tuple(policies)
 
 

@@ -22,9 +22,7 @@ from vpipe.plan.stage_bounds import Moves, all_moves, furthest, least_limit, sta
 from vpipe.plan.sums import Floats, Span
 
 ROUNDING = 1 + 1e-9
-LIMITS = (1.002, 1.01, 1.03, 1.1, 1.25, 1.5, 2.0, 4.0)
-FIRST = 3
-"""So many limits without a way to the end, and a pass without any limit finds a better bound."""
+LIMITS = (1.002, 1.01, 1.03, 1.06, 1.1, 1.17, 1.25, 1.5, 2.0, 4.0)
 
 
 class StageCut(NamedTuple):
@@ -37,20 +35,14 @@ class StageCut(NamedTuple):
 def search(costs: SliceCosts, blocks: int, even: bool = True, limit: float = np.inf) -> list[StageCut] | None:
     """The stages whose most expensive one is cheapest, the others even; None if that is above `limit`."""
     moves = all_moves(costs.loads)
-    bound, steps, raised = least_limit(moves, costs.floors, blocks), list(LIMITS), False
-    tried = 0.0
+    bound, steps, tried = least_limit(moves, costs.floors, blocks), list(LIMITS), 0.0
     while np.isfinite(bound) and bound <= limit and tried < limit:
-        tried = bound * steps.pop(0) if steps else np.inf
+        tried = min(bound * steps.pop(0) if steps else np.inf, limit)
         reached = forward(costs, moves, blocks, tried)
         leads = np.isfinite(reached[0, blocks]) and reached[0, blocks] <= tried
         if leads and (found := backward(costs, moves, blocks, reached, tried)):
             largest = max(stage.cost for stage in found)
-            if not even or largest > limit:
-                return found if largest <= limit else None
-            return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True)
-        if not leads and not raised and len(steps) <= len(LIMITS) - FIRST:
-            bound = float(forward(costs, moves, blocks, np.inf)[0, blocks])
-            steps, raised = list(LIMITS), True
+            return backward(costs, moves, blocks, reached, largest * ROUNDING, even=True) if even else found
     return None
 
 

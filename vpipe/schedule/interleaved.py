@@ -70,11 +70,17 @@ def stepped(
 
 @lru_cache(maxsize=8)
 def shortest(positions: int, chunks: int, minibatches: int) -> list[list[Action]]:
-    """The programs of all ranks, with rounds of equal length or, where that is shorter, with a short last round."""
+    """The programs of all ranks with the rounds that take least time: all of nearly equal length, or all but one of P.
+
+    The short round is the last of the forwards, and the last or the first of the backwards.
+    """
     rounds = max(1, minibatches // positions)
     equal = [minibatches // rounds + (number < minibatches % rounds) for number in range(rounds)]
     short = [min(positions, minibatches - start) for start in range(0, minibatches, positions)]
-    tried = (run_in_steps(positions, chunks, in_rounds(sizes, chunks)) for sizes in (equal, short))
+    tried = (
+        run_in_steps(positions, chunks, (in_rounds(ahead, chunks)[0], in_rounds(back, chunks)[1]))
+        for ahead, back in ((equal, equal), (short, short), (short, short[::-1]))
+    )
     _, programs = min((found for found in tried if found is not None), key=lambda found: found[0])
     return programs
 

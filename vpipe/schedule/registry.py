@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 
-from vpipe.errors import ScheduleError
+from vpipe.errors import ScheduleError, meant
 from vpipe.schedule.interleaved import INTERLEAVED
 from vpipe.schedule.kind import ScheduleKind
 from vpipe.schedule.program import Schedule
@@ -21,9 +20,7 @@ KINDS: dict[str, ScheduleKind] = {
 
 def kind_of(name: str) -> ScheduleKind:
     if name not in KINDS:
-        close = get_close_matches(name, KINDS, n=1, cutoff=0.4)
-        hint = f"did you mean {close[0]!r}? " if close else ""
-        raise ScheduleError(f"unknown schedule {name!r}: {hint}schedules are {', '.join(KINDS)}")
+        raise ScheduleError(f"unknown schedule {name!r}: {meant(name, KINDS)}")
     return KINDS[name]
 
 

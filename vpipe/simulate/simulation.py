@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from math import inf
+from typing import TYPE_CHECKING
 
 from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
 from vpipe.schedule import Action, Event, Op, Schedule, walk
 from vpipe.schedule.facts import fresh_gradients, makes_versions, splits_backward
 from vpipe.schedule.steady import SteadyPart
 from vpipe.simulate.arrange import arrange, check_fit
-from vpipe.simulate.contention import Contention, contention_of
 from vpipe.simulate.host import HostLink, shares
 from vpipe.simulate.memory import Ledger, RankMemory, TimedLedger, Totals, cuda_graph_memory, fixed_memory
 from vpipe.simulate.network import Network, reduce_seconds
 from vpipe.simulate.stage_cost import StageCost, stage_costs
+
+if TYPE_CHECKING:
+    from vpipe.simulate.contention import Contention
 
 ITERATIONS = 2
 """Simulations after which the times on a shared device change by less than a hundredth."""
@@ -99,6 +102,8 @@ def simulate(
     costs = stage_costs(profile, plan, fresh)
     contention = None
     if profile.device.crowding > 1 and profile.device.shared_by > 1:
+        from vpipe.simulate.contention import contention_of  # numpy comes with it
+
         for _ in range(ITERATIONS):
             before = _Run(profile, arranged, costs, split, contention)
             found = before.result(timeline=True).timeline

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, meant
 from vpipe.stage.module import StageModule
 
 LESS_OR_SKIP = "look at the data, lower the learning rate, or choose on_nonfinite: skip"
@@ -19,7 +19,7 @@ DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 def compute_dtype(precision: str) -> torch.dtype | None:
     """The dtype of model and activations; None leaves the model as it is."""
     if precision not in DTYPES:
-        raise VPipeError(f"unknown precision {precision!r}: choose from {', '.join(DTYPES)}")
+        raise VPipeError(f"unknown precision {precision!r}: {meant(precision, DTYPES)}")
     return DTYPES[precision]
 
 

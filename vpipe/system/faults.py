@@ -16,12 +16,10 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from functools import cache
 
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, meant
 
 VARIABLE = "VPIPE_FAULT"
 ATTEMPT = "TORCHELASTIC_RESTART_COUNT"
@@ -103,16 +101,18 @@ def _read(text: str) -> Fault:
     for part in text.split(","):
         key, equals, value = (piece.strip() for piece in part.partition("="))
         if not equals or key not in known:
-            raise _mistake(text, f"{part.strip()!r} is not key=value with one of", key, known)
+            raise ConfigError(
+                f"{VARIABLE} is {text!r}: {part.strip()!r} is not key=value: {meant(key, known)}"
+            )
         given[key] = value if key in ("point", "kind") else _number(text, key, value)
     for key in ("rank", "point", "kind"):
         if key not in given:
             raise ConfigError(f"{VARIABLE} is {text!r}: {key}= is missing")
     fault = Fault(**given)  # type: ignore[arg-type]
     if fault.point not in POINTS:
-        raise _mistake(text, "point is one of", fault.point, POINTS)
+        raise ConfigError(f"{VARIABLE} is {text!r}: point is {fault.point!r}: {meant(fault.point, POINTS)}")
     if fault.kind not in KINDS:
-        raise _mistake(text, "kind is one of", fault.kind, KINDS)
+        raise ConfigError(f"{VARIABLE} is {text!r}: kind is {fault.kind!r}: {meant(fault.kind, KINDS)}")
     if fault.kind == "nan" and fault.point not in TENSOR_POINTS:
         raise ConfigError(
             f"{VARIABLE} is {text!r}: there is no tensor at {fault.point} that could be nan: "
@@ -129,9 +129,3 @@ def _number(text: str, key: str, value: str) -> int | float:
     if not 0 <= number < 1e9:
         raise ConfigError(f"{VARIABLE} is {text!r}: {key} is {value!r}, which is no number from 0 on")
     return number
-
-
-def _mistake(text: str, what: str, word: str, names: Sequence[str]) -> ConfigError:
-    close = get_close_matches(word, names, n=1)
-    hint = f" (did you mean {close[0]!r}?)" if close else ""
-    return ConfigError(f"{VARIABLE} is {text!r}: {what} {', '.join(names)}{hint}")

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Collection
-from difflib import get_close_matches
 from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails
 
+from vpipe.errors import meant
 from vpipe.system.files import short_repr
 
 _EXPECTED = {
@@ -35,8 +35,7 @@ _EXPECTED = {
 
 
 def unknown_key(key: Any, value: Any, known: Collection[str]) -> str:
-    close = get_close_matches(str(key)[:40], known, n=1, cutoff=0.6)
-    hint = f"did you mean {close[0]!r}?" if close else f"known keys are {', '.join(known)}"
+    hint = meant(str(key), known, "known keys are")
     return f"unknown key {short_repr(key)} (its value is {short_repr(value)}): {hint}"
 
 

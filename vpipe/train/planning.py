@@ -11,9 +11,8 @@ import platform
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vpipe.config.arguments import named_or_table
 from vpipe.config.file import AUTO
-from vpipe.cost import Profile, read_profile, write_plan, write_profile
+from vpipe.cost import Profile, named_or_table, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from vpipe.config.arguments import pipeline_arguments
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, meant
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.layout import Layout
 from vpipe.pipeline.threads import run_ranks
@@ -126,7 +126,7 @@ def verify(
     as it takes until every stage reads stale weights.
     """
     if dtype not in BOUNDS:
-        raise VPipeError(f"dtype is {dtype!r}: choose from {', '.join(BOUNDS)}")
+        raise VPipeError(f"dtype is {dtype!r}: {meant(dtype, BOUNDS)}")
     kind = getattr(torch, dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, meant
 
 EXAMPLE = "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
 
@@ -160,9 +160,7 @@ def optimizer_factory(name: str, learning_rate: float, weight_decay: float = 0.0
         "lamb": _lamb,
     }
     if name not in known:
-        close = get_close_matches(name, known, 1)
-        hint = f", did you mean {close[0]!r}?" if close else f": choose from {', '.join(known)}"
-        raise VPipeError(f"unknown optimizer {name!r}{hint}")
+        raise VPipeError(f"unknown optimizer {name!r}: {meant(name, known)}")
     return partial(known[name], lr=learning_rate, weight_decay=weight_decay)
 
 

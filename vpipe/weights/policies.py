@@ -12,12 +12,11 @@ first update is made with a rate of 0; the polynomial and the cosine reach 0 aft
 
 import math
 from collections.abc import Callable
-from difflib import get_close_matches
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, meant
 
 POLICIES = ("polynomial", "step", "cosine", "constant")
 STEP_FACTOR = 0.1
@@ -57,9 +56,7 @@ def learning_rate_factor(
         "constant": lambda made: 1.0,
     }
     if name not in after_warmup:
-        close = get_close_matches(name, POLICIES, 1)
-        hint = f", did you mean {close[0]!r}?" if close else f": choose from {', '.join(POLICIES)}"
-        raise VPipeError(f"unknown learning-rate policy {name!r}{hint}")
+        raise VPipeError(f"unknown learning-rate policy {name!r}: {meant(name, POLICIES)}")
     fall = after_warmup[name]
 
     def factor(update: int) -> float:

@@ -21,8 +21,8 @@ def refused(configs: list[RunConfig], versions: list[str] | None = None) -> list
             self.rank, self.world = world.rank, world
 
         def all_gather(self, name: str, mine: Any) -> list[Any]:
-            told = mine if versions is None else mine | {"version of torch": versions[self.rank]}
-            return self.world.all_gather(name, told)
+            reported = mine if versions is None else mine | {"version of torch": versions[self.rank]}
+            return self.world.all_gather(name, reported)
 
     def on_rank(world: Any) -> None:
         try:

@@ -116,10 +116,10 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], None]:
 
 
 def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    told = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
+    reported = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
 
     def evaluate(self: Trainer) -> float:
-        return told[self.pipe.updates]
+        return reported[self.pipe.updates]
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     keys: dict[str, Any] = {"evaluation_interval": 2, "checkpoint_interval": 3, **SYNCHRONOUS}
@@ -227,12 +227,12 @@ def test_damaged_checkpoints_are_skipped_and_reported(train: Callable[..., Path]
     file.write_bytes(raw)
     (first / "checkpoints" / "step-00000006" / "manifest.json").unlink()
     second = train(resume="auto", **SYNCHRONOUS)
-    told = log(second)
-    assert "step-00000008 is skipped: " in told
-    assert "stage-001.safetensors is damaged: its hash is not the one in manifest.json" in told
-    assert "step-00000006 is skipped: " in told
-    assert "has no manifest.json" in told
-    assert "step-00000003 after 3 updates" in told
+    reported = log(second)
+    assert "step-00000008 is skipped: " in reported
+    assert "stage-001.safetensors is damaged: its hash is not the one in manifest.json" in reported
+    assert "step-00000006 is skipped: " in reported
+    assert "has no manifest.json" in reported
+    assert "step-00000003 after 3 updates" in reported
 
 
 @pytest.fixture
