@@ -18,6 +18,7 @@ import array
 import ctypes
 import mmap
 import os
+import secrets
 import select
 import socket
 import struct
@@ -31,7 +32,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.sockets import connect_peers
+from vpipe.communication.peers import connect_peers
 from vpipe.errors import PeerError
 
 HEADER = struct.Struct("<Bxxxiqqq")  # kind, stream, number, slot, bytes of the tensor
@@ -237,6 +238,7 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """A socket to each of this host's ranks; `gather` is called once by every rank of the world."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # the kernel gives it an abstract address, which vanishes with the socket
-        listener.listen(len(peers) + 1)
+        # An abstract address, which vanishes with the socket. The kernel has few of its own, which others could use up.
+        listener.bind(f"\0vpipe-{secrets.token_hex(16)}")
+        listener.listen(socket.SOMAXCONN)
         return connect_peers(rank, peers, listener, "shared memory", gather, timeout)

@@ -73,7 +73,7 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None
 def listen_here(port: int) -> socket.socket:
     """A socket of the loopback interface, for the ranks to meet at: from now on the port is this job's."""
     try:
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port), backlog=socket.SOMAXCONN)
     except OSError as error:
         raise ConfigError(
             f"port is {port}: it cannot be used ({error.strerror}): another job or program has it; give another, "

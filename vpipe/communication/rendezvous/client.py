@@ -9,7 +9,15 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from vpipe.communication.rendezvous.handshake import Introduction, RefusedError, introduce
+from vpipe.communication.handshake import (
+    ImpostorError,
+    Introduction,
+    NoHandshakeError,
+    RefusedError,
+    TurnedAwayError,
+    introduce,
+)
+from vpipe.communication.peers import CONNECT_LIMIT
 from vpipe.communication.rendezvous.server import LARGEST, LENGTH, framed
 from vpipe.communication.sockets import receive_exactly
 from vpipe.errors import PeerError
@@ -17,6 +25,12 @@ from vpipe.errors import PeerError
 GRACE = 10.0
 """Seconds that an answer may be late; then rank 0, which gives it, is taken for stuck."""
 RETRY = 0.1
+_REFUSED = {
+    NoHandshakeError: "what answers at {place} is no rendezvous of vpipe: give the job another port",
+    TurnedAwayError: "the rendezvous at {place} belongs to another job and turned rank {rank} away: "
+    "give each job a port of its own, and all ranks of a job the same VPIPE_SECRET",
+    ImpostorError: "what answers at {place} does not know this job's secret: nothing is sent to it",
+}
 
 
 class RendezvousAddress(NamedTuple):
@@ -104,16 +118,19 @@ class RendezvousClient:
                 return link
 
     def _try(self, place: RendezvousAddress, timeout: float) -> socket.socket:
-        link = socket.create_connection((place.host, place.port), timeout)
+        link = socket.create_connection((place.host, place.port), min(CONNECT_LIMIT, timeout))
         try:
             if link.getsockname() == link.getpeername():
                 raise ConnectionRefusedError("no server listens there")  # a port that called itself
             link.settimeout(timeout)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(link, place.secret, self._me, str(place))
-        except (OSError, RefusedError):
+            introduce(link, place.secret, self._me)
+        except OSError:
             link.close()
             raise
+        except RefusedError as error:
+            link.close()
+            raise type(error)(_REFUSED[type(error)].format(place=place, rank=self._me.rank)) from None
         return link
 
 
