@@ -1,5 +1,7 @@
 """Which device a rank computes on, which channel joins two ranks, and how ranks share a GPU; no GPU is needed."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, RankLocation, choose_kind
 from vpipe.errors import PeerError, VPipeError
-from vpipe.launch import mps
+from vpipe.launch import helpers, mps
 from vpipe.system.device import choose_device, limit_memory
 from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
@@ -112,8 +114,11 @@ def test_without_the_daemon_ranks_take_turns_and_are_told(
     assert "2 ranks share GPU 0, one after the other" in capsys.readouterr().err
 
 
-def test_the_daemon_lives_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With a program in its place that writes down how it was called."""
+@pytest.mark.parametrize("guard", [None, signal.SIGSTOP, signal.SIGKILL])
+def test_the_daemon_lives_as_long_as_the_run(
+    guard: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in its place that writes down how it was called; also if its guard was stopped, or killed."""
     calls = tmp_path / "calls"
     program = tmp_path / mps.CONTROL
     program.write_text(
@@ -128,6 +133,9 @@ def test_the_daemon_lives_as_long_as_the_run(tmp_path: Path, monkeypatch: pytest
         folder = Path(environments[0]["CUDA_MPS_PIPE_DIRECTORY"])
         assert folder.is_dir()
         assert {environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for environment in environments} == {"25"}
+        if guard is not None:
+            (process,) = helpers._helpers
+            os.kill(process, guard)
     started, ended, said = calls.read_text().splitlines()
     assert started == f"-d {folder}"
     assert ended == str(folder)

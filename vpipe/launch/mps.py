@@ -7,17 +7,19 @@ to end, however it ends, and then ends the daemon and removes the folders.
 from __future__ import annotations
 
 import os
+import select
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.launch.helpers import end_helper, helping
 from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
 if TYPE_CHECKING:
@@ -25,6 +27,9 @@ if TYPE_CHECKING:
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
+START_LIMIT = 60.0
+"""Seconds within which the daemon must have started."""
+_GUARD = "the guard of MPS"
 QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
 
@@ -93,12 +98,16 @@ def _daemon() -> Iterator[dict[str, str]]:
     assert process.stdin is not None
     assert process.stdout is not None
     try:
-        if process.stdout.readline() != READY:
+        begun, _, _ = select.select([process.stdout], [], [], START_LIMIT)
+        if not begun or process.stdout.readline() != READY:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
-        yield _variables(folder)
+        with helping(process.pid, _GUARD, f"the daemon of MPS in {folder} ends when the launcher ends it"):
+            yield _variables(folder)
     finally:
         process.stdin.close()
-        process.wait()
+        in_time = end_helper(process.pid, _GUARD, lambda: process.poll() is not None)
+        if not in_time or process.returncode < 0:
+            _quit(folder)
         process.stdout.close()
 
 
@@ -119,11 +128,18 @@ def guard(place: str) -> None:
         os.write(sys.stdout.fileno(), READY)
         sys.stdin.buffer.read()
     finally:
+        _quit(folder)
+
+
+def _quit(folder: Path) -> None:
+    """End the daemon of this folder, and remove the folder."""
+    with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [CONTROL],
             input=f"quit -t {QUIT_LIMIT}\n".encode(),
-            env=environment,
+            env={**os.environ, **_variables(folder)},
             stdout=subprocess.DEVNULL,
+            timeout=4 * QUIT_LIMIT,
             check=False,
         )
-        shutil.rmtree(folder, ignore_errors=True)
+    shutil.rmtree(folder, ignore_errors=True)
