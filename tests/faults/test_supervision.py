@@ -185,6 +185,36 @@ def test_the_watch_blames_who_stands_still_and_nobody_who_works_or_waits(
     )
 
 
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_nobody_is_blamed_when_all_were_suspended(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 35 of docs/reliability.md: the ranks are stopped, then the launcher for a minute; it is continued first."""
+    now, beat = 1000.0, 1000.0
+    page = Page(bytearray(Page.size(1)))
+    ranks = Ranks([], 1, tmp_path, ["stage 0"], heartbeat_limit=10.0, patience=30.0)
+    ranks.log(0).touch()
+    child: Any = SimpleNamespace(pid=0, poll=lambda: None)
+    found = watch.LauncherWatch([child], page, ranks)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(page, "beat", lambda rank: beat)
+    monkeypatch.setattr(watch, "_look", lambda rank: (state, 0))
+    for _ in range(40):  # it has seen for 4 s that the rank stands still
+        now += 0.1
+        assert found.failed_rank() is None
+    now += 60.0
+    for _ in range(40):
+        now += 0.1
+        assert found.failed_rank() is None
+    for _ in range(60):  # a rank that then does not go on is blamed
+        now += 0.1
+        failed = found.failed_rank()
+        if failed is not None:
+            assert 4.9 < float(failed.how.partition(" for ")[2].split()[0]) < 10.1
+            return
+    raise AssertionError("it was not found")
+
+
 def test_what_a_rank_has_started_ends_with_it(supervised: Supervised) -> None:
     supervised("kill", "parent")
 

@@ -21,6 +21,7 @@ from vpipe.communication.heartbeat import connect_heartbeat
 from vpipe.communication.peers import connect_peers
 from vpipe.communication.shared_memory import connect_all
 from vpipe.errors import PeerError
+from vpipe.system.deadline import Deadline
 
 SIZE = 3
 PATIENT = 100.0
@@ -159,7 +160,7 @@ def test_who_knows_the_protocol_and_not_the_key_is_not_let_in(logged: list[str])
             for key in (b"guessed", b"key"):
                 with call(listener.getsockname().decode()) as link:
                     try:
-                        introduce(link, key, Introduction(2, bytes(16)))
+                        introduce(link, key, Introduction(2, bytes(16)), Deadline(PATIENT))
                     except TurnedAwayError:
                         assert key == b"guessed"
             wait_until(lambda: welcomed and logged)

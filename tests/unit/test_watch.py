@@ -8,6 +8,7 @@ import time
 import urllib.request
 from collections.abc import Callable
 from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,8 @@ def test_a_hang_is_explained_by_who_waits_for_whom(
         perf_counter=lambda: time.perf_counter() + waited, monotonic=lambda: answering, time=time.time
     )
     monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(hang, "SILENT", HOURS)  # all ranks speak, if they get a processor
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang, "SILENT", 10 * HOURS)  # all ranks speak, if they get a processor
     places = {0: "0F4", 1: "1RECV_F4"}
 
     def answered(rank: int) -> bool:
@@ -277,6 +279,19 @@ def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: 
     assert guilty is not None
     assert guilty.rank == 1
     assert f"rank 1 {fate}: it was in 1F2" in sentence(found)
+
+
+def test_a_clock_that_is_set_makes_no_rank_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The age of a status is counted by a clock that nobody sets, as long as the host has not been started again."""
+    jumped = SimpleNamespace(
+        time=lambda: time.time() + HOURS, monotonic=lambda: 500.0, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(hang, "time", jumped)
+    here = socket.gethostname()
+    fresh = replace(status(0, "0F8"), host=here, uptime=499.0, process=os.getpid())
+    assert hang._state(fresh) == RankState(replace(fresh, seconds=32.0))
+    old = hang._state(replace(fresh, uptime=9000.0))  # of an earlier start of the host
+    assert old.fate == hang.SILENCE
 
 
 def test_a_process_that_does_not_exist_is_gone() -> None:

@@ -18,6 +18,7 @@ from typing import NamedTuple
 
 from vpipe.communication.sockets import receive_exactly
 from vpipe.errors import PeerError
+from vpipe.system.deadline import Deadline
 
 MAGIC = b"vpipe handshake 2\n"
 CHALLENGE = 32
@@ -64,14 +65,14 @@ def check_proof(key: bytes, challenge: bytes, introduction: bytes) -> tuple[Intr
     return Introduction(rank, process), YES + _proof(key, b"listener", facts)
 
 
-def introduce(link: socket.socket, key: bytes, me: Introduction) -> None:
+def introduce(link: socket.socket, key: bytes, me: Introduction, deadline: Deadline) -> None:
     """The caller's side; raises if the other end does not know the key, or turns this process away."""
-    greeted = receive_exactly(link, GREETING_BYTES)
+    greeted = receive_exactly(link, GREETING_BYTES, deadline)
     if not greeted.startswith(MAGIC):
         raise NoHandshakeError("is no socket of vpipe")
     facts = greeted[len(MAGIC) :] + secrets.token_bytes(CHALLENGE) + struct.pack(">I16s", *me)
     link.sendall(facts[CHALLENGE:] + _proof(key, b"caller", facts))
-    answer = receive_exactly(link, _ANSWER_BYTES)
+    answer = receive_exactly(link, _ANSWER_BYTES, deadline)
     if answer.startswith(NO):
         raise TurnedAwayError(f"turned rank {me.rank} away")
     if not hmac.compare_digest(answer, YES + _proof(key, b"listener", facts)):

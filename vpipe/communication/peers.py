@@ -15,6 +15,7 @@ from typing import Any
 from vpipe.communication.admission import RETRY, BackgroundTask, other_user, serve_members
 from vpipe.communication.handshake import Introduction, RefusedError, introduce
 from vpipe.errors import PeerError
+from vpipe.system.deadline import Deadline
 
 CONNECT_LIMIT = 3.0
 """Seconds of one attempt to connect: the kernel would wait longer each time that the other end's queue is full."""
@@ -34,7 +35,7 @@ def connect_peers(
     awaited = {peer for peer in peers if peer > rank}
     arrived: queue.SimpleQueue[tuple[int, socket.socket]] = queue.SimpleQueue()
     links: dict[int, socket.socket] = {}
-    deadline = time.monotonic() + timeout
+    deadline = Deadline(timeout)
 
     def check(who: Introduction) -> str:
         if who.rank not in awaited:
@@ -54,8 +55,13 @@ def connect_peers(
                 where = place if isinstance(place, str) else tuple(place)
                 links[peer] = _call(kind, where, bytes.fromhex(theirs), me, f"rank {peer} ({name})", deadline)
             while len(links) < len(peers):
-                caller, link = arrived.get(timeout=max(0.0, deadline - time.monotonic()))
-                links[caller] = link
+                try:
+                    caller, link = arrived.get(timeout=deadline.slice())
+                except queue.Empty:
+                    if not deadline.left():
+                        raise
+                else:
+                    links[caller] = link
     except (PeerError, queue.Empty) as error:
         while not arrived.empty():
             arrived.get()[1].close()
@@ -71,19 +77,17 @@ def connect_peers(
 
 
 def _call(
-    kind: tuple[int, int], address: Any, key: bytes, me: Introduction, who: str, deadline: float
+    kind: tuple[int, int], address: Any, key: bytes, me: Introduction, who: str, deadline: Deadline
 ) -> socket.socket:
     """A connection to a rank that listens already, and may be in the middle of a crowd of strangers."""
     while True:
         link = socket.socket(*kind)
-        left = max(RETRY, deadline - time.monotonic())
         try:
-            link.settimeout(min(CONNECT_LIMIT, left))
+            link.settimeout(max(RETRY, min(CONNECT_LIMIT, deadline.left())))
             link.connect(address)
             if (user := other_user(link)) is not None:
                 raise RefusedError(f"belongs to user {user}")
-            link.settimeout(left)
-            introduce(link, key, me)
+            introduce(link, key, me, deadline)
             return link
         except RefusedError as error:
             link.close()
@@ -93,6 +97,6 @@ def _call(
             raise PeerError(f"{who} has gone: it ended or was killed; see its own output") from None
         except OSError as error:  # its queue is full, or we had to make room for others
             link.close()
-            if time.monotonic() > deadline:
+            if not deadline.left():
                 raise PeerError(f"{who} did not answer rank {me.rank}: {error}") from None
             time.sleep(RETRY)

@@ -11,6 +11,8 @@ import struct
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
+from vpipe.system.deadline import Deadline
+
 LOOPBACK = "127.0.0.1"
 _GLOO = "GLOO_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
@@ -51,10 +53,18 @@ def _interface_with(address: str) -> str | None:
     return None
 
 
-def receive_exactly(link: socket.socket, count: int) -> bytes:
+def receive_exactly(link: socket.socket, count: int, deadline: Deadline | None = None) -> bytes:
+    """So many bytes, within the deadline, or the socket's own limit."""
     received = bytearray()
     while len(received) < count:
-        more = link.recv(min(count - len(received), 1 << 20))
+        try:
+            if deadline is not None:
+                link.settimeout(deadline.slice() or 1e-3)
+            more = link.recv(min(count - len(received), 1 << 20))
+        except TimeoutError:
+            if deadline is None or not deadline.left():
+                raise
+            continue
         if not more:
             raise ConnectionResetError("the connection was closed")
         received += more

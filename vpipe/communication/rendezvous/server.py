@@ -21,6 +21,7 @@ from typing import Any
 
 from vpipe.communication.admission import BackgroundTask, CallerLog, TurnedAway, serve_members, shown
 from vpipe.communication.handshake import Introduction
+from vpipe.system.deadline import Deadline
 
 LENGTH = struct.Struct(">I")
 LARGEST = 16 << 20
@@ -35,6 +36,7 @@ class _Waiting:
     rank: int
     op: str
     key: str
+    timer: asyncio.Task[None] | None = None
 
 
 class Rendezvous:
@@ -58,7 +60,8 @@ class Rendezvous:
             with listener:
                 await serve_members(listener, secret, "rendezvous", self._check, self._welcome)
         finally:
-            self._waiting.clear()
+            for waiting in list(self._waiting):
+                self._drop(waiting)
             left = list(self._connected)
             for task in left:
                 task.cancel()
@@ -94,7 +97,8 @@ class Rendezvous:
         except (OSError, asyncio.IncompleteReadError):
             pass  # it has gone
         finally:
-            self._waiting = [waiting for waiting in self._waiting if waiting.caller is not writer]
+            for waiting in [waiting for waiting in self._waiting if waiting.caller is writer]:
+                self._drop(waiting)
             writer.close()
 
     # Requests
@@ -108,14 +112,18 @@ class Rendezvous:
                     self._gathered[key][rank] = request["value"]
                 waiting = _Waiting(caller, rank, op, str(key))
                 self._waiting.append(waiting)
-                asyncio.get_running_loop().call_later(
-                    float(request["timeout"]), self._answer_waiting, waiting
-                )
+                deadline = Deadline(float(request["timeout"]))
+                waiting.timer = asyncio.get_running_loop().create_task(self._expire(waiting, deadline))
             else:
                 caller.write(framed({"value": self._change(op, key, request["value"])}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise TurnedAway(f"it sent no valid request: {error!r}") from None
         self._answer_waiting()
+
+    async def _expire(self, waiting: _Waiting, deadline: Deadline) -> None:
+        while left := deadline.slice():
+            await asyncio.sleep(left)
+        self._answer_waiting(waiting)
 
     def _change(self, op: str, key: str, value: Any) -> Any:
         if op == "set":
@@ -137,10 +145,15 @@ class Rendezvous:
         for waiting in sorted(self._waiting, key=lambda waiting: waiting.rank, reverse=True):
             answer = self._ready(waiting, gone, waiting is late)
             if answer is not None:
-                self._waiting.remove(waiting)
+                self._drop(waiting)
                 waiting.caller.write(framed(answer))
         for key in [key for key, values in self._gathered.items() if len(values) == self._size]:
             del self._gathered[key]  # all have been answered
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self._waiting.remove(waiting)
+        if waiting.timer is not None:
+            waiting.timer.cancel()
 
     def _ready(self, waiting: _Waiting, gone: set[int], late: bool) -> dict[str, Any] | None:
         here: Iterable[int]
