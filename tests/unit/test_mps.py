@@ -12,7 +12,7 @@ import pytest
 
 from tests.end_to_end.command import alive, wait_until_gone
 from tests.waiting import wait_until
-from vpipe.launch import mps
+from vpipe.launch import helpers, mps
 from vpipe.system.environment import ALLOCATOR
 
 Install = Callable[[str], None]
@@ -60,7 +60,7 @@ def stubborn(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     install(f'if [ "$1" = -d ]; then setsid {server} 600 & else {server} 600; fi')
     monkeypatch.setattr(mps, "QUIT_LIMIT", 0)
     monkeypatch.setattr(mps, "END_LIMIT", 0.2)
-    monkeypatch.setattr(mps, "GUARD_LIMIT", 0.2)
+    monkeypatch.setattr(helpers, "END_LIMIT", 0.5)
 
 
 def guard_process(folder: Path) -> int:

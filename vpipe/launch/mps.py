@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.launch.helpers import end_helper, helping
 from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
 if TYPE_CHECKING:
@@ -29,15 +30,14 @@ if TYPE_CHECKING:
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
+START_LIMIT = 60.0
+"""Seconds within which the daemon must have started."""
+_GUARD = "the guard of MPS"
 QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
-END_LIMIT = 5.0
+END_LIMIT = 4.0
 """Seconds that the daemon and its servers have to end, once told to; a client that was killed in the middle of its work
 can leave them hanging."""
-START_LIMIT = 60.0
-"""Seconds that the daemon has to start."""
-GUARD_LIMIT = 15.0
-"""Seconds that the guard has to end all of them; it needs twice END_LIMIT at most."""
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
@@ -109,11 +109,12 @@ def _daemon() -> Iterator[dict[str, str]]:
         started = bool(answered) and process.stdout.readline() == READY
         if not started:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
-        yield _variables(folder)
+        with helping(process.pid, _GUARD, f"the daemon of MPS in {folder} ends when the launcher ends it"):
+            yield _variables(folder)
     finally:
         process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GUARD_LIMIT if started else 0)
+        if started:
+            end_helper(process.pid, _GUARD, lambda: process.poll() is not None)
         with suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         process.wait()
