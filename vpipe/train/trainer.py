@@ -265,6 +265,7 @@ class Trainer:
             compile=config.compile,
             cuda_graphs=config.cuda_graphs,
             on_nonfinite=config.on_nonfinite,
+            nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
             loss_weight=count_labels,
             device=self.device,
             world=self.world,
