@@ -212,8 +212,8 @@ def observing(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
     from vpipe.observe.watch import RankWatch
     from vpipe.pipeline.threads import run_ranks
     from vpipe.record.events import Events
-    from vpipe.record.run_folder import RankLog
     from vpipe.record.whereabouts import whereabouts
+    from vpipe.system.best_effort import LogFile
     from vpipe.system.device_memory import used_memory
     from vpipe.weights import optimizer_factory
 
@@ -228,7 +228,7 @@ def observing(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
         model, batch, loss_fn = models.sequential()
         optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
-            watch = RankWatch(pipe, folder, RankLog(folder / "log"), limit=60.0, facts=dict, say=print)
+            watch = RankWatch(pipe, folder, LogFile(folder / "log"), limit=60.0, facts=dict, say=print)
             watch.close()
             second = 10 * quickest(lambda: [used_memory(pipe.device) for _ in range(100)]) / 100
             return second + quickest(lambda: [watch._look() for _ in range(10)]) / 10

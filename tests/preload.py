@@ -15,7 +15,12 @@ from vpipe.config import RunConfig
 from vpipe.train.models import build_model
 
 for name in (
-    *("vpipe.train.rank", "vpipe.train.export", "vpipe.train.trainer", "torch.utils.tensorboard"),
+    *(
+        "vpipe.train.rank",
+        "vpipe.train.export",
+        "vpipe.train.trainer",
+        "tensorboard.summary.writer.record_writer",
+    ),
     *("tests.faults.runs", "tests.end_to_end.forked"),
 ):
     importlib.import_module(name)

@@ -2,10 +2,13 @@
 
 from collections.abc import Collection
 from difflib import get_close_matches
+from typing import Any, ClassVar
 
 
 class VPipeError(ValueError):
     """A mistake that the user can mend: the message names the value, the place and the fix."""
+
+    exit_code: ClassVar[int] = 2
 
 
 class CaptureError(VPipeError):
@@ -51,12 +54,26 @@ class CompileError(VPipeError):
     """torch.compile failed on a block."""
 
 
+class NotWrittenError(VPipeError):
+    """A file that the user must not lose could not be written: a result, a last checkpoint."""
+
+    exit_code = 74
+
+
 class Stopped(VPipeError):
     """The run was asked to end, and did so with a checkpoint from which it can go on."""
+
+    exit_code = 75
+
+    def __init__(self, message: str, summary: dict[str, Any]) -> None:
+        super().__init__(message)
+        self.summary = summary
 
 
 class RankFailedError(VPipeError):
     """A rank was killed, crashed or stood still: not a mistake, so another try may do."""
+
+    exit_code = 1
 
 
 def meant(word: str, known: Collection[str], otherwise: str = "choose from") -> str:

@@ -74,7 +74,7 @@ def _train(
             recorder.error = error
             raise
         finally:
-            recorder.write_events(folder)
+            recorder.write_events()
             recorder.close()
 
 

@@ -48,7 +48,7 @@ def _train(name: str, schedule: str, precision: str, count: int, scale: float | 
         return Seen(
             losses,
             scales,
-            pipe.runtime.updates.skipped,
+            list(pipe.runtime.updates.skipped),
             {
                 (parameter.dtype, master.dtype)
                 for optimizer in optimizers

@@ -191,6 +191,52 @@ def test_a_loss_that_is_passed_over(options: dict[str, Any]) -> None:
         assert finite(weights)
 
 
+@pytest.fixture
+def diverged(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Minibatches whose weight gradients on stage 0 are not finite."""
+    finish, bad = Stage.weight_gradients, set[int]()
+
+    def poison(stage: Stage, minibatch: int) -> None:
+        finish(stage, minibatch)
+        gradient = stage.optimizer.model_parameters[0].grad
+        if stage.index == 0 and minibatch in bad and gradient is not None:
+            gradient.view(-1)[0] = math.nan
+
+    monkeypatch.setattr(Stage, "weight_gradients", poison)
+    return bad
+
+
+@pytest.mark.filterwarnings("ignore:WARNING")
+@pytest.mark.parametrize("options", [{"schedule": "1f1b", "minibatches": 1}, ASYNCHRONOUS])
+@pytest.mark.parametrize("looks_late", [False, True])
+def test_updates_that_are_skipped_again_and_again_end_the_run(
+    diverged: set[int], options: dict[str, Any], looks_late: bool, request: pytest.FixtureRequest
+) -> None:
+    if looks_late:
+        request.getfixturevalue("late")
+    diverged |= {2, 3, 4, 12, 14, 16}  # three in a row, and of the last eight: four, from 9 to 16 only three
+    limited = {"updates": 40, "on_nonfinite": "skip", **options}
+    ended, weights, losses = run(nonfinite_limit=(3, 8), **limited)[0]
+    assert ended.startswith(
+        "NonFiniteError: update 4, stage 0: the gradients of minibatch 4 are not finite: "
+    )
+    assert (
+        "3 of the last 5 updates were skipped for this, and nonfinite_limit ends the run at 3 of 8" in ended
+    )
+    assert finite(weights)
+    ended, weights, losses = run(nonfinite_limit=(4, 8), **limited)[0]
+    assert not ended
+    assert len(losses) == 40
+    diverged.add(10)
+    assert "update 16, stage 0: " in run(nonfinite_limit=(4, 8), **limited)[0][0]
+
+
+def test_a_limit_that_makes_no_sense() -> None:
+    for limit in ((0, 5), (6, 5)):
+        with pytest.raises(VPipeError, match=r"nonfinite_limit is .*: give two numbers"):
+            run(nonfinite_limit=limit, on_nonfinite="skip", **SYNCHRONOUS)
+
+
 def test_looking_late_changes_nothing(late: None) -> None:
     test_looking_changes_nothing(ASYNCHRONOUS)
 

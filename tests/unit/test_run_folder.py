@@ -1,14 +1,57 @@
-"""The files of a run's folder: what a restarted run leaves, and errors in stages.json."""
+"""The folder of a run: its name, what a restarted run leaves in it, and errors in stages.json."""
 
 import json
+import os
+import socket
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vpipe.errors import ConfigError
+from vpipe.observe.hang import rank_states
 from vpipe.observe.report import run_data
-from vpipe.record.run_folder import read_metrics, read_stages
+from vpipe.record import run_folder
+from vpipe.record.run_folder import STAMP, make_run_folder, newest_runs, read_metrics, read_stages
+from vpipe.record.status import Status, write_status
+
+
+def test_the_newest_run_is_the_last_one_whatever_the_clock_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The clock goes, stands, is set back by a day, forward by a year, and back again."""
+    day = 86_400.0
+    now = 1.8e9
+    made = []
+    for step in (0, 60, 0, 0, -day, 5, 365 * day, -365 * day, 60):
+        now += step
+        shown = time.strftime(STAMP, time.localtime(now))
+        monkeypatch.setattr(run_folder.time, "strftime", lambda form, *_, shown=shown: shown)
+        made.append(make_run_folder(tmp_path / "runs"))
+        (made[-1] / "config.yml").write_text("")
+        os.utime(made[-1] / "config.yml", (now, now))
+    assert len(set(made)) == len(made)
+    assert newest_runs(tmp_path / "runs") == made[::-1]
+    (tmp_path / "runs" / "cache").mkdir()
+    monkeypatch.undo()
+    for _ in range(12):  # more than nine in one second, if the machine is quick
+        made.append(make_run_folder(tmp_path / "runs"))
+        (made[-1] / "config.yml").write_text("")
+    assert newest_runs(tmp_path / "runs") == made[::-1]
+
+
+@pytest.mark.parametrize("jump", [-7200.0, 7200.0])
+def test_a_clock_that_was_set_does_not_make_a_rank_silent(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, jump: float
+) -> None:
+    written = {"time": time.time(), "monotonic": time.monotonic(), "place": "0F3", "seconds": 0.5}
+    write_status(Status(0, (0,), os.getpid(), socket.gethostname(), **written), tmp_path)
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + jump)
+    (state,) = rank_states(tmp_path)
+    assert not state.fate
+    assert 0.5 <= state.status.seconds < 1000
 
 
 def test_the_last_lines_of_a_restarted_run_count(tmp_path: Path) -> None:

@@ -22,23 +22,23 @@ from vpipe import Pipeline
 from vpipe.errors import ConfigError
 from vpipe.observe import hang, prometheus, recorder, watch
 from vpipe.observe.figures import scalars
-from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, explain, fate_of, sentence
+from vpipe.observe.hang import GONE, SUSPENDED, RankState, culprit, explain, fate_of, sentence
 from vpipe.observe.prometheus import PrometheusEndpoint, exposition
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.screen import picture, top
 from vpipe.observe.watch import RankWatch
 from vpipe.pipeline.threads import run_ranks
-from vpipe.record.run_folder import RankLog
 from vpipe.record.status import (
     Status,
     Waiting,
     read_statuses,
-    replace_text,
     stage_lines,
     time_shares,
     write_status,
 )
 from vpipe.schedule import build, lower
+from vpipe.system.best_effort import LogFile
+from vpipe.system.files import replace_text
 from vpipe.weights import optimizer_factory
 
 HOURS = 3600.0
@@ -82,7 +82,7 @@ def recorded(
                     if world.rank == 0 and update == updates - 1:
                         at_the_end(pipes)
             finally:
-                recorder.write_events(folder)
+                recorder.write_events()
                 recorder.close()
 
     run_ranks(2, train, timeout=200.0)
@@ -269,7 +269,7 @@ def test_ranks_that_wait_for_each_other() -> None:
     assert culprit(found) is None
 
 
-@pytest.mark.parametrize("fate", [GONE, STOPPED])
+@pytest.mark.parametrize("fate", [GONE, SUSPENDED])
 def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: str) -> None:
     found = [
         RankState(status(0, "0RECV_B1", Waiting("0RECV_B1", 1, 9.0))),
@@ -288,9 +288,9 @@ def test_a_clock_that_is_set_makes_no_rank_silent(monkeypatch: pytest.MonkeyPatc
     )
     monkeypatch.setattr(hang, "time", jumped)
     here = socket.gethostname()
-    fresh = replace(status(0, "0F8"), host=here, uptime=499.0, process=os.getpid())
+    fresh = replace(status(0, "0F8"), host=here, monotonic=499.0, process=os.getpid())
     assert hang._state(fresh) == RankState(replace(fresh, seconds=32.0))
-    old = hang._state(replace(fresh, uptime=9000.0))  # of an earlier start of the host
+    old = hang._state(replace(fresh, monotonic=9000.0))  # of an earlier start of the host
     assert old.fate == hang.SILENCE
 
 
@@ -315,7 +315,7 @@ def with_watch(folder: Path, use: Callable[[RankWatch], Any]) -> Any:
     def work(world: Any) -> Any:
         optimizer = optimizer_factory("sgd", 0.01, weight_decay=0.0)
         with Pipeline(model, batch, optimizer=optimizer, loss_fn=loss_fn, world=world) as pipe:
-            made = RankWatch(pipe, folder, RankLog(folder / "log"), limit=HOURS, facts=dict, say=print)
+            made = RankWatch(pipe, folder, LogFile(folder / "log"), limit=HOURS, facts=dict, say=print)
             made.close()
             return use(made)
 

@@ -64,7 +64,7 @@ def prune(
     spared = {*kept, *spare, *_best(whole)}
     oldest = newest_first.index(kept[-1]) if len(kept) == keep else len(newest_first)
     deleted = [path for path in newest_first[oldest:] if path not in spared]
-    latest = time.time() - unfinished_after
+    latest = time.time() - unfinished_after if unfinished_after else math.inf  # whatever the clock was set to
     deleted += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= latest]
     for path in deleted:
         _delete(path)

@@ -19,9 +19,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import _TYPES
 from torch import Tensor
 
-from vpipe.errors import VPipeError
+from vpipe.errors import NotWrittenError, VPipeError
 
 CHUNK = 1 << 20
+READS = ("read", "list")
 _KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
 
 
@@ -32,7 +33,8 @@ def file_errors(what: str, path: Path) -> Iterator[None]:
         yield
     except (OSError, SafetensorError) as error:
         reason = (error.strerror if isinstance(error, OSError) else None) or str(error)
-        raise VPipeError(f"cannot {what} {path}: {reason}") from None
+        kind = VPipeError if what in READS else NotWrittenError
+        raise kind(f"cannot {what} {path}: {reason}") from None
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str]) -> tuple[int, str]:

@@ -23,7 +23,7 @@ from vpipe.checkpoint.directory import prune, step_name
 from vpipe.checkpoint.manifest import as_json
 from vpipe.checkpoint.writing import WriteJob, write
 from vpipe.communication import agree, agree_on
-from vpipe.errors import VPipeError
+from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.stage.stage import StageState
 
@@ -122,7 +122,7 @@ class Saver:
             self._saved = write(job)
         except BaseException as error:
             crash = f"checkpoint {job.final} was not saved: its writer failed with {type(error).__name__}: {error}"
-            self._error = error if isinstance(error, VPipeError) else VPipeError(crash)
+            self._error = error if isinstance(error, VPipeError) else NotWrittenError(crash)
             self._report(f"WARNING: {self._error}")
             self._failed()
             return

@@ -17,7 +17,7 @@ from vpipe.checkpoint.directory import hidden_name
 from vpipe.checkpoint.files import file_errors, read_header, sync, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
 from vpipe.communication import World
-from vpipe.errors import VPipeError
+from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 
@@ -52,7 +52,7 @@ def write(job: WriteJob) -> Path:
         world.publish(f"committed {job.token}", _attempt(lambda: _commit(job)))
     if (failure := _wait_for(job, "committed", 0)[0]) is not None:
         shutil.rmtree(job.folder, ignore_errors=True)  # no rank writes any more
-        raise VPipeError(f"checkpoint {job.final} was not saved: {failure}")
+        raise NotWrittenError(f"checkpoint {job.final} was not saved: {failure}")
     return job.final
 
 

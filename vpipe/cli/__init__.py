@@ -7,7 +7,8 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import RankFailedError, VPipeError
+from vpipe.errors import VPipeError
+from vpipe.system.best_effort import open_closed_streams
 
 if TYPE_CHECKING:
     import typer
@@ -32,11 +33,15 @@ def make_app() -> typer.Typer:
 
 
 def main() -> None:
-    """Run a command. Exit code 2 and one line for a user's mistake, 1 for a failed rank."""
+    """Run a command. Exit code 2 and one line for a user's mistake, 1 for a failed rank, 74 for a lost result."""
+    open_closed_streams()
     try:
         sys.exit(make_app()(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
+    except BrokenPipeError:  # `vpipe ... | head`: the reader has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+        sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
         from vpipe.cli.doctor import is_dependency, without_dependency
         from vpipe.launch.rank import fail
@@ -52,7 +57,7 @@ def main() -> None:
         if not isinstance(error, VPipeError):
             raise
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(1 if isinstance(error, RankFailedError) else 2)
+        sys.exit(error.exit_code)
 
 
 def _print_usage_error(error: Any) -> None:

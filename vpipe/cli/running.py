@@ -8,6 +8,7 @@ from typing import Annotated
 import typer
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run
+from vpipe.system.best_effort import survive_lost_output
 
 app = typer.Typer()
 
@@ -42,6 +43,7 @@ def train(
     if print_config:
         print(resolved_yaml(chosen), end="")
         return
+    survive_lost_output()
     scenes = read_scenes(debug or ())
     arguments = ["train", *rank_arguments(config, settings or ())]
     arguments += [part for scene in scenes for part in ("--debug", scene)]

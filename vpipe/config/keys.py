@@ -188,6 +188,9 @@ class RunConfig(_Keys):
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or a gradient that is not finite, before the update: stop ends the run, skip leaves out the
     update on every stage. With fp16 an overflow is no error: the loss scale is lowered."""
+    nonfinite_limit: Annotated[list[Count], Field(min_length=2, max_length=2)] = [10, 100]
+    """The run ends when `on_nonfinite: skip` has skipped so many of the last so many updates: with `[10, 100]` a share
+    of 10 %, and also a count, because 10 skipped one after the other end it at once."""
     deterministic: StrictBool = False
     """Only algorithms that give the same result every time, which are slower on a GPU; an operation that has none
     is an error. On the CPU two runs with one seed are equal to the bit anyway."""
@@ -263,6 +266,9 @@ class RunConfig(_Keys):
                     self._refuse(key, "the file that `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
             self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
+        skipped, updates = self.nonfinite_limit
+        if skipped > updates:
+            self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
             self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
         if self.max_updates is not None and self.warmup_updates > self.max_updates:

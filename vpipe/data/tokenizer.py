@@ -5,13 +5,14 @@ from __future__ import annotations
 import hashlib
 import os
 import uuid
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -224,7 +225,7 @@ def content_hash(documents: Sequence[str], made_with: str) -> str:
 
 
 def keep(file: Path, what: str, write: Callable[[Path], object]) -> None:
-    """Have `write` make the file, whole or not at all.
+    """Have `write` make the file, whole or not at all; if that fails, whoever needs it next makes it again.
 
     All ranks of a run may be here at once: each writes a file of its own, and all of them are the same.
     """
@@ -236,4 +237,7 @@ def keep(file: Path, what: str, write: Callable[[Path], object]) -> None:
     except OSError as error:
         with suppress(OSError):
             partial.unlink()
-        raise VPipeError(f"{what} cannot be kept in {file.parent}: {error.strerror}") from None
+        warnings.warn(
+            f"{what} cannot be kept in {file.parent} ({error.strerror}): every rank and every run makes it again",
+            stacklevel=2,
+        )

@@ -17,14 +17,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
+from pathlib import Path
 from types import FrameType
 
-from vpipe.errors import ConfigError, RankFailedError, VPipeError
+from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
 from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
+from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.environment import LISTENER, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.host_memory import usable_cores
@@ -51,21 +53,22 @@ class _Signals:
 
 def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None) -> None:
     """Run the ranks to their end. Raises the error of the first that failed: RankFailedError if it is no mistake."""
+    log = log or FailureLog(ranks.folder)
     with ExitStack() as stack:
         page, descriptor = stack.enter_context(shared_page(ranks.count))
         signals = stack.enter_context(_handling_signals())
-        children = stack.enter_context(_started(ranks, descriptor, attempt))
-        recovered = partial(log.recovered, attempt) if log is not None and attempt else None
+        children = stack.enter_context(_started(ranks, descriptor, attempt, log.effort))
+        recovered = partial(log.recovered, attempt) if attempt else None
         watch = LauncherWatch(children, page, ranks, recovered)
         failed = _wait(watch, signals)
-        found = round(time.time(), 3)
+        found = log.now()
         if failed is not None:
             page.verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
-            _end(watch, failed)
-        if signals.to_end:
+            _end(watch, failed, log.effort)
+        if signals.to_end and (failed is None or failed.kind is not NotWrittenError):
             raise SystemExit(_exit_code(children, signals.to_end[0]))
         if failed is not None:
-            if log is not None and not failed.mistake:
+            if failed.kind is RankFailedError:
                 log.failed(attempt, failed, found)
             raise _failure(failed, watch)
         if any(child.returncode for child in children):
@@ -126,7 +129,9 @@ def _clean_up(reading: int) -> None:
 
 
 @contextmanager
-def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _started(
+    ranks: Ranks, page: int, attempt: int, effort: BestEffort
+) -> Iterator[list[subprocess.Popen[bytes]]]:
     """The children, of which none is left when we leave."""
     children: list[subprocess.Popen[bytes]] = []
     # The cleanup process first: it must not hold the socket, which is rank 0's and ends with it.
@@ -137,7 +142,8 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
         environment |= {ATTEMPT: str(attempt), VARIABLE: str(page)}
         try:
             for rank in range(ranks.count):
-                log = files.enter_context(open(ranks.log(rank), "ab"))
+                log = _open_log(ranks.log(rank), effort)
+                files.callback(os.close, log)
                 own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **devices[rank]}
                 if rank == 0:
                     own[LISTENER] = str(listener.fileno())
@@ -159,6 +165,15 @@ def _started(ranks: Ranks, page: int, attempt: int) -> Iterator[list[subprocess.
         finally:
             for child in children:
                 _kill(child)
+
+
+def _open_log(path: Path, effort: BestEffort) -> int:
+    """The rank's log; one that cannot be written goes nowhere."""
+    flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
+    with effort.writing(path):
+        path.parent.mkdir(parents=True, exist_ok=True)  # somebody may have deleted it before a restart
+        return os.open(path, flags, 0o666)
+    return os.open(os.devnull, flags)
 
 
 def _environment(ranks: Ranks, port: int) -> dict[str, str]:
@@ -231,7 +246,7 @@ def _exit_code(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
     return code if code is not None and code >= 0 else 128 + number
 
 
-def _end(watch: LauncherWatch, failed: FailedRank) -> None:
+def _end(watch: LauncherWatch, failed: FailedRank, effort: BestEffort) -> None:
     """The others read which rank failed and end; one that does not is killed, and its log says why."""
     children = watch.children
     _kill(children[failed.rank])  # stopped, it would not notice anything
@@ -241,8 +256,9 @@ def _end(watch: LauncherWatch, failed: FailedRank) -> None:
     for rank, child in enumerate(children):
         if child.poll() is None:
             _kill(child)
-            with watch.ranks.log(rank).open("a") as log:
-                log.write(f"error: stopped because {watch.page.verdict}\n")
+            last = LogFile(watch.ranks.log(rank), effort)
+            last.line(f"error: stopped because {watch.page.verdict}")
+            last.close()
 
 
 def _kill(child: subprocess.Popen[bytes]) -> None:
@@ -254,8 +270,8 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 
 def _failure(failed: FailedRank, watch: LauncherWatch) -> VPipeError:
-    if failed.mistake:
-        return VPipeError(failed.how)
+    if failed.kind is not RankFailedError:
+        return failed.kind(failed.how)
     output, verdict = watch.output(failed.rank), watch.page.verdict
     start = output.rfind("Traceback (most recent call last):")
     if start >= 0:

@@ -15,6 +15,7 @@ import sys
 import threading
 import time
 import traceback
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import NoReturn
@@ -29,7 +30,7 @@ LAUNCHER = "VPIPE_LAUNCHER"
 
 FAILED, MISTAKE, PEER_FAILED, ASKED = 1, 2, 3, 75
 """Exit codes of a rank: an exception; a user's mistake, reported in one line; another rank failed; a signal asked it to
-end, and it has saved a checkpoint."""
+end, and it has saved a checkpoint. Errors of `vpipe.errors` have their own."""
 
 INTERVAL = 0.1
 """Seconds between two heartbeats."""
@@ -74,13 +75,15 @@ def _send_heartbeats(place: Whereabouts) -> None:
 def fail(error: Exception) -> NoReturn:
     """End this rank because of an error: its own, or one that another rank's end has caused."""
     hold_signals()
-    if not isinstance(error, PeerError):
-        if isinstance(error, VPipeError):
-            print(f"error: {error}", file=sys.stderr, flush=True)
-            _exit(MISTAKE)
-        traceback.print_exception(error)
-        _exit(FAILED)  # at once: the others have noticed and wait to learn why
     page = launchers_page()
+    if not isinstance(error, PeerError):
+        known = isinstance(error, VPipeError)
+        text = f"error: {error}\n" if known else "".join(traceback.format_exception(error))
+        if page is not None:
+            Whereabouts(page, int(os.environ["RANK"])).fail(text)
+        print(text, end="", file=sys.stderr, flush=True)
+        # At once: the others have noticed and wait to learn why.
+        _exit(error.exit_code if isinstance(error, VPipeError) else FAILED)
     deadline = time.monotonic() + REASON_WAIT
     while page is not None and not page.verdict and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -96,13 +99,15 @@ def fail(error: Exception) -> NoReturn:
 
 def _stop(reason: str) -> NoReturn:
     # Not by `print`: the main thread may be in something that has put another stream in place of stderr.
-    os.write(2, f"error: stopped because {reason}\n".encode())
+    with suppress(OSError):  # a full disk, a closed pipe
+        os.write(2, f"error: stopped because {reason}\n".encode())
     _exit(PEER_FAILED)
 
 
 def _exit(code: int) -> NoReturn:
     """Without the interpreter's own clean-up, which may wait for threads that wait for a rank that is gone."""
-    sys.stdout.flush()
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)
 
 

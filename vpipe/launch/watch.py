@@ -7,7 +7,6 @@ given `patience` instead of `limit`. So the rank that is named is the one that s
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -18,13 +17,20 @@ from pathlib import Path
 from subprocess import Popen
 from typing import NamedTuple
 
-from vpipe.launch.rank import ASKED, INTERVAL, MISTAKE, PEER_FAILED
+from vpipe.errors import NotWrittenError, RankFailedError, VPipeError
+from vpipe.launch.rank import ASKED, INTERVAL, PEER_FAILED
 from vpipe.record.whereabouts import Page
+from vpipe.system.best_effort import BestEffort, LogFile
+from vpipe.system.files import json_text, read_tail
 
 IDLE = 0.05
 """Share of a processor below which a process without heartbeats is not at work."""
 PAUSE = 1.0
 """Seconds between two looks at the ranks, and more: the launcher was stopped, or the machine suspended."""
+KINDS = {kind.exit_code: kind for kind in (VPipeError, NotWrittenError)}
+"""Errors that a rank has reported in words for the user, by its exit code."""
+SAME = 200
+"""Bytes at the end of an error by which it is found in a log."""
 FOLLOWER_WAIT = 1.0
 """Seconds after which a rank that blames another one is named itself, if no other has failed."""
 
@@ -54,32 +60,38 @@ class Ranks:
 class FailedRank(NamedTuple):
     rank: int
     how: str
-    mistake: bool = False
-    """A user's mistake, reported in one line: it would be made again."""
+    kind: type[VPipeError] = RankFailedError
+    """Any other kind of error would be made again."""
 
 
 class FailureLog:
-    """`failures.jsonl` in the folder of a run, one line for each rank that failed; times are seconds since 1970."""
+    """`failures.jsonl` in the folder of a run, one line for each rank that failed.
+
+    Times are seconds since 1970 by the clock as it was when the launcher started, whatever it is set to since.
+    """
 
     def __init__(self, folder: Path) -> None:
-        self.path = folder / "failures.jsonl"
+        self.effort = BestEffort()  # for all that the launcher writes
+        self._file = LogFile(folder / "failures.jsonl", self.effort)
+        self._began = time.time() - time.monotonic()
         self._failed: float | None = None
+
+    def now(self) -> float:
+        return round(self._began + time.monotonic(), 3)
 
     def failed(self, attempt: int, failed: FailedRank, found: float) -> None:
         """A rank failed, and all others have ended since."""
-        ended = round(time.time(), 3)
-        self._failed = time.monotonic() - (ended - found)
-        self._write(attempt=attempt, rank=failed.rank, how=failed.how, found=found, ended=ended)
+        self._failed = found
+        self._write(attempt=attempt, rank=failed.rank, how=failed.how, found=found, ended=self.now())
 
     def recovered(self, attempt: int) -> None:
         if self._failed is not None:
-            seconds = time.monotonic() - self._failed
+            seconds = self.now() - self._failed
             print(f"the run trains again, {seconds:.1f} s after the fault", file=sys.stderr, flush=True)
-            self._write(attempt=attempt, recovered=round(time.time(), 3))
+            self._write(attempt=attempt, recovered=self.now())
 
     def _write(self, **figures: object) -> None:
-        with self.path.open("a", encoding="utf-8") as file:
-            file.write(json.dumps(figures) + "\n")
+        self._file.line(json_text(figures))
 
 
 @dataclass
@@ -106,7 +118,7 @@ class LauncherWatch:
         self.ranks = ranks
         self._on_training = on_training
         # An earlier attempt may have written to the logs.
-        self._logged = [ranks.log(rank).stat().st_size for rank in range(ranks.count)]
+        self._logged = [_size(ranks.log(rank)) for rank in range(ranks.count)]
         self._seen = [_Seen() for _ in children]
         self._follower_since: float | None = None
         self._looked = self._resumed = 0.0
@@ -119,7 +131,7 @@ class LauncherWatch:
         if own:
             # A killed process reports nothing; whoever reports an error may do so because of that one.
             rank = min(own, key=lambda rank: (failed[rank] > 0, rank))
-            return FailedRank(rank, self._ended(rank, failed[rank]), failed[rank] == MISTAKE)
+            return FailedRank(rank, self._ended(rank, failed[rank]), KINDS.get(failed[rank], RankFailedError))
         if failed:
             self._follower_since = self._follower_since or time.monotonic()
             if None not in codes or time.monotonic() - self._follower_since > FOLLOWER_WAIT:
@@ -170,7 +182,7 @@ class LauncherWatch:
         if code < 0:
             return self._where(rank, f"killed by {signal.Signals(-code).name}")
         error = self._last_error(rank)
-        if code == MISTAKE and error:
+        if code in KINDS and error:
             return error
         return self._where(rank, error.partition("\n")[0] or f"ended with exit code {code}")
 
@@ -190,10 +202,16 @@ class LauncherWatch:
         return next((line for line in lines if line[:1].strip()), "")
 
     def output(self, rank: int) -> str:
-        """What the rank has written to its log in this attempt."""
-        with self.ranks.log(rank).open("rb") as file:
-            file.seek(self._logged[rank])
-            return file.read().decode(errors="replace")
+        """The end of what the rank has written to its log in this attempt, with its error, which may not be there."""
+        log, error = read_tail(self.ranks.log(rank), self._logged[rank]), self.page.error(rank)
+        return log if error[-SAME:] in log else f"{log}\n{error}"
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return 0
 
 
 def _look(process: int) -> tuple[str, int] | None:

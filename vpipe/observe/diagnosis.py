@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 from dataclasses import asdict
@@ -16,9 +15,11 @@ from rich.text import Text
 from vpipe.observe.action_figures import check_versions, most
 from vpipe.observe.bottlenecks import communication, throughput
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding, read_evidence
-from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, sentence
+from vpipe.observe.hang import GONE, SUSPENDED, RankState, culprit, sentence
+from vpipe.record import run_folder
 from vpipe.record.run_folder import read_lines
-from vpipe.record.status import ENDED, FAILED, RUNNING
+from vpipe.record.status import ENDED, FAILED, RUNNING, STOPPED
+from vpipe.system.files import json_text, read_tail
 from vpipe.system.units import show_bytes
 
 STYLES = {FAULT: "bold red", NOTICE: "yellow", FINE: "green", UNKNOWN: "bright_black"}
@@ -35,7 +36,7 @@ def diagnose(folder: Path) -> list[Finding]:
 def diagnose_command(folder: Path, as_json: bool) -> None:
     found = diagnose(folder)
     if as_json:
-        print(json.dumps([asdict(finding) for finding in found]))
+        print(json_text([asdict(finding) for finding in found]))
         return
     console = Console(highlight=False, soft_wrap=True)
     for finding in found:
@@ -52,14 +53,17 @@ LONG = 10.0
 def standstill(evidence: Evidence) -> Finding:
     topic, states = "standstill", evidence.states
     failures = [line for line in read_lines(evidence.folder / "failures.jsonl", "how") if "rank" in line]
-    if failures and not evidence.summary:
+    if evidence.ended == run_folder.STOPPED or (
+        states and all(each.status.state == STOPPED for each in states)
+    ):
+        return _stopped(evidence)
+    if failures and evidence.ended != run_folder.COMPLETE:
         return _failure(failures[-1], states)
     if not states:
         return Finding(topic, UNKNOWN, "no rank has left a status: its training has not begun")
     if any(each.fate == GONE or each.status.state == FAILED for each in states):
         return _death(evidence)
-    path = evidence.folder / "hang.txt"
-    explained = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
+    explained = read_tail(evidence.folder / "hang.txt").rstrip()
     if all(each.status.state == ENDED for each in states):
         text = f"all {len(states)} ranks came to their end"
         if not explained:
@@ -75,6 +79,15 @@ def standstill(evidence: Evidence) -> Finding:
     return Finding(topic, FINE, f"{running} of {len(states)} ranks run, the longest wait is {longest:.1f} s")
 
 
+def _stopped(evidence: Evidence) -> Finding:
+    updates = max((each.status.updates for each in evidence.states), default=0)
+    total = max((each.status.total for each in evidence.states), default=0)
+    text = f"the run was stopped by you after {updates} of {total} updates: that is no fault"
+    if error := evidence.summary.get("error"):
+        text += f"; {error}"
+    return Finding("standstill", FINE, text, {"updates": updates, "total": total})
+
+
 def _failure(failure: dict[str, Any], states: list[RankState]) -> Finding:
     """From the line of the launcher, which saw the process end."""
     rank = int(failure["rank"])
@@ -87,7 +100,7 @@ def _failure(failure: dict[str, Any], states: list[RankState]) -> Finding:
 def _death(evidence: Evidence) -> Finding:
     """The rank that failed by itself: a process that is gone, else one whose error does not name another rank."""
     states = evidence.states
-    dead = [each for each in states if each.fate in (GONE, STOPPED)]
+    dead = [each for each in states if each.fate in (GONE, SUSPENDED)]
     failed = [each for each in states if each.status.state == FAILED]
     own = [each for each in failed if "rank" not in each.status.error.partition(":")[0]]
     first = (dead or own or failed)[0]

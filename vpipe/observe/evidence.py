@@ -9,7 +9,15 @@ from typing import Any
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
-from vpipe.record.run_folder import StageFacts, check_run_folder, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import (
+    COMPLETE,
+    StageFacts,
+    check_run_folder,
+    read_metrics,
+    read_object,
+    read_stages,
+)
+from vpipe.system.files import read_tail
 
 FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
 
@@ -35,8 +43,13 @@ class Evidence:
     costs: RunCosts | None
 
     def log(self, rank: int) -> str:
-        path = self.folder / f"output.log.{rank}"
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        """The end of a rank's log."""
+        return read_tail(self.folder / f"output.log.{rank}")
+
+    @property
+    def ended(self) -> str | None:
+        """How the run has ended, in the words of its summary; None if it has not, or was killed."""
+        return self.summary.get("ended", COMPLETE) if self.summary else None
 
 
 def read_evidence(folder: Path) -> Evidence:

@@ -11,9 +11,12 @@ one clock, so that they add up to 100 %:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator, Sequence
+import os
+import socket
+import time
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
+from io import BytesIO
 from operator import add, sub
 from pathlib import Path
 from time import perf_counter
@@ -21,7 +24,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vpipe.communication.handler import ROOM
 from vpipe.record.status import rank_figures, time_shares
+from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.device_memory import allocator_retries, peak_memory
+from vpipe.system.files import json_text
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
@@ -145,24 +150,57 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
 class MetricsWriter:
     """`metrics.jsonl`, one line for each report (kind, update, figures), and scalars for TensorBoard if installed."""
 
-    def __init__(self, folder: Path) -> None:
-        self._file = (folder / "metrics.jsonl").open("a", encoding="utf-8", buffering=1)
-        self._board: Any = None
+    def __init__(self, folder: Path, effort: BestEffort) -> None:
+        self._file = LogFile(folder / "metrics.jsonl", effort)
+        self._board: TensorBoardFile | None = None
         with suppress(ImportError):
-            from torch.utils.tensorboard import SummaryWriter
-
-            self._board = SummaryWriter(str(folder / "tensorboard"))
+            self._board = TensorBoardFile(folder / "tensorboard", effort)
 
     def write(self, kind: str, update: int, **figures: Any) -> None:
-        self._file.write(json.dumps({"kind": kind, "update": update, **figures}) + "\n")
+        self._file.line(json_text({"kind": kind, "update": update, **figures}))
         if self._board is not None:
-            for name, value in scalars(kind, figures):
-                self._board.add_scalar(name, value, update)
+            self._board.write(update, scalars(kind, figures))
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+
+
+class TensorBoardFile:
+    """Scalars in TensorBoard's format.
+
+    Its own writer is a thread that ends, with a traceback, at the first write that fails.
+    """
+
+    def __init__(self, folder: Path, effort: BestEffort) -> None:
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.compat.proto.summary_pb2 import Summary
+        from tensorboard.summary.writer.record_writer import RecordWriter
+
+        self._event, self._summary, self._record_writer = Event, Summary, RecordWriter
+        self._began = time.time() - perf_counter()
+        name = f"events.out.tfevents.{time.time():.0f}.{socket.gethostname()}.{os.getpid()}"
+        self._file = LogFile(folder / name, effort)
+        with effort.writing(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        self._append(self._event(wall_time=self._now(), file_version="brain.Event:2"))
+
+    def write(self, update: int, named: Iterable[tuple[str, float]]) -> None:
+        values = [self._summary.Value(tag=name, simple_value=value) for name, value in named]
+        self._append(self._event(wall_time=self._now(), step=update, summary=self._summary(value=values)))
+
+    def close(self) -> None:
+        self._file.close()
+
+    def _now(self) -> float:
+        """The clock may be set while the run goes on, and is not followed."""
+        return self._began + perf_counter()
+
+    def _append(self, event: Any) -> None:
+        record = BytesIO()
+        self._record_writer(record).write(event.SerializeToString())
+        self._file.append(record.getvalue())
 
 
 def scalars(kind: str, figures: dict[str, Any]) -> Iterator[tuple[str, float]]:

@@ -17,7 +17,7 @@ from itertools import islice
 from math import lcm
 from pathlib import Path
 
-from vpipe.record.status import ENDED, FAILED, RUNNING, Status, read_statuses
+from vpipe.record.status import RUNNING, STOPPED, Status, read_statuses
 from vpipe.record.whereabouts import Page
 from vpipe.schedule import Action, Event, Schedule, walk
 from vpipe.schedule.action import PATTERN
@@ -30,7 +30,7 @@ SILENT = 3.0
 DRAWN = 200
 """The most minibatches that a drawing shows; a longer schedule repeats itself."""
 ACTIONS = 20_000
-STOPPED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "does not respond any more"
+SUSPENDED, GONE, SILENCE = "is stopped (by SIGSTOP or a debugger)", "is gone", "does not respond any more"
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class RankState:
     status: Status
     """As of now, not of when the rank wrote it."""
     fate: str = ""
-    """STOPPED, GONE or SILENCE, or empty."""
+    """SUSPENDED, GONE or SILENCE, or empty."""
 
     @property
     def rank(self) -> int:
@@ -64,9 +64,10 @@ class RankState:
     def __str__(self) -> str:
         if self.fate:
             return f"rank {self.rank} {self.fate}: it was {self.where}"
-        if self.status.state in (ENDED, FAILED):
+        if self.status.state != RUNNING:
+            verb = "was" if self.status.state == STOPPED else "has"
             why = f": {self.status.error}" if self.status.error else ""
-            return f"rank {self.rank} has {self.status.state}{why}"
+            return f"rank {self.rank} {verb} {self.status.state}{why}"
         if self.status.waiting is not None:
             return _waits(self.status)
         return f"rank {self.rank} has been {self.where} for {_seconds(self.status.seconds)}"
@@ -88,12 +89,10 @@ def rank_states(folder: Path, page: Page | None = None) -> list[RankState]:
 
 def _state(status: Status, page: Page | None = None) -> RankState:
     """From a rank's own status or, if that is old, from the page and the system."""
-    if status.state in (ENDED, FAILED):
+    if status.state != RUNNING:
         return RankState(status)
     here = status.host == socket.gethostname()
-    # A status from before the host was started again is later than the clock is now.
-    counts = here and 0 < status.uptime <= time.monotonic()
-    old = time.monotonic() - status.uptime if counts else time.time() - status.time
+    old = _seconds_old(status, here)
     now = replace(status, seconds=status.seconds + old)
     if old < SILENT or not here:
         return RankState(now)
@@ -101,6 +100,15 @@ def _state(status: Status, page: Page | None = None) -> RankState:
         place = page.place(status.rank)
         now = replace(status, place=str(place), inside=True, seconds=time.perf_counter() - place.since)
     return RankState(now, fate_of(status.process))
+
+
+def _seconds_old(status: Status, here: bool) -> float:
+    """Of a rank of this host by the clock that nobody sets; one that is ahead of ours was written before a restart of
+    the host."""
+    if not here or status.monotonic is None:
+        return max(0.0, time.time() - status.time)
+    now = time.monotonic()
+    return now - status.monotonic if now >= status.monotonic else now
 
 
 def fate_of(process: int) -> str:
@@ -111,7 +119,7 @@ def fate_of(process: int) -> str:
         return GONE
     except OSError:
         return SILENCE
-    return {"T": STOPPED, "t": STOPPED, "Z": GONE, "X": GONE}.get(state, SILENCE)
+    return {"T": SUSPENDED, "t": SUSPENDED, "Z": GONE, "X": GONE}.get(state, SILENCE)
 
 
 def sentence(found: list[RankState]) -> str:

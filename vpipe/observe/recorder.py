@@ -14,8 +14,9 @@ from vpipe.observe.prometheus import PrometheusEndpoint
 from vpipe.observe.screen import ProgressReport
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
-from vpipe.record.run_folder import RankLog
 from vpipe.record.status import TIMES, read_statuses, stage_lines
+from vpipe.record.thinning import Curve, is_written
+from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
@@ -42,9 +43,14 @@ class Recorder:
         prometheus_port: int,
     ) -> None:
         """`samples` of an update, `tokens` of a sample."""
-        self.log = RankLog(folder / f"output.log.{pipe.rank}")
-        self.losses: list[tuple[int, float]] = []
-        self.evaluations: list[tuple[int, float]] = []
+        self.effort = BestEffort(self.say)  # for all that is written beside the training
+        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self.show = self._progress.say  # prints for the user, without the log
+        self.log = LogFile(folder / f"output.log.{pipe.rank}", self.effort)
+        self.losses = Curve[tuple[int, float]]()
+        self.evaluations = Curve[tuple[int, float]]()
+        self._last_losses: deque[float] = deque(maxlen=RECENT)
+        self._last_evaluation: float | None = None
         self.error: BaseException | None = None  # the error that ends the run; set from outside
         self._pipe, self._folder = pipe, folder
         self._total = total
@@ -54,13 +60,17 @@ class Recorder:
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
-        self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
-        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
-        self.show = self._progress.say  # prints for the user, without the log
+        self._metrics = MetricsWriter(folder, self.effort) if pipe.rank == 0 else None
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
-            pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self.show
+            pipe,
+            folder,
+            self.log,
+            limit=hang_limit,
+            facts=lambda: self._facts,
+            say=self.show,
+            effort=self.effort,
         )
         serves = prometheus_port and pipe.rank == 0
         self._endpoint = PrometheusEndpoint(folder, prometheus_port) if serves else None
@@ -71,7 +81,8 @@ class Recorder:
 
     def update(self, update: int, loss: float, epoch: int) -> None:
         """An update's loss has arrived."""
-        self.losses.append((update, loss))
+        self.losses.add((update, loss))
+        self._last_losses.append(loss)
         self._recent.append(loss)
         if update >= self._warm and not self._meter.running:
             self._meter.start()
@@ -86,12 +97,12 @@ class Recorder:
             "totals": {name: getattr(so_far, name) for name in TOTALS},
         }
         line = None
-        if done % self._print_frequency == 0 or done == self._total:
+        if self._is_due(done, self._print_frequency) or done == self._total:
             line = f"Epoch {epoch}, Iteration {done}, Loss: {loss:.4f}"
             self.log.line(line)
             self._write("train", done, epoch=epoch, loss=loss, **figures)
         self._progress.update(done, loss, figures, line)
-        if self._verbose_frequency and done % self._verbose_frequency == 0:
+        if self._verbose_frequency and self._is_due(done, self._verbose_frequency):
             self._log_details(done)
 
     def pause(self) -> None:
@@ -100,7 +111,8 @@ class Recorder:
 
     def evaluation(self, loss: float) -> None:
         done = self._pipe.updates
-        self.evaluations.append((done, loss))
+        self.evaluations.add((done, loss))
+        self._last_evaluation = loss
         self.say(f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
         self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
 
@@ -108,33 +120,39 @@ class Recorder:
         """The figures of the whole run, the same on every rank. All ranks call it when the pipeline is empty."""
         self._meter.stop()
         gathered = self._pipe.world.all_gather("figures", list(self._meter.total()))
+        lost = self._pipe.world.all_gather("lost writes", [self.effort.failed, self.effort.first])
+        skipped = self._pipe.world.all_gather("skipped", self._pipe.runtime.updates.num_skipped)
         ranks = [RankFigures(*numbers) for numbers in gathered]
         placement = self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
         summary = {
             # A run that was restarted after its last update has made none.
-            "loss": mean([loss for _, loss in self.losses[-RECENT:]] or [self.evaluations[-1][1]]),
-            "evaluation_loss": self.evaluations[-1][1],
-            "perplexity": perplexity(self.evaluations[-1][1]),
+            "loss": mean(self._last_losses) if self._last_losses else self._last_evaluation,
+            "evaluation_loss": self._last_evaluation,
+            "perplexity": None if self._last_evaluation is None else perplexity(self._last_evaluation),
             "updates": self._pipe.updates,
+            "skipped_updates": max(skipped),
+            "lost_writes": sum(count for count, _ in lost),
+            "first_lost_write": next((first for _, first in lost if first is not None), None),
             **ranks[0].speed(self._samples),
             **shares(ranks),
             "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
             "ranks": by_rank,
-            "losses": self.losses,
-            "evaluations": self.evaluations,
+            "losses": list(self.losses),
+            "evaluations": list(self.evaluations),
         }
         self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
         return summary
 
-    def write_events(self, folder: Path) -> None:
+    def write_events(self) -> None:
         """Write this rank's recorded actions, with the bytes of its stages and its memory over time."""
         stages = self._pipe.runtime.stages
         held = {
             index: StageBytes(weights_of(stage), optimizer_of(stage), self._held.get(index, 0))
             for index, stage in stages.items()
         }
-        self._pipe.runtime.events.write(folder, held, self._watch.memory)
+        with self.effort.writing(self._folder):
+            self._pipe.runtime.events.write(self._folder, held, self._watch.memory)
 
     def close(self) -> None:
         self._watch.close(self.error)
@@ -144,6 +162,10 @@ class Recorder:
         self.log.close()
         if self._metrics is not None:
             self._metrics.close()
+
+    def _is_due(self, done: int, frequency: int) -> bool:
+        """Whether so many updates are reported: of a very long run fewer and fewer, so that its files stay small."""
+        return done % frequency == 0 and is_written(done // frequency)
 
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
         speed = so_far.speed(self._samples)

@@ -69,13 +69,16 @@ def summary_table(summary: dict[str, Any]) -> Table:
     table.add_column("figure", style="bold", no_wrap=True)
     table.add_column("value", overflow="fold")
     first = f", {summary['losses'][0][1]:.4f} at first" if summary["losses"] else ""
+    loss, evaluated = summary["loss"], summary["evaluation_loss"]
     computing, sending, waiting = (
         summary[name] for name in ("of_limit", "communication_share", "bubble_share")
     )
     between = max(0.0, 1.0 - computing - sending - waiting)
     rows = {
-        "loss": f"{summary['loss']:.4f} after {summary['updates']} updates{first}",
-        "evaluation": f"loss {summary['evaluation_loss']:.4f}, perplexity {summary['perplexity']:.2f}",
+        "loss": f"{'none' if loss is None else f'{loss:.4f}'} after {summary['updates']} updates{first}",
+        "evaluation": "none"
+        if evaluated is None
+        else f"loss {evaluated:.4f}, perplexity {summary['perplexity']:.2f}",
         "speed": f"{summary['samples_per_s']:.1f} samples/s",
         "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
         "share of the limit": f"{computing:.1%} of the ranks' time is computing",
@@ -85,6 +88,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
     rows |= {
         f"peak memory, stage {stage}": show_bytes(peak) for stage, peak in enumerate(summary["peak_memory"])
     }
+    if summary["skipped_updates"]:
+        rows["skipped"] = f"{summary['skipped_updates']} updates, whose gradients were not finite"
+    if summary["lost_writes"]:
+        rows["lost"] = f"{summary['lost_writes']} writes failed, the first: {summary['first_lost_write']}"
     rows |= {
         name: os.path.relpath(summary[name])
         for name in ("report", "checkpoint", "model")
@@ -140,8 +147,10 @@ def _headline(folder: Path, statuses: list[Status]) -> Text:
         return Text(f"{folder.name}: no rank has written a status yet")
     first = statuses[0]
     loss = "" if first.loss is None else f", loss {first.loss:.4f}"
+    lost = sum(status.lost_writes for status in statuses)
     return Text(
-        f"{folder.name}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s",
+        f"{folder.name}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s"
+        + (f", {lost} writes failed" if lost else ""),
         style="bold",
     )
 

@@ -17,6 +17,7 @@ from vpipe.observe.action_figures import counted_memory, counts
 from vpipe.record.events import RankEvents, Recorded, read_events
 from vpipe.schedule import Action, Event, Op
 from vpipe.simulate.simulation import Simulation, Timeline
+from vpipe.system.files import replacing
 
 Entry = dict[str, Any]
 
@@ -50,14 +51,11 @@ def write_simulated_trace(simulation: Simulation, path: Path) -> None:
 
 def _write(entries: Iterable[Entry], path: Path) -> None:
     """Entries are written one by one: a trace may be large."""
-    try:
-        with path.open("w", encoding="utf-8") as file:
-            file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
-            for number, entry in enumerate(entries):
-                file.write((",\n" if number else "") + json.dumps(entry, separators=(",", ":")))
-            file.write("\n]}\n")
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with replacing(path) as file:
+        file.write('{"displayTimeUnit": "ms", "traceEvents": [\n')
+        for number, entry in enumerate(entries):
+            file.write((",\n" if number else "") + json.dumps(entry, separators=(",", ":"), allow_nan=False))
+        file.write("\n]}\n")
 
 
 # A real run

@@ -19,23 +19,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vpipe.communication.handler import ROOM
+from vpipe.errors import Stopped
 from vpipe.observe.figures import RankFigures, figures_of
 from vpipe.observe.hang import explain
 from vpipe.record.events import MemorySamples
-from vpipe.record.run_folder import RankLog
 from vpipe.record.status import (
     ENDED,
     FAILED,
     RUNNING,
+    STOPPED,
     TIMES,
     Status,
     Waiting,
-    replace_text,
     write_status,
 )
 from vpipe.record.whereabouts import RankActivity, launchers_page
 from vpipe.schedule.action import COMMUNICATION, UPDATE
+from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.device_memory import used_memory
+from vpipe.system.files import read_tail, replace_text
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
@@ -56,24 +58,27 @@ class RankWatch(threading.Thread):
         self,
         pipe: Pipeline,
         folder: Path,
-        log: RankLog,
+        log: LogFile,
         *,
         limit: float,
         facts: Callable[[], dict[str, Any]],
         say: Callable[[str], None],
+        effort: BestEffort | None = None,
     ) -> None:
         """`facts` returns the fields of a status that only the recorder knows; `say` prints for the user."""
         super().__init__(name="vpipe watch", daemon=True)
         self._pipe, self._folder, self._log = pipe, folder, log
         self._limit, self._facts, self._say = limit, facts, say
+        self._effort = effort or BestEffort()
         self.memory = MemorySamples("device" if pipe.device.type == "cuda" else "process")
         self._recent: deque[RankFigures] = deque([figures_of(pipe)], maxlen=WINDOW + 1)
         self._leave = threading.Event()
         self._answered = 0  # the time of the last request that was answered
         self._requested: tuple[object, float] | None = None  # what is waited for, and the time of our request
         if pipe.rank == 0:  # an earlier attempt of this run may have ended in the middle of a hang
-            (folder / REQUEST).unlink(missing_ok=True)
-            (folder / EXPLAINED).unlink(missing_ok=True)
+            with self._effort.writing(folder / REQUEST):
+                (folder / REQUEST).unlink(missing_ok=True)
+                (folder / EXPLAINED).unlink(missing_ok=True)
         self._shown = 0  # the time of the last explanation that rank 0 has shown
         self.start()
 
@@ -82,28 +87,31 @@ class RankWatch(threading.Thread):
         while not self._leave.wait(BEAT):
             self.memory.add(time.perf_counter(), used_memory(self._pipe.device))
             if samples % STATUS == 0:
-                with suppress(OSError):  # a full disk must not end the watch
-                    self._look()
+                self._look()
             samples += 1
 
     def close(self, error: BaseException | None = None) -> None:
         """The run is over: write the last status."""
         self._leave.set()
         self.join(5.0)
-        with suppress(OSError):
-            self._show()
-            write_status(self._status(FAILED if error else ENDED, str(error or "")), self._folder)
-            if self._requested is not None:
-                (self._folder / REQUEST).unlink(missing_ok=True)
+        self._show()
+        state = STOPPED if isinstance(error, Stopped) else FAILED if error else ENDED
+        self._write_status(self._status(state, str(error or "")))
+        if self._requested is not None:
+            self._take_back()
 
     # Status
 
     def _look(self) -> None:
         self._recent.append(figures_of(self._pipe))
-        write_status(self._status(RUNNING), self._folder)
+        self._write_status(self._status(RUNNING))
         self._answer()
         self._detect()
         self._show()
+
+    def _write_status(self, status: Status) -> None:
+        with self._effort.writing(self._folder):
+            write_status(status, self._folder)
 
     def _status(self, state: str, error: str = "") -> Status:
         pipe, runtime = self._pipe, self._pipe.runtime
@@ -115,7 +123,8 @@ class RankWatch(threading.Thread):
             process=os.getpid(),
             host=socket.gethostname(),
             time=time.time(),
-            uptime=time.monotonic(),
+            monotonic=time.monotonic(),
+            lost_writes=self._effort.failed,
             state=state,
             error=error,
             place=str(place),
@@ -166,34 +175,41 @@ class RankWatch(threading.Thread):
             if awaited is not what:
                 self._requested = None
                 self._log.line(f"rank {self._pipe.rank} goes on")
-                (self._folder / REQUEST).unlink(missing_ok=True)
+                self._take_back()
             elif requested and time.monotonic() - requested > ANSWERS:
                 self._requested = (what, 0.0)  # explain once
                 text = explain(self._folder, self._pipe.layout.schedule, launchers_page())
                 self._log.line(text)
-                replace_text(self._folder / EXPLAINED, text + "\n")
+                with self._effort.writing(self._folder):
+                    replace_text(self._folder / EXPLAINED, text + "\n")
         elif waiting is not None and waiting.seconds > self._limit:
-            with suppress(FileExistsError), (self._folder / REQUEST).open("x"):
+            with self._effort.writing(self._folder / REQUEST), suppress(FileExistsError):
+                (self._folder / REQUEST).open("x").close()
                 self._requested = (awaited, time.monotonic())
+
+    def _take_back(self) -> None:
+        with self._effort.writing(self._folder / REQUEST):
+            (self._folder / REQUEST).unlink(missing_ok=True)
 
     def _answer(self) -> None:
         """Write the stacks of this rank into its log, once for each request."""
         try:
             requested = (self._folder / REQUEST).stat().st_mtime_ns
-        except FileNotFoundError:
+        except OSError:
             return
         if requested != self._answered:
             self._answered = requested
             self._log.line(f"some rank waits for more than {self._limit:g} s; the stacks of this one:")
-            faulthandler.dump_traceback(self._log.file)
+            if self._log.descriptor is not None:
+                faulthandler.dump_traceback(self._log.descriptor)
 
     def _show(self) -> None:
         """Rank 0 shows the explanation to the user, whichever rank wrote it."""
         if self._pipe.rank:
             return
         path = self._folder / EXPLAINED
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             written = path.stat().st_mtime_ns
             if written != self._shown:
                 self._shown = written
-                self._say(path.read_text(encoding="utf-8"))
+                self._say(read_tail(path))

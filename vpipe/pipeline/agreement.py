@@ -31,6 +31,7 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("seed", options.seed, "give every rank the same seed"),
         ("set of initial weights", _weights_digest(model), seeded),
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
+        ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
     ):
         agree_on(world, what, value, fix)
 

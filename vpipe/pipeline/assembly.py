@@ -35,11 +35,17 @@ class TrainingOptions:
     cuda_graphs: bool
     clip_norm: float | None
     on_nonfinite: str | None
+    nonfinite_limit: tuple[int, int]
     seed: int
 
     def __post_init__(self) -> None:
         if self.on_nonfinite not in (None, "stop", "skip"):
             raise VPipeError(f"unknown on_nonfinite {self.on_nonfinite!r}: choose stop, skip or None")
+        skipped, updates = self.nonfinite_limit
+        if not 1 <= skipped <= updates:
+            raise VPipeError(
+                f"nonfinite_limit is {self.nonfinite_limit}: give two numbers, such as (10, 100) for 10 of 100 updates"
+            )
 
     @property
     def compiler(self) -> str | None:
@@ -80,6 +86,7 @@ def assemble(
         clip_norm=options.clip_norm,
         loss_scale=loss_scale,
         on_nonfinite=options.on_nonfinite,
+        nonfinite_limit=options.nonfinite_limit,
     )
     # Updates that a host may be ahead of its GPU.
     late = 0 if handler.device.type == "cpu" else schedule.lag + 1

@@ -53,9 +53,10 @@ class Pipeline:
         "fp32", "bf16" or "fp16" (weights stay float32 for the optimizer). True, or the name of a backend other than
         inductor, lets torch.compile compile the blocks. On a GPU a stage's work for a minibatch can be recorded as CUDA
         graphs: small minibatches are then no longer as slow as their host (see docs/performance.md).
-    clip_norm, on_nonfinite
+    clip_norm, on_nonfinite, nonfinite_limit
         The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
-        NonFiniteError before the update, "skip" leaves out the update; None: it is not checked.
+        NonFiniteError before the update, "skip" leaves out the update; None: it is not checked. With "skip" the error
+        is raised when so many of so many updates in a row were skipped.
     loss_weight
         What a minibatch counts in its update's loss: by default the number of its samples.
     seed
@@ -88,6 +89,7 @@ class Pipeline:
         cuda_graphs: bool = False,
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
+        nonfinite_limit: tuple[int, int] = (10, 100),
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Fields], float] = count_samples,
         lr_scheduler: SchedulerFactory | None = None,
@@ -116,6 +118,7 @@ class Pipeline:
             cuda_graphs=cuda_graphs,
             clip_norm=clip_norm,
             on_nonfinite=on_nonfinite,
+            nonfinite_limit=nonfinite_limit,
             seed=seed,
         )
         self.world = world or ProcessWorld(channel, timeout)

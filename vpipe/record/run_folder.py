@@ -1,13 +1,17 @@
-"""The folder of a run: its name, the log of each rank, and readers for the small files in it.
+"""The folder of a run: its name, and readers for the small files in it.
 
-Readers accept what an interrupted run leaves behind: a missing file, or a last line that is cut off.
+Readers accept what an interrupted run leaves behind: a missing file, or a last line that is cut off. Of long files they
+keep a bounded part.
 """
 
 from __future__ import annotations
 
 import json
-import math
+import re
 import time
+from collections.abc import Iterator
+from functools import partial
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -15,16 +19,28 @@ import yaml
 from pydantic import BaseModel, ValidationError
 
 from vpipe.errors import ConfigError
+from vpipe.record.thinning import Curve
 from vpipe.system.files import parse_yaml, read_json, read_text
 
 STAGES = "stages.json"
+COMPLETE, STOPPED, FAILED = "complete", "stopped by you", "failed"
+"""How a run has ended: the key `ended` of its summary."""
+LONGEST = 1 << 20
+"""Characters of a line that are read at a time; what is longer is not ours."""
+STAMP = "%Y%m%d-%H%M%S"
+_NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
 
 
 def make_run_folder(log_directory: Path) -> Path:
-    """`<log_directory>/<timestamp>`; a run that starts within the same second gets a number behind it."""
+    """`<log_directory>/<timestamp>`, or with a number behind it if a run of this second is there.
+
+    The clock may have been set back since the last run: then the new run has that one's timestamp and the next number,
+    so that the newest run is always the one whose name comes last.
+    """
     place = f"log_directory is {str(log_directory)!r}"
-    stamp = time.strftime("%Y%m%d-%H%M%S")
-    for number in range(1, 1000):
+    last, used = max(map(_age, _run_folders(log_directory)), default=("", 0))
+    stamp = max(time.strftime(STAMP), last)
+    for number in count(used + 1 if stamp == last else 1):
         folder = log_directory / (stamp if number == 1 else f"{stamp}-{number}")
         try:
             folder.mkdir(parents=True)
@@ -37,34 +53,38 @@ def make_run_folder(log_directory: Path) -> Path:
                 f"{place}: no folder can be made there ({error.strerror}): give a directory that you may write to"
             ) from None
         return folder
-    raise ConfigError(f"{place}: it holds a thousand runs of this second")
+    raise AssertionError("the numbers have no end")
 
 
 def newest_runs(log_directory: Path) -> list[Path]:
     """The runs of a log directory, the newest first."""
-    if not log_directory.is_dir():
+    runs = [path for path in _folders(log_directory) if (path / "config.yml").is_file()]
+    return sorted(runs, key=_age, reverse=True)
+
+
+def _folders(log_directory: Path) -> list[Path]:
+    try:
+        return [path for path in log_directory.iterdir() if path.is_dir()]
+    except OSError:
         return []
-    runs = [path for path in log_directory.iterdir() if (path / "config.yml").is_file()]
-    return sorted(runs, key=lambda path: ((path / "config.yml").stat().st_mtime_ns, path.name), reverse=True)
+
+
+def _run_folders(log_directory: Path) -> list[Path]:
+    """Those that have the name of a run."""
+    return [path for path in _folders(log_directory) if _NAME.fullmatch(path.name)]
+
+
+def _age(run: Path) -> tuple[str, int]:
+    """Timestamp and number, greater for a newer run; of a folder that was renamed, the time at which it was written."""
+    if found := _NAME.fullmatch(run.name):
+        return found[1], int(found[2] or 1)
+    return time.strftime(STAMP, time.localtime((run / "config.yml").stat().st_mtime)), 0
 
 
 def check_run_folder(folder: Path) -> None:
     """Raise for a folder that a user names and that does not exist."""
     if not folder.is_dir():
         raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
-
-
-class RankLog:
-    """`output.log.<rank>`: a line for each event. The output of the rank's process may go there too."""
-
-    def __init__(self, path: Path) -> None:
-        self.file = path.open("a", encoding="utf-8", buffering=1)
-
-    def line(self, text: str) -> None:
-        self.file.write(text + "\n")
-
-    def close(self) -> None:
-        self.file.close()
 
 
 def read_object(path: Path) -> dict[str, Any]:
@@ -77,31 +97,47 @@ def read_object(path: Path) -> dict[str, Any]:
     return value
 
 
-def read_lines(path: Path, key: str = "update") -> list[dict[str, Any]]:
-    """The lines that are JSON objects with `key`; an unfinished last line is skipped."""
-    lines = []
-    for line in read_text(path).splitlines() if path.is_file() else ():
-        try:
-            value = json.loads(line)
-        except (ValueError, RecursionError):
-            continue
-        if isinstance(value, dict) and key in value:
-            lines.append(value)
-    return lines
+def read_lines(path: Path, key: str = "update") -> Iterator[dict[str, Any]]:
+    """The lines that are JSON objects with `key`, one by one; an unfinished last line is skipped."""
+    try:
+        with path.open(encoding="utf-8") as file:
+            while line := file.readline(LONGEST):
+                try:
+                    value = json.loads(line)
+                except (ValueError, RecursionError):
+                    continue
+                if isinstance(value, dict) and key in value:
+                    yield value
+    except FileNotFoundError:
+        return
+    except UnicodeDecodeError:
+        raise ConfigError(f"{path}: is not a text file in UTF-8") from None
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The lines of metrics.jsonl. A restarted run repeats some updates: the last line of each counts."""
-    least: dict[str, float] = {}
-    kept = []
-    for line in reversed(read_lines(folder / "metrics.jsonl")):
-        kind, update = line.get("kind"), line["update"]
-        if isinstance(kind, str) and isinstance(update, int | float):
-            if update >= least.get(kind, math.inf):
-                continue
-            least[kind] = update
-        kept.append(line)
-    return kept[::-1]
+    """The lines of metrics.jsonl, thinned out if there are many of a kind.
+
+    A restarted run repeats some updates: the last line of each counts.
+    """
+    kinds: dict[str, Curve[tuple[int, dict[str, Any]]]] = {}
+    for number, line in enumerate(read_lines(folder / "metrics.jsonl")):
+        update = line["update"]
+        kept = kinds.setdefault(str(line.get("kind")), Curve())
+        if isinstance(update, int | float):
+            kept.drop_while(partial(_repeats, update))
+        kept.add((number, line))
+    return [line for _, line in sorted((point for kept in kinds.values() for point in kept), key=_first)]
+
+
+def _repeats(update: float, point: tuple[int, dict[str, Any]]) -> bool:
+    earlier = point[1]["update"]
+    return isinstance(earlier, int | float) and earlier >= update
+
+
+def _first(point: tuple[int, dict[str, Any]]) -> int:
+    return point[0]
 
 
 def read_keys(path: Path) -> dict[str, str]:

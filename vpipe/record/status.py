@@ -5,8 +5,6 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,7 +12,9 @@ from typing import Any
 
 from pydantic import TypeAdapter
 
-RUNNING, ENDED, FAILED = "running", "ended", "failed"
+from vpipe.system.files import json_text, replace_text
+
+RUNNING, ENDED, STOPPED, FAILED = "running", "ended", "stopped by you", "failed"
 TIMES = ("forward", "backward", "update", "send", "wait")
 """Kinds of time of a rank; the rest of its seconds lies between actions."""
 
@@ -38,8 +38,8 @@ class Status:
     host: str
     time: float
     """`time.time()` when it was written."""
-    uptime: float = 0.0
-    """`time.monotonic()` then: readers of the same host use it, since the other clock may be set."""
+    monotonic: float | None = None
+    """`time.monotonic()` then, for how long ago that was: the time of day may be set. Processes of a host share it."""
     state: str = RUNNING
     error: str = ""
     updates: int = 0
@@ -63,6 +63,8 @@ class Status:
     in_flight: tuple[int, ...] = ()
     versions: tuple[int, ...] = ()
     """For each stage: minibatches between F and backward, and versions of the weights."""
+    lost_writes: int = 0
+    """Writes beside the training that failed, such as lines of a log on a full disk."""
 
 
 def stage_lines(statuses: Iterable[Status]) -> list[dict[str, Any]]:
@@ -101,15 +103,8 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
     }
 
 
-def replace_text(path: Path, text: str) -> None:
-    """Write beside the file and rename: a reader finds the old text or the new one, never a part."""
-    beside = path.with_suffix(".new")
-    beside.write_text(text, encoding="utf-8")
-    os.replace(beside, path)
-
-
 def write_status(status: Status, folder: Path) -> None:
-    replace_text(folder / f"status.{status.rank}.json", json.dumps(asdict(status)))
+    replace_text(folder / f"status.{status.rank}.json", json_text(asdict(status)))
 
 
 def read_statuses(folder: Path) -> list[Status]:

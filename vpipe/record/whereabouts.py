@@ -1,11 +1,12 @@
 """The shared page: memory that the launcher makes and every rank of the host maps, with the current action of each.
 
     verdict                   the first rank that failed, and its error: written by the launcher, read by all
-    rank 0   beat  place      the last heartbeat; the current action, and since when
-    rank 1   beat  place
+    rank 0   beat  place  error      the last heartbeat; the current action, and since when; the error that ends it
+    rank 1   beat  place  error
 
-The page outlives a rank that is killed, so its last action can be reported. It has no name in the file system. Entering
-an action is one `pack_into`. A rank without a launcher has a page of its own.
+The page outlives a rank that is killed, so its last action can be reported. It has no name in the file system and needs
+no disk, which may be full: so a rank leaves its error there too. Entering an action is one `pack_into`. A rank without
+a launcher has a page of its own.
 """
 
 from __future__ import annotations
@@ -25,7 +26,8 @@ VARIABLE = "VPIPE_PAGE"
 """Set for a rank: the descriptor of the page."""
 
 _VERDICT = 2048
-_SLOT = 128
+_ERROR_AT = 128
+_SLOT = 4096
 _BEAT = Struct("=d")
 _PLACE = Struct("=diHB")  # since when, minibatch, stage, operation
 _PLACE_AT = _BEAT.size
@@ -77,8 +79,13 @@ class Page:
         since, minibatch, stage, code = _PLACE.unpack_from(self.memory, start + _PLACE_AT)
         if code < _WORDS:
             return RankActivity(since, Action(stage, _OPS[code], minibatch), "")
-        words = self.memory[start + _WORDS_AT : start + _SLOT].partition(b"\0")[0]
+        words = self.memory[start + _WORDS_AT : start + _ERROR_AT].partition(b"\0")[0]
         return RankActivity(since, None, words.decode(errors="replace"))
+
+    def error(self, rank: int) -> str:
+        """What the rank has reported about its failure, of a long traceback the end; empty if it has not."""
+        start = _VERDICT + rank * _SLOT
+        return self.memory[start + _ERROR_AT : start + _SLOT].rstrip(b"\0").decode(errors="replace")
 
 
 class Whereabouts:
@@ -101,10 +108,18 @@ class Whereabouts:
 
     def say(self, words: str) -> None:
         """This rank begins something that is no action."""
-        room = _SLOT - _WORDS_AT
+        room = _ERROR_AT - _WORDS_AT
         start = self._start + _WORDS_AT
         self._memory[start : start + room] = words.encode()[: room - 1].ljust(room, b"\0")
         _PLACE.pack_into(self._memory, self._place, time.monotonic(), 0, 0, _WORDS)
+
+    def fail(self, error: str) -> None:
+        """This rank ends because of this error."""
+        room = _SLOT - _ERROR_AT
+        start = self._start + _ERROR_AT
+        text = error.encode(errors="replace")
+        kept = text[-room:] if error.startswith("Traceback") else text[:room]
+        self._memory[start : start + room] = kept.ljust(room, b"\0")
 
 
 @contextmanager

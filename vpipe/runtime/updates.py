@@ -8,13 +8,13 @@ which every rank knows by then without waiting. There a host does not wait for i
 scale depends on them (`late_checks.py`).
 
 A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops or
-only this update is skipped. Backward runs from the last stage to the first, so the last stage with such gradients is
-their origin.
+only this update is skipped, until too many are (`nonfinite_limit`). Backward runs from the last stage to the first, so
+the last stage with such gradients is their origin.
 """
 
 import math
 import warnings
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -24,12 +24,15 @@ from torch import Tensor
 
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
+from vpipe.record.thinning import is_written
 from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.late_checks import LateChecks
-from vpipe.stage.precision import LESS_OR_SKIP, LossScale
+from vpipe.stage.precision import LESS, LESS_OR_SKIP, LossScale
 from vpipe.stage.stage import Stage
 
 NOBODY = -1
+KEPT = 1000
+"""Numbers of skipped updates that are remembered."""
 
 
 @dataclass
@@ -53,6 +56,7 @@ class Updates:
         clip_norm: float | None,
         loss_scale: LossScale,
         on_nonfinite: str | None = None,
+        nonfinite_limit: tuple[int, int] = (10, 100),
     ) -> None:
         self.handler = handler
         self.exchange = exchange
@@ -64,7 +68,11 @@ class Updates:
         self.on_nonfinite = on_nonfinite
         self.warn: Callable[[str], object] = warnings.warn  # of updates that are skipped
         self.begun = 0
-        self.skipped: list[int] = []
+        self.skipped: deque[int] = deque(maxlen=KEPT)  # the newest ones
+        self.num_skipped = 0
+        self._most_faults, self._window = nonfinite_limit
+        self._faults: deque[int] = deque()  # skipped updates that no loss scale explains, within the window
+        self._num_faults = 0
         # A GPU's host runs ahead of it, and must not wait for a norm; a loss scale is the host's.
         self._late = LateChecks(stops=on_nonfinite == "stop") if self._checks_late else None
         self._joint: _Joint | None = None
@@ -141,8 +149,8 @@ class Updates:
             parts = self.handler.all_gather("gradient norm", update, [squares, worst])
             joint.norm = math.sqrt(sum(square for square, _ in parts))
             if not math.isfinite(joint.norm):
+                self._skip(update)
                 self._judge(update, int(max(stage for _, stage in parts)))
-                self.skipped.append(update)
         return joint
 
     def _step_alone(self, stage: int, update: int) -> None:
@@ -163,7 +171,7 @@ class Updates:
             if overflow:
                 self._judge(update, stage)
             if not math.isfinite(norm):
-                self.skipped.append(update)
+                self._skip(update)
                 self.stages[stage].optimizer.skip()
         self._apply(stage, factor, tied)
         if self.loss_scale.enabled:
@@ -189,8 +197,12 @@ class Updates:
 
     def _read_late(self, found: Iterable[tuple[int, int]]) -> None:
         for update, stage in found:
-            self.skipped.append(update)
+            self._skip(update)
             self._judge(update, stage)
+
+    def _skip(self, update: int) -> None:
+        self.skipped.append(update)
+        self.num_skipped += 1
 
     def _judge(self, update: int, stage: int) -> None:
         """This stage's gradients are not finite, so the update is not made; the run ends if `on_nonfinite` says so."""
@@ -202,7 +214,23 @@ class Updates:
             if self.on_nonfinite == "stop":
                 raise NonFiniteError(f"{found}: the update is not made; {LESS_OR_SKIP}")
             if self.on_nonfinite == "skip":
-                self.warn(f"WARNING: {found}: the update is skipped")
+                self._count_fault(update, found)
+
+    def _count_fault(self, update: int, found: str) -> None:
+        """Warn of an update that is skipped; raise if too many were, of those before it."""
+        self._num_faults += 1
+        if is_written(self._num_faults):
+            self.warn(f"WARNING: {found}: the update is skipped")
+        if update not in self._faults:  # a rank may have several stages
+            self._faults.append(update)
+        while self._faults[0] <= update - self._window:
+            self._faults.popleft()
+        if len(self._faults) >= self._most_faults:
+            span = min(self._window, update + 1)
+            raise NonFiniteError(
+                f"{found}: {len(self._faults)} of the last {span} updates were skipped for this, and "
+                f"nonfinite_limit ends the run at {self._most_faults} of {self._window}; {LESS}"
+            )
 
     def _collect_overflow(self, update: int) -> None:
         if update in self._overflows:

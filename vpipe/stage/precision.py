@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from vpipe.errors import VPipeError, meant
 from vpipe.stage.module import StageModule
 
-LESS_OR_SKIP = "look at the data, lower the learning rate, or choose on_nonfinite: skip"
+LESS = "look at the data, lower the learning rate"
+LESS_OR_SKIP = f"{LESS}, or choose on_nonfinite: skip"
 """The fix that errors about non-finite numbers name."""
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import math
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from reprlib import Repr
-from typing import Any
+from typing import Any, TextIO
 
 import yaml
 
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError, NotWrittenError
 
 DEEPEST = 20
+TAIL = 1 << 20
+"""The most bytes that are read of the end of a file that may be long."""
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 3, 30, 30, 100, 60
 
@@ -34,11 +39,42 @@ def read_text(path: Path) -> str:
         raise ConfigError(f"{str(path)!r}: cannot be read: {error}") from None
 
 
+def read_tail(path: Path, start: int = 0) -> str:
+    """The last `TAIL` bytes of a file, and none before `start`; nothing if it cannot be read."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            file.seek(max(start, end - TAIL))
+            return file.read(TAIL).decode(errors="replace")
+    except OSError:
+        return ""
+
+
 def write_text(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:
-        raise VPipeError(f"{path}: cannot be written: {error.strerror or error}") from None
+        raise NotWrittenError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[TextIO]:
+    """Write beside the file and rename: a reader finds the old text or the new one, never a part, and so does a disk
+    that is full."""
+    beside = path.with_name(f"{path.name}.new")
+    try:
+        with beside.open("w", encoding="utf-8") as file:
+            yield file
+        os.replace(beside, path)
+    except OSError as error:
+        with suppress(OSError):
+            beside.unlink()
+        raise NotWrittenError(f"{path}: cannot be written: {error.strerror or error}") from None
+
+
+def replace_text(path: Path, text: str) -> None:
+    with replacing(path) as file:
+        file.write(text)
 
 
 def read_json(path: Path) -> Any:
@@ -51,18 +87,30 @@ def read_json(path: Path) -> Any:
 
 def write_json(path: Path, values: Mapping[str, Any]) -> None:
     """An object, a line for each key and for each entry of its lists of objects: easy to read and to compare."""
-    lines = [f"  {_text(key)}: {_entries(value)}" for key, value in values.items()]
-    write_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
+    lines = [f"  {json_text(key)}: {_entries(value)}" for key, value in values.items()]
+    replace_text(path, "{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def _entries(value: Any) -> str:
     if isinstance(value, list) and value and isinstance(value[0], dict):
-        return "[\n" + ",\n".join(f"    {_text(entry)}" for entry in value) + "\n  ]"
-    return _text(value)
+        return "[\n" + ",\n".join(f"    {json_text(entry)}" for entry in value) + "\n  ]"
+    return json_text(value)
 
 
-def _text(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False)
+def json_text(value: Any) -> str:
+    """One line of JSON as its standard has it: a number that is not finite, which it has no word for, is null."""
+    try:
+        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+    except ValueError:
+        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    return [_finite(each) for each in value] if isinstance(value, list | tuple) else value
 
 
 class _PlainLoader(yaml.SafeLoader):

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
     from vpipe.pipeline import Pipeline
     from vpipe.pipeline.layout import Layout
+    from vpipe.system.best_effort import BestEffort
     from vpipe.train.datasets import Datasets
     from vpipe.train.position import Position
 
@@ -36,15 +37,21 @@ def plan_of(pipe: Pipeline, config: RunConfig) -> Plan:
     )
 
 
-def write_description(pipe: Pipeline, config: RunConfig, data: Datasets, folder: Path) -> None:
+def write_description(
+    pipe: Pipeline, config: RunConfig, data: Datasets, folder: Path, effort: BestEffort
+) -> None:
     """Write the resolved configuration, the stages, the tokenizer and the plan; rank 0 only."""
-    write_text(folder / "config.yml", resolved_yaml(config))
-    write_stages(pipe.layout, folder, cap=config.gpu_memory)
+    with effort.writing(folder / "config.yml"):
+        write_text(folder / "config.yml", resolved_yaml(config))
+    with effort.writing(folder / STAGES):
+        write_stages(pipe.layout, folder, cap=config.gpu_memory)
     if data.tokenizer is not None:
-        write_text(folder / TOKENIZER, data.tokenizer.to_str())
+        with effort.writing(folder / TOKENIZER):
+            write_text(folder / TOKENIZER, data.tokenizer.to_str())
     plan = folder / "plan.json"
     if not plan.exists():  # with `partition: auto` the launcher has written it
-        write_plan(plan_of(pipe, config), plan)
+        with effort.writing(plan):
+            write_plan(plan_of(pipe, config), plan)
 
 
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:

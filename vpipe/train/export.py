@@ -9,7 +9,7 @@ import torch
 
 from vpipe.checkpoint import export_pretrained
 from vpipe.data.tokenizer import encode
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, NotWrittenError
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -48,7 +48,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         for name in names
         if tokenizer.token_to_id(name) is not None
     }
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known).save_pretrained(str(directory))
+    try:
+        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known).save_pretrained(str(directory))
+    except Exception as error:  # its library has no class of errors for files
+        raise NotWrittenError(f"cannot write the tokenizer into {directory}: {error}") from None
 
 
 def write_sentence(trainer: Trainer, directory: Path) -> str | None:

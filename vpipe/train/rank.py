@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from vpipe.config import RunConfig
-from vpipe.errors import Stopped, VPipeError
+from vpipe.errors import NotWrittenError, Stopped, VPipeError
 from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
 from vpipe.observe.recorder import perplexity
-from vpipe.observe.report import write_report
 from vpipe.observe.screen import summary_table
-from vpipe.observe.trace import write_trace
 from vpipe.system.console import show
-from vpipe.system.files import write_json
+from vpipe.system.files import json_text
 from vpipe.train.export import export_run, write_sentence
+from vpipe.train.results import write_results
 from vpipe.train.signals import ignore_save_signal
 from vpipe.train.trainer import Trainer
 
@@ -27,25 +26,41 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     ignore_save_signal()
     start_heartbeat()
     trainer = Trainer(config)
+    stopped: Stopped | None = None
     try:
         summary = trainer.train(resume, debug, take_signals=hold_signals)
-    except Stopped as stopped:
-        if trainer.rank == 0:
-            print(stopped)
-        sys.exit(ASKED)
+    except Stopped as asked:
+        stopped, summary = asked, asked.summary
     finally:
         trainer.close()
-    if trainer.rank:
-        return
-    model = export_run(trainer, Path(summary["checkpoint"]))
-    summary["model"] = str(model)
-    write_json(trainer.folder / "summary.json", summary)
-    write_trace(trainer.folder)
-    write_report([trainer.folder], Path(summary["report"]))
-    sentence = write_sentence(trainer, model)
-    if sentence is not None:
-        print(f"{config.prompt!r} goes on: {sentence!r}")
-    show(summary_table(summary))
+    if trainer.rank == 0:
+        _finish(trainer, summary, stopped)
+    if stopped is not None:
+        sys.exit(ASKED)
+
+
+def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) -> None:
+    """Write and show the results, as far as that is possible; then raise for those that could not be written."""
+    lost = []
+    if stopped is None:
+        try:
+            model = export_run(trainer, Path(summary["checkpoint"]))
+            summary["model"] = str(model)
+            sentence = write_sentence(trainer, model)
+            if sentence is not None:
+                print(f"{trainer.config.prompt!r} goes on: {sentence!r}")
+        except NotWrittenError as error:
+            lost.append(f"{error}; write it with `vpipe checkpoint export {trainer.folder}`")
+    try:
+        write_results(trainer.folder, summary)
+    except NotWrittenError as error:
+        lost.append(str(error))
+    if stopped is None:
+        show(summary_table(summary))
+    else:
+        print(stopped)
+    if lost:
+        raise NotWrittenError("; ".join(lost))
 
 
 def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
@@ -63,6 +78,6 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
         if as_json:
             figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
-            print(json.dumps(figures))
+            print(json_text(figures))
         else:
             print(f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")

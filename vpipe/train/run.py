@@ -12,13 +12,14 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
 from vpipe.config.file import AUTO
-from vpipe.errors import ConfigError, RankFailedError
+from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, end_with_launcher
 from vpipe.launch.watch import FailureLog
-from vpipe.record.run_folder import make_run_folder
+from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
+from vpipe.train.results import write_interrupted_results
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -70,7 +71,16 @@ def launch(
         patience=config.timeout,
         gpus=gpus_of(config),
     )
-    _run(ranks, max_restarts)
+    try:
+        _run(ranks, max_restarts)
+    except VPipeError as error:
+        write_interrupted_results(folder, FAILED, str(error).partition("\n")[0])
+        raise
+    except SystemExit as ended:
+        if ended.code != Stopped.exit_code:
+            print("the run was stopped by you, at once and without a checkpoint", file=sys.stderr, flush=True)
+            write_interrupted_results(folder, STOPPED, "it ended at once, without a checkpoint")
+        raise
     return folder
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 from vpipe import checkpoint
 from vpipe.config import RunConfig
-from vpipe.errors import PeerError, VPipeError
+from vpipe.errors import NotWrittenError, PeerError, VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import newest_runs
 
@@ -93,10 +93,8 @@ class SavePolicy:
         """The last checkpoint, once it is whole."""
         try:
             path = self._saver.finish()
-        except PeerError:
-            raise
-        except VPipeError as error:
-            raise VPipeError(f"{error}; those that were saved before are whole") from None
+        except NotWrittenError as error:
+            raise NotWrittenError(f"{error}; those that were saved before are whole") from None
         assert path is not None
         return path
 

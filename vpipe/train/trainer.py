@@ -20,7 +20,7 @@ from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
-from vpipe.record.run_folder import make_run_folder
+from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
 from vpipe.system.device import choose_device, limit_memory, make_deterministic
@@ -121,20 +121,36 @@ class Trainer:
                 signals.listen()
                 with memory_advice(self.config, self.folder, pipe):
                     self._train(recorder, saves)
-                saves.save(self._position_here)
-                summary = self._summary(recorder) | {"checkpoint": str(saves.finish())}
+                if self._stops:
+                    saves.check()
+                if not (self._stops and saves.up_to_date):
+                    saves.save(self._position_here)
+                saved = str(saves.finish())
+                recorder.write_events()  # before the ranks meet for the summary: then rank 0 reads everybody's
+                summary = self._summary(recorder) | {"checkpoint": saved}
+            if self._stops:
+                raise Stopped(
+                    f"the run was stopped by you (a signal or a program asked it to end): it has made {pipe.updates} "
+                    f"of {self.position.updates} updates, which are saved in {saved}; go on with --resume auto",
+                    summary,
+                )
         except BaseException as error:
             recorder.error = error
+            if not isinstance(error, Stopped):
+                recorder.write_events()
             if take_signals is not None:
                 signals.hand_over(take_signals)
             raise
         finally:
             signals.close()
-            recorder.write_events(self.folder)
             recorder.close()
         self.place.say("its end")
-        self.world.all_gather("events", None)  # rank 0 reads everybody's
         return summary
+
+    @property
+    def _stops(self) -> bool:
+        """Whether training was requested to end before its last update."""
+        return self.pipe.stop_requested and self.pipe.updates < self.position.updates
 
     def _begin(self, resume: str | None, debug: Sequence[str]) -> Recorder:
         """Restore what was saved, and say what begins."""
@@ -147,8 +163,6 @@ class Trainer:
                 "raise epochs or max_updates"
             )
         pipe.runtime.align_clocks()
-        if self.rank == 0:
-            write_description(pipe, config, self.data, self.folder)
         recorder = Recorder(
             pipe,
             self.folder,
@@ -160,6 +174,8 @@ class Trainer:
             hang_limit=config.hang_limit,
             prometheus_port=config.prometheus_port,
         )
+        if self.rank == 0:
+            write_description(pipe, config, self.data, self.folder, recorder.effort)
         described = describe(pipe, config, type(self.model).__name__, self.position)
         for line in (described, *notes, restored):
             if line is not None:
@@ -174,6 +190,7 @@ class Trainer:
             "schedule": self.pipe.schedule.name,
             "partition": list(layout.partition),
             "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
+            "ended": STOPPED if self._stops else COMPLETE,
             "report": str(self.folder / "report.html"),
         }
 
@@ -200,19 +217,8 @@ class Trainer:
                     saves.save(self._position_here)
         finally:
             remove()
-        if pipe.stop_requested and pipe.updates < self.position.updates:
-            self._stop(saves)
-        self._evaluate(recorder, saves)
-
-    def _stop(self, saves: SavePolicy) -> None:
-        """Training was requested to end before its last update."""
-        saves.check()
-        if not saves.up_to_date:
-            saves.save(self._position_here)
-        raise Stopped(
-            f"the run was asked to end: it has made {self.pipe.updates} of {self.position.updates} updates, "
-            f"which are saved in {saves.finish()}; go on with --resume auto"
-        )
+        if not self._stops:
+            self._evaluate(recorder, saves)
 
     def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()
@@ -265,6 +271,7 @@ class Trainer:
             compile=config.compile,
             cuda_graphs=config.cuda_graphs,
             on_nonfinite=config.on_nonfinite,
+            nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
             loss_weight=count_labels,
             device=self.device,
             world=self.world,
