@@ -148,7 +148,7 @@ CONFIGS = {
     "command": ("machines: ['localhost; mkdir TRAP:0']", "expected host:GPU, such as 'localhost:0'"),
     "substitution": ("machines: ['$(mkdir${IFS}TRAP):0']", "expected host:GPU, such as 'localhost:0'"),
     "shell in a number": ("module: 'vgpus=2; mkdir TRAP'", "module is .* expected text such as 'vgpus=4'"),
-    "brackets without end": ("seed: " + "[" * 100_000, "line 1: brackets are nested too deep"),
+    "brackets without end": ("seed: " + "[" * 50_000, "line 1: brackets are nested too deep"),
     "a key twice": ("seed: 1\nbatch_size: 2\nseed: 3", "line 3: 'seed' stands twice"),
     "aliases": ("a: &a [x]\nb: *a", "line 2: aliases .* are not read"),
     "a few lines that stand for gigabytes": (

@@ -7,7 +7,7 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import RankFailedError, VPipeError
+from vpipe.errors import RankFailedError, VPipeError, printable
 
 if TYPE_CHECKING:
     import typer
@@ -64,4 +64,4 @@ def _print_usage_error(error: Any) -> None:
         return
     command = getattr(getattr(error, "ctx", None), "command_path", "vpipe")
     text = f"{message[:1].lower()}{message[1:].rstrip('.')}"
-    print(f"error: {text}: see `{command} --help`", file=sys.stderr)
+    print(printable(f"error: {text}: see `{command} --help`"), file=sys.stderr)

@@ -18,7 +18,7 @@ from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError
 from vpipe.schedule import KINDS
-from vpipe.system.files import short_repr, write_json
+from vpipe.system.files import check_path, short_repr, write_json
 
 MOST_BLOCKS = 1_000_000
 """More than any model has: a typing error must not fill the memory."""
@@ -33,7 +33,7 @@ def _policy(name: Any) -> Any:
 def _schedule(name: str) -> str:
     if name not in KINDS and not name.endswith(".csv"):
         raise ValueError(f"one of {', '.join(KINDS)}, or the path of a .csv file")
-    return name
+    return check_path(name)
 
 
 def _figure(value: Any) -> Any:

@@ -10,15 +10,17 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
+from vpipe.errors import printable
 from vpipe.observe.action_figures import check_versions, most
 from vpipe.observe.bottlenecks import communication, throughput
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding, read_evidence
 from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, sentence
 from vpipe.record.run_folder import read_lines
 from vpipe.record.status import ENDED, FAILED, RUNNING
+from vpipe.system.console import PlainConsole
+from vpipe.system.files import is_file
 from vpipe.system.units import show_bytes
 
 STYLES = {FAULT: "bold red", NOTICE: "yellow", FINE: "green", UNKNOWN: "bright_black"}
@@ -37,10 +39,12 @@ def diagnose_command(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json.dumps([asdict(finding) for finding in found]))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(soft_wrap=True)
     for finding in found:
         line = Text(f"{finding.grade:8}", style=STYLES[finding.grade])
-        console.print(Text.assemble(line, (f"{finding.topic:14}", "bold"), finding.text))
+        console.print(
+            Text.assemble(line, (f"{finding.topic:14}", "bold"), printable(finding.text, lines=True))
+        )
 
 
 # Standstill: a hang or a dead rank
@@ -59,7 +63,7 @@ def standstill(evidence: Evidence) -> Finding:
     if any(each.fate == GONE or each.status.state == FAILED for each in states):
         return _death(evidence)
     path = evidence.folder / "hang.txt"
-    explained = path.read_text(encoding="utf-8").rstrip() if path.is_file() else ""
+    explained = path.read_text(encoding="utf-8").rstrip() if is_file(path) else ""
     if all(each.status.state == ENDED for each in states):
         text = f"all {len(states)} ranks came to their end"
         if not explained:

@@ -10,6 +10,7 @@ from vpipe.observe.hang import RankState, rank_states
 from vpipe.observe.prediction import RunCosts, run_costs
 from vpipe.record.events import RankEvents, read_events
 from vpipe.record.run_folder import StageFacts, check_run_folder, read_metrics, read_object, read_stages
+from vpipe.system.files import is_file
 
 FAULT, NOTICE, FINE, UNKNOWN = "fault", "notice", "fine", "unknown"
 
@@ -36,7 +37,7 @@ class Evidence:
 
     def log(self, rank: int) -> str:
         path = self.folder / f"output.log.{rank}"
-        return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+        return path.read_text(encoding="utf-8", errors="replace") if is_file(path) else ""
 
 
 def read_evidence(folder: Path) -> Evidence:

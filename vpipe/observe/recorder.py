@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from vpipe.errors import printable
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import serve
@@ -65,6 +66,7 @@ class Recorder:
         self._endpoint = serve(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
 
     def say(self, line: str) -> None:
+        line = printable(line)
         self.log.line(line)
         self.show(line)
 

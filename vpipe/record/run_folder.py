@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -14,10 +15,12 @@ from typing import Any
 import yaml
 from pydantic import BaseModel, ValidationError
 
-from vpipe.errors import ConfigError
-from vpipe.system.files import parse_yaml, read_json, read_text
+from vpipe.errors import ConfigError, printable
+from vpipe.system.files import LARGE, is_file, is_folder, parse_yaml, read_json, read_text
 
 STAGES = "stages.json"
+LARGEST = 1 << 30
+"""Bytes of a file that grows with the run."""
 
 
 def make_run_folder(log_directory: Path) -> Path:
@@ -29,7 +32,7 @@ def make_run_folder(log_directory: Path) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if log_directory.is_dir():
+            if is_folder(log_directory):
                 continue
             raise ConfigError(f"{place}: it is not a directory") from None
         except OSError as error:
@@ -42,15 +45,15 @@ def make_run_folder(log_directory: Path) -> Path:
 
 def newest_runs(log_directory: Path) -> list[Path]:
     """The runs of a log directory, the newest first."""
-    if not log_directory.is_dir():
+    if not is_folder(log_directory):
         return []
-    runs = [path for path in log_directory.iterdir() if (path / "config.yml").is_file()]
+    runs = [path for path in log_directory.iterdir() if os.path.isfile(path / "config.yml")]
     return sorted(runs, key=lambda path: ((path / "config.yml").stat().st_mtime_ns, path.name), reverse=True)
 
 
 def check_run_folder(folder: Path) -> None:
     """Raise for a folder that a user names and that does not exist."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
 
 
@@ -61,7 +64,7 @@ class RankLog:
         self.file = path.open("a", encoding="utf-8", buffering=1)
 
     def line(self, text: str) -> None:
-        self.file.write(text + "\n")
+        self.file.write(printable(text, lines=True) + "\n")
 
     def close(self) -> None:
         self.file.close()
@@ -69,9 +72,9 @@ class RankLog:
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
-    value = read_json(path)
+    value = read_json(path, most=LARGEST)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold an object, not {type(value).__name__}; remove it to do without")
     return value
@@ -80,7 +83,7 @@ def read_object(path: Path) -> dict[str, Any]:
 def read_lines(path: Path, key: str = "update") -> list[dict[str, Any]]:
     """The lines that are JSON objects with `key`; an unfinished last line is skipped."""
     lines = []
-    for line in read_text(path).splitlines() if path.is_file() else ():
+    for line in read_text(path, most=LARGEST).splitlines() if is_file(path) else ():
         try:
             value = json.loads(line)
         except (ValueError, RecursionError):
@@ -106,7 +109,7 @@ def read_metrics(folder: Path) -> list[dict[str, Any]]:
 
 def read_keys(path: Path) -> dict[str, str]:
     """The keys of a run's configuration as they would be written on the command line."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
         values = parse_yaml(read_text(path))
@@ -147,10 +150,10 @@ class StageFacts(BaseModel, frozen=True):
 def read_stages(folder: Path) -> StageFacts | None:
     """None for a run that has no such file."""
     path = folder / STAGES
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
-        return StageFacts.model_validate(read_json(path))
+        return StageFacts.model_validate(read_json(path, most=LARGE))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"

@@ -12,6 +12,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.system.files import is_file
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -169,7 +170,7 @@ def _settings(config: RunConfig) -> Any:
 def _read_settings(path: Path, config: RunConfig) -> Any:
     """A local `config.json`; nothing is downloaded, and no code from its directory is run."""
     place = f"{config.source}: model is {config.model!r}"
-    if not (path.is_file() or (path / "config.json").is_file()):
+    if not (is_file(path) or is_file(path / "config.json")):
         raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
     try:
         settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
