@@ -13,6 +13,10 @@ if TYPE_CHECKING:
     import typer
 
 
+OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
+"""What keeps the libraries of Hugging Face, in this process and its ranks, from fetching files and code."""
+
+
 def make_app() -> typer.Typer:
     import typer
 
@@ -33,6 +37,7 @@ def make_app() -> typer.Typer:
 
 def main() -> None:
     """Run a command. Exit code 2 and one line for a user's mistake, 1 for a failed rank."""
+    os.environ.update(OFFLINE)
     try:
         sys.exit(make_app()(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:

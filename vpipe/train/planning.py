@@ -17,7 +17,7 @@ from vpipe.cost import Profile, read_profile, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
-from vpipe.system.files import is_file, is_folder
+from vpipe.system.files import is_file, is_folder, read_text
 from vpipe.system.units import read_bytes
 
 if TYPE_CHECKING:
@@ -105,6 +105,6 @@ def _fingerprint(config: RunConfig) -> str:
     settings = config.model_dump(mode="json", include=set(MEASURED))
     if config.model is not None:
         path = config.path(config.model)
-        settings["model"] = (path / "config.json" if is_folder(path) else path).read_text(encoding="utf-8")
+        settings["model"] = read_text(path / "config.json" if is_folder(path) else path)
     machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks, config.machines]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]
