@@ -30,7 +30,11 @@ def read_model_settings(path: Path, place: str) -> Any:
     file = path / "config.json" if is_folder(path) else path
     if not is_file(file):
         raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
-    _check_keys(read_json(file), place)
+    try:
+        values = read_json(file)
+    except ConfigError as error:
+        raise ConfigError(f"{place}: {error}") from None
+    _check_keys(values, place)
     try:
         settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
     except Exception as error:
