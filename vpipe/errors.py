@@ -1,14 +1,37 @@
-"""The family of errors for users' mistakes, and the hint at the name that was meant."""
+"""The family of errors for users' mistakes, text as it may be shown, and the hint at the name that was meant."""
 
 from collections.abc import Collection
 from difflib import get_close_matches
 from typing import Any, ClassVar
 
 
+def printable(text: object, *, lines: bool = False) -> str:
+    """The text with control characters, lone surrogates and invisible marks written as escapes, such as \\x1b.
+
+    Names of files, hosts and modules, and values of files, may hold anything: a terminal would obey it, and a newline
+    would forge a line of a log. With `lines` a newline or a tab stays.
+    """
+    shown = str(text)
+    if shown.isprintable():
+        return shown
+    kept = "\n\t" if lines else ""
+    return "".join(
+        letter if letter.isprintable() or letter in kept else letter.encode("unicode_escape").decode()
+        for letter in shown
+    )
+
+
 class VPipeError(ValueError):
-    """A mistake that the user can mend: the message names the value, the place and the fix."""
+    """A mistake that the user can mend: the message names the value, the place and the fix, in one line.
+
+    `below` is what may stand in the lines below it: a drawing, the end of a log.
+    """
 
     exit_code: ClassVar[int] = 2
+
+    def __init__(self, message: str = "", below: str = "") -> None:
+        shown = printable(message)
+        super().__init__(f"{shown}\n{printable(below, lines=True)}" if below else shown)
 
 
 class CaptureError(VPipeError):

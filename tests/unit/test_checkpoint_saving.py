@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
 from tests.checkpoints import OPTIMIZERS, alone
 from tests.examples import example, varied
@@ -276,3 +278,10 @@ def test_a_crash_at_any_moment_leaves_the_checkpoint_before(
 
     (moments,) = run_ranks(1, work)
     assert moments > 15
+
+
+def test_every_type_is_written_under_the_name_that_the_library_reads(tmp_path: Path) -> None:
+    path = tmp_path / "all.safetensors"
+    tensors = {str(dtype): torch.zeros(4, dtype=dtype) for dtype in files._KINDS}
+    files.write_tensors(path, tensors, {})
+    assert {name: t.dtype for name, t in load_file(path).items()} == {n: t.dtype for n, t in tensors.items()}

@@ -7,10 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rich.console import Console
 
 from vpipe.cli.compare import Result, Variant, compare_runs, comparison_table, plot, split_values, variants
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.system.console import PlainConsole
 
 A, B = Path("configs/a.yml"), Path("configs/b.yml")
 
@@ -32,7 +32,7 @@ def result(label: str, speed: float, **more: Any) -> Result:
 
 
 def rows(*results: Result) -> list[list[str]]:
-    console = Console(width=200, file=io.StringIO(), record=True)
+    console = PlainConsole(width=200, file=io.StringIO(), record=True)
     console.print(comparison_table(results))
     lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
     return [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]

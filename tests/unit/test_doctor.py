@@ -15,10 +15,10 @@ from typing import Any
 
 import pytest
 import tomllib
-from rich.console import Console
 
 from vpipe.cli import doctor
 from vpipe.cli.doctor import EXTRAS, MachineFact, doctor_table, examine, print_facts
+from vpipe.system.console import PlainConsole
 from vpipe.system.host_memory import cores, free_memory
 
 ROOT = Path(__file__).parents[2]
@@ -30,7 +30,7 @@ def found(what: str) -> MachineFact:
 
 
 def shown(findings: list[MachineFact]) -> str:
-    console = Console(width=200, file=io.StringIO(), record=True)
+    console = PlainConsole(width=200, file=io.StringIO(), record=True)
     console.print(doctor_table(findings))
     return console.export_text()
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import io
+import logging
+import traceback
 from functools import cache
 from typing import Any
 
@@ -32,6 +35,23 @@ def test_the_line_that_stops_a_capture_is_named() -> None:
         CaptureError, match=r"cannot capture Branching.*test_graph_errors.py:\d+.*if x.sum\(\) > 0"
     ):
         capture(Branching(), torch.randn(2, 4))
+
+
+def test_the_error_stands_alone_and_torchs_own_is_in_the_log() -> None:
+    """In a script of a user's own, Python prints the whole chain of an error."""
+    logged, logger = io.StringIO(), logging.getLogger("vpipe.graph.capture")
+    handler = logging.StreamHandler(logged)
+    logger.addHandler(handler)
+    logger.setLevel(logging.DEBUG)
+    try:
+        with pytest.raises(CaptureError) as caught:
+            capture(Branching(), torch.randn(2, 4))
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(logging.NOTSET)
+    assert "torch/export" not in "".join(traceback.format_exception(caught.value))
+    assert "\n" not in str(caught.value)
+    assert "torch/export" in logged.getvalue()
 
 
 def test_nothing_is_printed_when_a_capture_fails(capfd: pytest.CaptureFixture[str]) -> None:

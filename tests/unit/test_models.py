@@ -122,7 +122,7 @@ def test_batches_differ_by_their_seed_alone() -> None:
     ("content", "message"),
     [
         (None, "there is no config.json at"),
-        ("{", "transformers cannot read it"),
+        ("{", "cannot be read as JSON"),
         (json.dumps({"model_type": "no such model"}), "transformers cannot read it"),
         (json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}), "transformers cannot read it"),
         (json.dumps({"model_type": "encodec"}), "no architecture for 'encodec' computes a loss from labels"),

@@ -17,7 +17,7 @@ from tests.examples import example, varied
 from vpipe import Pipeline, optimizer_groups
 from vpipe.config import RunConfig
 from vpipe.config.arguments import make_optimizer_factory
-from vpipe.errors import VPipeError
+from vpipe.errors import PeerError, VPipeError
 from vpipe.pipeline.threads import run_ranks
 from vpipe.verify import verify, verify_config
 from vpipe.verify.comparison import largest_difference
@@ -247,12 +247,65 @@ def made(
     return OptimizerWithWeightStashing(parameters, factory, model_names=NAMES, **options)
 
 
-def test_groups_that_were_saved_apart_are_not_merged() -> None:
-    apart = made(optimizer_groups(("*.bias", lambda ps: AdamW(ps, weight_decay=0)), rest=AdamW))
-    saved = apart.optimizer_state()
-    made(optimizer_groups(("*.bias", AdamW), rest=AdamW)).load_optimizer_state(*saved)
+def step(stage: OptimizerWithWeightStashing) -> None:
+    for parameter in stage.model_parameters:
+        parameter.grad = torch.ones_like(parameter)
+    stage.step()
+
+
+@pytest.mark.parametrize("merged", [False, True])
+def test_new_hyperparameters_and_groups_hold_and_the_state_is_kept(merged: bool) -> None:
+    apart = optimizer_groups(("*.bias", lambda ps: AdamW(ps, weight_decay=0)), rest=AdamW)
+    policy = learning_rate_policy("polynomial", 0, 10)
+    before = made(apart, lr_scheduler=policy)
+    for _ in range(5):
+        step(before)
+    tensors, records = before.optimizer_state()
+    changed = lambda ps: AdamW(ps, 0.1, betas=(0.8, 0.99), weight_decay=0.5)  # noqa: E731
+    factory = changed if merged else optimizer_groups(("*.bias", changed), rest=changed)
+    after = made(factory, lr_scheduler=policy)
+    changes = after.load_optimizer_state(tensors, records)
+    for optimizer in after.optimizers:
+        (group,) = optimizer.param_groups
+        assert (group["weight_decay"], group["betas"]) == (0.5, (0.8, 0.99))
+        assert group["lr"] == pytest.approx(0.1 * (1 - 5 / 10)), "where the schedule is, with the new rate"
+        for parameter in group["params"]:
+            assert optimizer.state[parameter]["step"] == 5
+            assert torch.equal(
+                optimizer.state[parameter]["exp_avg"], tensors[f"{after._name_of[parameter]}.exp_avg"]
+            )
+    assert changes.keys() == {"lr", "betas", "weight_decay"}
+    assert changes["lr"][:2] == [1e-3, 0.1]
+    assert changes["betas"][:2] == [[0.9, 0.999], [0.8, 0.99]]
+
+
+def test_a_schedule_of_rates_goes_on_in_proportion_to_the_new_rate() -> None:
+    falling = lambda optimizer: torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)  # noqa: E731
+    before = made(lambda ps: AdamW(ps, 1e-3), lr_scheduler=falling)
+    step(before)
+    step(before)
+    after = made(lambda ps: AdamW(ps, 1e-2), lr_scheduler=falling)
+    assert after.load_optimizer_state(*before.optimizer_state())["lr"][:2] == [1e-3, 1e-2]
+    assert after.learning_rate == pytest.approx(1e-2 / 4)
+    step(after)
+    assert after.learning_rate == pytest.approx(1e-2 / 8)
+
+
+def test_nothing_is_reported_where_nothing_changed() -> None:
+    policy = learning_rate_policy("cosine", 2, 10)
+    before = made(AdamW, lr_scheduler=policy)
+    step(before)
+    after = made(AdamW, lr_scheduler=policy)
+    assert not after.load_optimizer_state(*before.optimizer_state())
+    assert after.learning_rate == before.learning_rate
+
+
+def test_counters_that_were_saved_apart_are_not_merged() -> None:
+    saved = made(optimizer_groups(("*.bias", AdamW), rest=AdamW)).optimizer_state()
+    for count, record in enumerate(saved[1]):
+        record["groups"][0]["numbers"]["step"] = count
     with pytest.raises(
-        VPipeError, match=r"in one optimizer group, but were saved with weight_decay 0.01 and 0: resume"
+        VPipeError, match=r"in one optimizer group, but were saved with step \d and \d: resume"
     ):
         made(AdamW).load_optimizer_state(*saved)
 
@@ -380,3 +433,32 @@ def test_a_pattern_of_a_configuration_that_matches_nothing() -> None:
         VPipeError, match=r"config: optimizer_groups, entry 0: '\*.encodr.\*' matches .*bert.encoder"
     ):
         verify_config(config, updates=1)
+
+
+ON_OTHER_RANKS: dict[str, tuple[dict[str, Any], str]] = {
+    "class": ({"optimizer": sgd}, r"another optimizer than rank 0: SGD of .* and AdamW of"),
+    "rate": ({"optimizer": lambda ps: AdamW(ps, 0.5)}, r"than rank 0: AdamW of .*lr 0.5.* and .*lr 0.001"),
+    "decay": ({"optimizer": lambda ps: AdamW(ps, weight_decay=0.5)}, r"weight_decay 0.5"),
+    "groups": (
+        {"optimizer": optimizer_groups(("*.bias", AdamW), rest=AdamW)},
+        r"than rank 0: AdamW of .*; AdamW of",
+    ),
+    "schedule": (
+        {"lr_scheduler": learning_rate_policy("step", 0, 10)},
+        r"another optimizer than rank 0: .*LambdaLR",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", ON_OTHER_RANKS)
+@pytest.mark.usefixtures("capture_once")
+def test_ranks_must_have_the_same_optimizers(what: str) -> None:
+    model, batch, loss_fn = example("sequential", torch.float32)
+    other, message = ON_OTHER_RANKS[what]
+    same: dict[str, Any] = {"optimizer": AdamW, "lr_scheduler": learning_rate_policy("cosine", 0, 10)}
+
+    def work(world: Any) -> None:
+        Pipeline(model, batch, loss_fn=loss_fn, world=world, **same | (other if world.rank else {})).close()
+
+    with pytest.raises(PeerError, match=message):
+        run_ranks(2, work)

@@ -108,6 +108,56 @@ def test_code_beside_a_model_is_not_run(tmp_path: Path, sprung: Path) -> None:
     refused(lambda: build_model(read_config(tmp_path / "run.yml"), "meta"), "transformers cannot read it")
 
 
+HUB = {
+    "kernel": {"attn_implementation": "user/kernel"},
+    "kernel with a revision": {"_attn_implementation": "user/kernel@main:forward"},
+    "fallback to a kernel": {"attn_implementation": "flash_attention_2"},
+    "a local folder": {"attn_implementation": "./kernel"},
+    "by part": {"attn_implementation": {"": "eager", "text_config": "user/kernel"}},
+    "experts": {"experts_implementation": "user/kernel"},
+    "experts of a hub": {"_experts_implementation": "sonicmoe"},
+    "in a part": {"model_type": "llava", "text_config": {"attn_implementation": "user/kernel"}},
+    "internal": {"_attn_implementation_internal": "user/kernel"},
+    "renamed": {"attribute_map": {"kernel": "_attn_implementation"}, "kernel": "user/kernel"},
+    "backbone": {"model_type": "detr", "backbone": "user/model", "use_timm_backbone": False},
+    "another file": {"configuration_files": ["config.4.0.0.json"]},
+    "too deep": {"a": json.loads("[" * 30 + "]" * 30)},
+}
+
+
+@pytest.mark.parametrize("name", HUB)
+def test_a_model_names_nothing_of_a_hub(tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever is installed: the loader of kernels is not reached."""
+    reached: list[object] = []
+    for loader in ("transformers.modeling_utils.lazy_import_flash_attention",
+                   "transformers.integrations.hub_kernels.get_kernel"):  # fmt: skip
+        monkeypatch.setattr(loader, lambda *args, **keys: reached.append(args))
+    content = {"model_type": "bert", "hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(content | HUB[name]))
+    (tmp_path / "config.4.0.0.json").write_text(json.dumps(content | HUB["kernel"]))
+    (tmp_path / "run.yml").write_text("model: config.json\n")
+    refused(
+        lambda: build_model(read_config(tmp_path / "run.yml"), "meta"), "code from a hub|elsewhere|nested"
+    )
+    assert not reached
+
+
+def test_code_that_a_known_model_names_is_neither_run_nor_exported(tmp_path: Path, sprung: Path) -> None:
+    content = {
+        "model_type": "bert",
+        "num_hidden_layers": 1,
+        "attn_implementation": "eager",
+        "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForMaskedLM": "user/repo--mine.Mine"},
+        "custom_pipelines": {"x": {"impl": "mine.Mine"}},
+    }
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    (tmp_path / "mine.py").write_text(f"import os\nos.mkdir({str(sprung)!r})\n")
+    (tmp_path / "run.yml").write_text("model: config.json\n")
+    model: Any = build_model(read_config(tmp_path / "run.yml"), "meta").model
+    assert type(model).__name__ == "BertForMaskedLM"
+    assert not {"auto_map", "custom_pipelines"} & set(model.config.to_dict())
+
+
 # Row 22: a manifest with ../, an absolute path, a symlink
 
 
@@ -148,7 +198,7 @@ CONFIGS = {
     "command": ("machines: ['localhost; mkdir TRAP:0']", "expected host:GPU, such as 'localhost:0'"),
     "substitution": ("machines: ['$(mkdir${IFS}TRAP):0']", "expected host:GPU, such as 'localhost:0'"),
     "shell in a number": ("module: 'vgpus=2; mkdir TRAP'", "module is .* expected text such as 'vgpus=4'"),
-    "brackets without end": ("seed: " + "[" * 100_000, "line 1: brackets are nested too deep"),
+    "brackets without end": ("seed: " + "[" * 50_000, "line 1: brackets are nested too deep"),
     "a key twice": ("seed: 1\nbatch_size: 2\nseed: 3", "line 3: 'seed' stands twice"),
     "aliases": ("a: &a [x]\nb: *a", "line 2: aliases .* are not read"),
     "a few lines that stand for gigabytes": (

@@ -6,6 +6,7 @@ step-00000100             a checkpoint, whole
 """
 
 import math
+import os
 import re
 import secrets
 import shutil
@@ -17,6 +18,7 @@ from pathlib import Path
 from vpipe.checkpoint.files import file_errors
 from vpipe.checkpoint.manifest import Manifest, check_size, read_manifest, verify
 from vpipe.errors import VPipeError
+from vpipe.system.files import is_folder, link_mistake
 
 EVALUATION = "evaluation_loss"
 """The key of `extra` for the loss that was evaluated with just these weights."""
@@ -36,8 +38,17 @@ def hidden_name(name: str, kind: str, token: str) -> str:
 
 
 def newest(directory: Path, report: Callable[[str], None] = warnings.warn) -> Path | None:
-    """The newest checkpoint that verifies; those skipped are reported, with what is wrong with them."""
-    for path in reversed(checkpoints(directory)):
+    """The newest checkpoint that verifies; those skipped are reported, with what is wrong with them.
+
+    Symbolic links are reported all, also older ones.
+    """
+    newest_first = list(reversed(checkpoints(directory)))
+    for path in newest_first:
+        if os.path.islink(path):
+            report(f"checkpoint {path} is skipped: {link_mistake(path)}")
+    for path in newest_first:
+        if os.path.islink(path):
+            continue
         try:
             verify(path)
         except VPipeError as error:
@@ -63,7 +74,7 @@ def prune(
     kept = list(whole)[:keep]
     spared = {*kept, *spare, *_best(whole)}
     oldest = newest_first.index(kept[-1]) if len(kept) == keep else len(newest_first)
-    deleted = [path for path in newest_first[oldest:] if path not in spared]
+    deleted = [path for path in newest_first[oldest:] if path not in spared and not os.path.islink(path)]
     latest = time.time() - unfinished_after if unfinished_after else math.inf  # whatever the clock was set to
     deleted += [path for path in _entries(directory) if _is_left_over(path) and _changed(path) <= latest]
     for path in deleted:
@@ -85,26 +96,26 @@ def _best(whole: dict[Path, Manifest]) -> list[Path]:
 
 
 def _entries(directory: Path) -> list[Path]:
-    if not directory.is_dir():
+    if not is_folder(directory):
         return []
     with file_errors("list", directory):
-        return [path for path in directory.iterdir() if path.is_dir() and not path.is_symlink()]
+        return [path for path in directory.iterdir() if os.path.islink(path) or is_folder(path)]
 
 
 def checkpoints(directory: Path) -> list[Path]:
-    """What may be a checkpoint, the oldest first."""
+    """What may be a checkpoint, the oldest first, symbolic links among them: none is taken, each is reported."""
     numbered = []
     for path in _entries(directory):
         if match := _WHOLE.fullmatch(path.name):
             numbered.append((int(match[1]), path))
-        elif (match := _REPLACED.fullmatch(path.name)) and not (directory / match[1]).exists():
+        elif (match := _REPLACED.fullmatch(path.name)) and not os.path.lexists(directory / match[1]):
             numbered.append((int(match[2]), path))
     return [path for _, path in sorted(numbered)]
 
 
 def _is_left_over(path: Path) -> bool:
     replaced = _REPLACED.fullmatch(path.name)
-    return bool(_UNFINISHED.fullmatch(path.name) or (replaced and (path.parent / replaced[1]).exists()))
+    return bool(_UNFINISHED.fullmatch(path.name) or (replaced and os.path.lexists(path.parent / replaced[1])))
 
 
 def _look(path: Path) -> Manifest | None:
@@ -131,4 +142,7 @@ def _delete(path: Path) -> None:
     with file_errors("delete", path):
         if _WHOLE.fullmatch(path.name):
             path = path.rename(path.with_name(hidden_name(path.name, "tmp", secrets.token_hex(4))))
-        shutil.rmtree(path)
+        if os.path.islink(path):
+            path.unlink()
+        else:
+            shutil.rmtree(path)

@@ -16,14 +16,20 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import _TYPES
 from torch import Tensor
 
 from vpipe.errors import NotWrittenError, VPipeError
 
 CHUNK = 1 << 20
 READS = ("read", "list")
-_KINDS = {dtype: kind for kind, dtype in _TYPES.items()}
+_KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.float8_e4m3fnuz: "F8_E4M3FNUZ",
+    torch.float8_e5m2fnuz: "F8_E5M2FNUZ", torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8", torch.bool: "BOOL",
+    torch.complex64: "C64",
+}  # fmt: skip
+"""The names of types in safetensors files."""
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from pathlib import Path
@@ -10,7 +11,8 @@ from typing import Any
 from vpipe.checkpoint.directory import checkpoints, evaluation_loss, newest, prune
 from vpipe.checkpoint.files import file_errors, not_finite
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, printable
+from vpipe.system.files import is_file, link_mistake
 
 UNFINISHED_AFTER = 3600.0
 """Seconds after which what is unfinished is taken for left over: a run may be writing what is younger."""
@@ -18,7 +20,9 @@ UNFINISHED_AFTER = 3600.0
 
 def find(path: Path) -> list[Path]:
     """The checkpoint itself, or those of a run, the oldest first."""
-    if (path / MANIFEST).is_file():
+    if os.path.islink(path) and (is_file(path / MANIFEST) or not os.path.exists(path)):
+        raise VPipeError(link_mistake(path))
+    if is_file(path / MANIFEST):
         return [path]
     for folder in (path / "checkpoints", path):
         if found := checkpoints(folder):
@@ -60,9 +64,10 @@ def examine(path: Path) -> str | None:
 
 def newest_whole(path: Path) -> Path:
     """The checkpoint itself, or the newest one of a run that verifies."""
-    if (path / MANIFEST).is_file():
+    found = find(path)
+    if found == [path]:
         return path
-    good = newest(find(path)[0].parent, _warn)
+    good = newest(found[0].parent, warn)
     if good is None:
         raise VPipeError(f"no checkpoint in {path} is whole")
     return good
@@ -73,13 +78,13 @@ def prune_run(path: Path, keep: int) -> list[Path]:
     folder = find(path)[0].parent
     if folder.absolute() == path.absolute().parent:
         raise VPipeError(f"{path} is a checkpoint: give the folder of a run, of which the oldest are deleted")
-    good = newest(folder, _warn)
+    good = newest(folder, warn)
     with file_errors("prune", folder):
         return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
 
 
-def _warn(line: str) -> None:
-    print(f"warning: {line}", file=sys.stderr)
+def warn(line: str) -> None:
+    print(printable(f"warning: {line}"), file=sys.stderr)
 
 
 def _optimizer(manifest: Manifest) -> str | None:

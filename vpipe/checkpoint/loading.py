@@ -1,6 +1,7 @@
 """Loading of checkpoints: each rank reads what its own stages hold, from files of any partition."""
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +17,14 @@ from vpipe.pipeline.layout import Layout
 from vpipe.stage.stage import MODEL, OPTIMIZER, StageState
 
 
-def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
+def load(pipe: Pipeline, path: Path, report: Callable[[str], None] = warnings.warn) -> dict[str, Any]:
     """Set the pipeline to the saved state, on every rank together; returns what `save` was given as `extra`.
 
-    Stages, partition, replicas, schedule and precision may be others than when it was saved; the optimizer
-    must be the same, and its numbers (learning rate, betas) are the saved ones. Training goes on with the
-    minibatch after `pipe.updates` updates. The files that a rank reads are verified first; nothing is set
-    on any rank unless every rank could read.
+    Stages, partition, replicas, schedule and precision may be others than when it was saved. The optimizer must be of
+    the same class; its groups and hyperparameters (learning rate, weight decay, betas) are those of `pipe`, its state
+    is the saved one. `report` is called with one line if hyperparameters differ. Training goes on with the minibatch
+    after `pipe.updates` updates. The files that a rank reads are verified first; nothing is set on any rank unless
+    every rank could read.
     """
 
     graph = pipe.layout.graph
@@ -52,16 +54,24 @@ def load(pipe: Pipeline, path: Path) -> dict[str, Any]:
     )
     state = StageState(tensors, manifest.state["optimizers"])
 
-    def set_state() -> None:
+    def set_state() -> dict[str, list[Any]]:
         try:
-            pipe.load_training_state(state, manifest.state)
+            return pipe.load_training_state(state, manifest.state)
         except VPipeError:
             raise
         except Exception as error:  # an optimizer may refuse its state with any error
             reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
             raise VPipeError(f"{path}: its training state does not fit this run: {reason}") from None
 
-    agree(pipe.world, "state of the checkpoint", set_state)
+    changes = agree(pipe.world, "state of the checkpoint", set_state)
+    everywhere: dict[str, list[Any]] = {}
+    for theirs in pipe.world.all_gather("hyperparameters", changes):
+        everywhere = theirs | everywhere
+    if everywhere:
+        listed = (
+            f"{key} {now} (saved: {before}; {name!r})" for key, (before, now, name) in everywhere.items()
+        )
+        report(f"hyperparameters of this run hold in place of those in {path}: {', '.join(listed)}")
     return manifest.extra
 
 

@@ -5,6 +5,7 @@ It is written last. It carries a hash of itself, so that a changed learning rate
 
 import hashlib
 import json
+import os
 from collections.abc import Collection
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -13,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 
 from vpipe.checkpoint.files import file_errors, sha256, sync
 from vpipe.errors import VPipeError
-from vpipe.system.files import short_repr
+from vpipe.system.files import LARGE, is_file, is_folder, link_mistake, read_bounded, short_repr
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -153,9 +154,9 @@ def verify(folder: Path, only: Collection[str] | None = None) -> Manifest:
 
 def check_size(path: Path, entry: FileEntry) -> None:
     """Check what can be known of a file without reading it."""
-    if path.is_symlink():
+    if os.path.islink(path):
         raise VPipeError(f"{path} is a symbolic link: a checkpoint holds its files itself")
-    if not path.is_file():
+    if not is_file(path):
         raise VPipeError(f"{path} is missing, but {MANIFEST} names it")
     size = path.stat().st_size
     if size != entry.size:
@@ -164,16 +165,17 @@ def check_size(path: Path, entry: FileEntry) -> None:
 
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / MANIFEST
-    if folder.is_file():
+    if os.path.islink(folder):
+        raise VPipeError(link_mistake(folder))
+    if is_file(folder):
         raise VPipeError(
             f"{folder} is a file: a checkpoint is a folder with a {MANIFEST}, such as step-00000100"
         )
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise VPipeError(f"there is no checkpoint at {folder}")
-    if path.is_symlink() or not path.is_file():
+    if os.path.islink(path) or not is_file(path):
         raise VPipeError(f"{folder} has no {MANIFEST}: it is not a checkpoint, or not a whole one")
-    with file_errors("read", path):
-        raw = path.read_bytes()
+    raw = read_bounded(path, LARGE)
     try:
         content = json.loads(raw.decode("utf-8"))
     except (ValueError, RecursionError):

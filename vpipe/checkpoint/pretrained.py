@@ -27,7 +27,7 @@ from vpipe.graph import TensorInfo
 from vpipe.graph.exported import canonical_names
 from vpipe.pipeline import Pipeline
 from vpipe.stage.stage import MODEL
-from vpipe.system.files import read_json
+from vpipe.system.files import LARGE, is_file, read_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -77,7 +77,7 @@ def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> li
     """
     if not hasattr(model, "save_pretrained"):
         raise VPipeError(f"{type(model).__name__} is not a model of transformers: it cannot be exported")
-    if directory.is_file():
+    if is_file(directory):
         raise VPipeError(f"cannot write {directory}: it is a file; give a directory")
     saved = _weights(checkpoint)
     first = canonical_names(model)
@@ -106,14 +106,14 @@ def _weights(checkpoint: Path) -> dict[str, Tensor]:
 def _places(directory: Path) -> dict[str, str]:
     """The file of each tensor."""
     index, single = directory / INDEX, directory / SINGLE
-    if single.is_file():
+    if is_file(single):
         return dict.fromkeys(read_header(single)[0], SINGLE)
-    if not index.is_file():
+    if not is_file(index):
         raise VPipeError(
             f"{directory} has neither {SINGLE} nor {INDEX}: give a directory that save_pretrained wrote "
             "(pickled weights, such as pytorch_model.bin, are not read)"
         )
-    found = read_json(index)
+    found = read_json(index, most=LARGE)
     try:
         places = dict(found["weight_map"])
     except (ValueError, TypeError, KeyError):

@@ -20,6 +20,7 @@ from vpipe.communication import World
 from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
+from vpipe.system.files import is_file
 
 OPTIMIZERS = "optimizers"
 SOON, LATER = 0.002, 0.1  # seconds between two looks at what another rank has published
@@ -96,7 +97,7 @@ def _commit(job: WriteJob) -> None:
     records: list[Any] = []
     for name, (size, digest) in sorted(item for _, part in parts for item in part.items()):
         file = job.folder / name
-        if not file.is_file():
+        if not is_file(file):
             raise VPipeError(
                 f"{file} was written and rank 0 does not see it: save to a directory that all hosts share"
             )
@@ -116,7 +117,7 @@ def _commit(job: WriteJob) -> None:
 def _show(folder: Path, final: Path, token: str) -> None:
     """Give the folder its name. One that has the name already is moved aside, and back if that fails."""
     old = final.with_name(hidden_name(final.name, "old", token))
-    replaces = final.exists()
+    replaces = os.path.lexists(final)
     if replaces:
         os.rename(final, old)
     try:
@@ -126,5 +127,7 @@ def _show(folder: Path, final: Path, token: str) -> None:
             os.rename(old, final)
         raise
     sync(final.parent)
-    if replaces:
+    if os.path.islink(old):
+        old.unlink()
+    elif replaces:
         shutil.rmtree(old, ignore_errors=True)

@@ -7,11 +7,15 @@ import signal
 import sys
 from typing import TYPE_CHECKING, Any
 
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, printable
 from vpipe.system.best_effort import open_closed_streams
 
 if TYPE_CHECKING:
     import typer
+
+
+OFFLINE = {"HF_HUB_OFFLINE": "1", "USE_HUB_KERNELS": "NO"}
+"""What keeps the libraries of Hugging Face, in this process and its ranks, from fetching files and code."""
 
 
 def make_app() -> typer.Typer:
@@ -35,6 +39,7 @@ def make_app() -> typer.Typer:
 def main() -> None:
     """Run a command. Exit code 2 and one line for a user's mistake, 1 for a failed rank, 74 for a lost result."""
     open_closed_streams()
+    os.environ.update(OFFLINE)
     try:
         sys.exit(make_app()(prog_name="vpipe", standalone_mode=False))
     except KeyboardInterrupt:
@@ -69,4 +74,4 @@ def _print_usage_error(error: Any) -> None:
         return
     command = getattr(getattr(error, "ctx", None), "command_path", "vpipe")
     text = f"{message[:1].lower()}{message[1:].rstrip('.')}"
-    print(f"error: {text}: see `{command} --help`", file=sys.stderr)
+    print(printable(f"error: {text}: see `{command} --help`"), file=sys.stderr)

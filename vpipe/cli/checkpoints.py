@@ -10,7 +10,8 @@ import typer
 from rich.table import Table
 
 from vpipe.cli.options import AsJson, print_result
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, printable
+from vpipe.system.files import is_file
 from vpipe.system.units import show_bytes
 
 app = typer.Typer(help="Show, verify, export and delete checkpoints.", no_args_is_help=True)
@@ -23,9 +24,19 @@ CheckpointPath = Annotated[
 @app.command()
 def show(path: CheckpointPath, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds, or list those of a run."""
-    from vpipe.checkpoint.inspection import describe, find
+    from vpipe.checkpoint.inspection import describe, find, warn
 
-    described = [describe(one) for one in find(path)]
+    found = find(path)
+    described: list[dict[str, Any]] = []
+    for one in found:
+        try:
+            described.append(describe(one))
+        except VPipeError as error:
+            if len(found) == 1:
+                raise
+            warn(f"checkpoint {one} is left out: {error}")
+    if not described:
+        raise VPipeError(f"no checkpoint in {path} can be read")
     table = show_one(described[0]) if len(described) == 1 else show_several(described)
     print_result(described, table, as_json)
 
@@ -40,7 +51,7 @@ def verify(path: CheckpointPath, as_json: AsJson = False) -> None:
         print(json.dumps(found))
     else:
         for one, wrong in found.items():
-            print(f"{one}: {wrong or 'good'}")
+            print(printable(f"{one}: {wrong or 'good'}"))
     if any(found.values()):
         raise typer.Exit(1)
 
@@ -65,17 +76,17 @@ def export(
     chosen = newest_whole(path)
     run = chosen.absolute().parents[1]
     described = config or run / "config.yml"
-    if not described.is_file():
+    if not is_file(described):
         raise VPipeError(
             f"{described} does not exist, so the trained model is unknown: give the run's file with --config"
         )
     model: Any = build_model(read_config(described), "meta").model
     missing = export_pretrained(chosen, model, directory)
-    if (run / TOKENIZER).is_file():
+    if is_file(run / TOKENIZER):
         write_tokenizer(read_tokenizer(run / TOKENIZER, model.config.vocab_size), directory)
-    print(f"model of {chosen} in {directory}")
+    print(printable(f"model of {chosen} in {directory}"))
     if missing:
-        print(f"without values for {', '.join(missing)}: training never used them")
+        print(printable(f"without values for {', '.join(missing)}: training never used them"))
 
 
 @app.command()
@@ -87,7 +98,7 @@ def prune(
     from vpipe.checkpoint.inspection import prune_run
 
     for deleted in prune_run(path, keep):
-        print(f"deleted {deleted}")
+        print(printable(f"deleted {deleted}"))
 
 
 def show_one(described: dict[str, Any]) -> Table:

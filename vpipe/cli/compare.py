@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 from collections import Counter
@@ -13,13 +12,13 @@ from itertools import product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from rich.markup import escape
 from rich.table import Table
 
 from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import rank_arguments, read_settings
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import ConfigError, VPipeError, printable
+from vpipe.system.files import LARGE, read_json
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -62,12 +61,12 @@ def compare_runs(
     for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
         print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
         folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
-        results.append(json.loads((folder / "summary.json").read_text()) | {"label": variant.label})
+        results.append(read_json(folder / "summary.json", most=LARGE) | {"label": variant.label})
     print_result(results, comparison_table(results), as_json)
     if can_plot:
         picture = picture or folder.parent / f"comparison-{folder.name}.png"
         plot(results, picture)
-        print(f"picture {picture}", file=sys.stderr)
+        print(printable(f"picture {picture}"), file=sys.stderr)
 
 
 def variants(
@@ -88,7 +87,7 @@ def variants(
     made = []
     for path, name in zip(paths, _names(paths), strict=True):
         for chosen in product(*swept):
-            made.append(Variant(" ".join((name, *chosen)), path, (*settings, *chosen)))
+            made.append(Variant(printable(" ".join((name, *chosen))), path, (*settings, *chosen)))
     label, times = Counter(variant.label for variant in made).most_common(1)[0]
     if times > 1:
         raise ConfigError(f"{label} would run {times} times: name each file and each value once")
@@ -136,7 +135,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
         speed = result["samples_per_s"]
         best = speed == fastest and fastest > slowest
         table.add_row(
-            escape(result["label"].replace(" ", "\n")),  # a line for the file and for each setting
+            result["label"].replace(" ", "\n"),  # a line for the file and for each setting
             f"{speed:,.1f}" + (" *" if best else ""),
             f"{speed / slowest:.2f}x" if slowest > 0 else "–",
             f"{1000 * result['seconds_per_update']:,.1f}",
@@ -153,6 +152,8 @@ def plot(results: Sequence[Result], path: Path) -> None:
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Between two dollars matplotlib reads a formula.
+    results = [result | {"label": result["label"].replace("$", r"\$")} for result in results]
     lines = sum(len(result["label"].split()) for result in results)
     # Not pyplot, which has global state and may open a window.
     figure = Figure(figsize=(11, max(4.0, 1.2 + 0.2 * (lines + len(results)))), dpi=150, layout="constrained")

@@ -20,6 +20,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vpipe.errors import printable
 from vpipe.system.host_memory import cores, free_memory
 
 if TYPE_CHECKING:
@@ -113,21 +114,22 @@ def print_facts(as_json: bool) -> None:
         print(_title(findings))
         for found in findings:
             mark = {True: "ok", False: "NO", None: "  "}[found.ok]
-            print(f"{mark} {found.what}: {found.value}" + (f": {found.advice}" if found.advice else ""))
+            line = f"{mark} {found.what}: {found.value}" + (f": {found.advice}" if found.advice else "")
+            print(printable(line))
     else:
         show(doctor_table(findings))
 
 
 def doctor_table(findings: Sequence[MachineFact]) -> Table:
-    from rich.markup import escape
     from rich.table import Table
+    from rich.text import Text
 
     table = Table(title=_title(findings))
     for column in ("", "what", "found", "what follows"):
         table.add_column(column, overflow="fold")
-    marks = {True: "[green]✓[/]", False: "[bold red]✗[/]", None: "·"}
+    marks = {True: Text("✓", style="green"), False: Text("✗", style="bold red"), None: Text("·")}
     for finding in findings:
-        table.add_row(marks[finding.ok], finding.what, escape(finding.value), escape(finding.advice))
+        table.add_row(marks[finding.ok], finding.what, finding.value, finding.advice)
     return table
 
 

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
 
+from vpipe.errors import printable
 from vpipe.system.console import show
+from vpipe.system.files import link_mistake
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -28,6 +33,15 @@ def print_result(value: Any, table: Table, as_json: bool) -> None:
         print(json.dumps(value))
     else:
         show(table)
+
+
+def warn_of_links(run: Path) -> None:
+    """Every command that is given a run says which of its checkpoints are symbolic links."""
+    folder = run / "checkpoints"
+    with suppress(OSError):
+        for path in sorted(folder.glob("step-*")):
+            if os.path.islink(path):
+                print(printable(f"warning: {link_mistake(path)}"), file=sys.stderr)
 
 
 def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:

@@ -10,8 +10,9 @@ import typer
 from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
-from vpipe.errors import VPipeError
+from vpipe.errors import VPipeError, printable
 from vpipe.system.console import show
+from vpipe.system.files import read_text
 from vpipe.system.units import duration, read_bytes, show_bytes
 
 if TYPE_CHECKING:
@@ -41,10 +42,10 @@ def profile(
     measured = profile_config(chosen)
     write_profile(measured, output)
     if as_json:
-        print(output.read_text(encoding="utf-8"))
+        print(read_text(output))
     else:
         show(profile_table(measured))
-        print(f"profile {output}")
+        print(printable(f"profile {output}"))
 
 
 @app.command()
@@ -104,7 +105,7 @@ def plan(
     write_plan(result.to_plan(), output)
     print_result(describe(result), plan_table(result), as_json)
     if not as_json:
-        print(f"plan {output}")
+        print(printable(f"plan {output}"))
 
 
 @app.command()

@@ -7,7 +7,8 @@ from typing import Annotated
 
 import typer
 
-from vpipe.cli.options import AsJson, Config, Settings, read_run
+from vpipe.cli.options import AsJson, Config, Settings, read_run, warn_of_links
+from vpipe.errors import printable
 from vpipe.system.best_effort import survive_lost_output
 
 app = typer.Typer()
@@ -35,11 +36,12 @@ def train(
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
-    from vpipe.observe.debug import read_scenes
+
+    chosen = read_run(config, settings)
+    from vpipe.observe.debug import read_scenes  # torch comes with it
     from vpipe.train.rank import train_rank
     from vpipe.train.run import run
 
-    chosen = read_run(config, settings)
     if print_config:
         print(resolved_yaml(chosen), end="")
         return
@@ -61,10 +63,11 @@ def evaluate(
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
-    from vpipe.train.rank import evaluate_rank
-    from vpipe.train.run import run
 
     chosen = read_run(config, settings)
+    from vpipe.train.rank import evaluate_rank  # torch comes with it
+    from vpipe.train.run import run
+
     arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
     arguments += ["--json"] if as_json else []
     run(chosen, arguments, lambda: evaluate_rank(chosen, resume, as_json))
@@ -106,8 +109,10 @@ def report(
     """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
     from vpipe.observe.report import write_report
 
+    for run in runs:
+        warn_of_links(run)
     write_report(runs, output)
-    print(f"report {output}")
+    print(printable(f"report {output}"))
 
 
 @app.command()
@@ -118,6 +123,7 @@ def top(
     """Show what each stage of a run is doing: computing, waiting, sending, memory; refreshed while it runs."""
     from vpipe.observe.screen import top as show_run
 
+    warn_of_links(run)
     show_run(run, once=once)
 
 
@@ -129,6 +135,7 @@ def diagnose(
     """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""
     from vpipe.observe.diagnosis import diagnose_command
 
+    warn_of_links(run)
     diagnose_command(run, as_json)
 
 

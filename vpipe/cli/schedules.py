@@ -10,9 +10,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.table import Table
+from rich.text import Text
 
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
-from vpipe.errors import ScheduleError
+from vpipe.errors import ScheduleError, printable
 from vpipe.schedule import KINDS
 
 if TYPE_CHECKING:
@@ -114,7 +115,7 @@ def verify(
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
     print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)
     if not as_json:
-        print(verdict(result))
+        print(printable(verdict(result)))
     if not result.ok:
         raise typer.Exit(1)
 
@@ -182,7 +183,7 @@ def verification_table(result: Verification) -> Table:
     for what, difference in result.differences.items():
         wrong = not difference.largest <= result.bound
         number = f"{difference.largest:.1e}"
-        table.add_row(what, f"[bold red]{number}[/]" if wrong else number, difference.where)
+        table.add_row(what, Text(number, style="bold red") if wrong else number, difference.where)
     return table
 
 

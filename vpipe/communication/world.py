@@ -97,7 +97,7 @@ def agree(world: World, name: str, make: Callable[[], T]) -> T:
         raise mistake
     for rank, message in enumerate(mistakes):
         if message is not None:
-            raise PeerError(f"stopped because rank {rank} failed: {message}")
+            raise PeerError(*f"stopped because rank {rank} failed: {message}".split("\n", 1))
     return made
 
 

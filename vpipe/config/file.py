@@ -14,7 +14,7 @@ from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
-from vpipe.system.files import parse_yaml, read_text, short_repr
+from vpipe.system.files import SMALL_YAML, parse_yaml, read_text, short_repr
 from vpipe.system.validation import first_mistake
 
 KEYS = tuple(RunConfig.model_fields)
@@ -84,7 +84,7 @@ def resolved_yaml(config: RunConfig) -> str:
 
 def read_yaml(path: Path) -> dict[str, Any]:
     """The keys and values of a YAML file; nothing but plain data is ever made from it."""
-    text = read_text(path)
+    text = read_text(path, most=SMALL_YAML)
     try:
         values = parse_yaml(text)
     except yaml.YAMLError as error:

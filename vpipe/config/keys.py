@@ -21,7 +21,7 @@ from pydantic import (
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.schedule import KINDS, read_table
-from vpipe.system.files import read_text, short_repr
+from vpipe.system.files import check_path, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
@@ -53,7 +53,7 @@ NotNegative = Annotated[Real, Field(ge=0)]
 OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
 Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
-Path_ = Annotated[str, Field(min_length=1)]
+Path_ = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 
 
 class _Keys(BaseModel):

@@ -18,7 +18,7 @@ from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError, meant
 from vpipe.schedule import KINDS, Schedule, read_table
-from vpipe.system.files import read_text, short_repr, write_json
+from vpipe.system.files import check_path, read_text, short_repr, write_json
 
 MOST_BLOCKS = 1_000_000
 """More than any model has: a typing error must not fill the memory."""
@@ -33,7 +33,7 @@ def _policy(name: Any) -> Any:
 def _schedule(name: str) -> str:
     if name not in KINDS and not name.endswith(".csv"):
         raise ValueError(f"the path of a .csv file, or the name of a schedule: {meant(name, KINDS)}")
-    return name
+    return check_path(name)
 
 
 def _figure(value: Any) -> Any:

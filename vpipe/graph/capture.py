@@ -29,6 +29,9 @@ from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
 from vpipe.graph.trace import Trace
 
+_LOG = logging.getLogger(__name__)
+"""At DEBUG it has torch's own traceback of a capture that fails; the error that users see is one line."""
+
 # `_quiet` changes the logging of the whole process: one export at a time.
 _EXPORTING = threading.Lock()
 
@@ -62,7 +65,8 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
         if isinstance(module.model, nn.Sequential) and len(module.layout.model_names) == 1:
             with contextlib.suppress(RuntimeError, TypeError, IndexError):
                 return trace_sequential(module, fields)
-        raise _explain(error, module.model) from error
+        _LOG.debug("torch.export failed", exc_info=error)
+        raise _explain(error, module.model) from None
     trace = trace_exported(program, module, fields)
     functionalise(trace)
     return trace

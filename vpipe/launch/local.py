@@ -271,10 +271,10 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 
 def _failure(failed: FailedRank, watch: LauncherWatch) -> VPipeError:
     if failed.kind is not RankFailedError:
-        return failed.kind(failed.how)
+        return failed.kind(*failed.how.split("\n", 1))
     output, verdict = watch.output(failed.rank), watch.page.verdict
     start = output.rfind("Traceback (most recent call last):")
     if start >= 0:
-        return RankFailedError(f"{verdict}\n{output[start:].rstrip()}")
+        return RankFailedError(verdict, output[start:].rstrip())
     tail = "\n".join(f"  | {line}" for line in output.splitlines()[-TAIL:])
-    return RankFailedError(f"{verdict}; the end of {watch.ranks.log(failed.rank)}:\n{tail}")
+    return RankFailedError(f"{verdict}; the end of {watch.ranks.log(failed.rank)}:", tail)

@@ -20,7 +20,7 @@ from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
-from vpipe.errors import PeerError, VPipeError
+from vpipe.errors import PeerError, VPipeError, printable
 from vpipe.record.whereabouts import Whereabouts, launchers_page
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
@@ -100,7 +100,7 @@ def fail(error: Exception) -> NoReturn:
 def _stop(reason: str) -> NoReturn:
     # Not by `print`: the main thread may be in something that has put another stream in place of stderr.
     with suppress(OSError):  # a full disk, a closed pipe
-        os.write(2, f"error: stopped because {reason}\n".encode())
+        os.write(2, f"error: stopped because {printable(reason)}\n".encode())
     _exit(PEER_FAILED)
 
 

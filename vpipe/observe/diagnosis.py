@@ -9,9 +9,9 @@ from pathlib import Path
 from statistics import mean
 from typing import Any
 
-from rich.console import Console
 from rich.text import Text
 
+from vpipe.errors import printable
 from vpipe.observe.action_figures import check_versions, most
 from vpipe.observe.bottlenecks import communication, throughput
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding, read_evidence
@@ -19,6 +19,7 @@ from vpipe.observe.hang import GONE, SUSPENDED, RankState, culprit, sentence
 from vpipe.record import run_folder
 from vpipe.record.run_folder import read_lines
 from vpipe.record.status import ENDED, FAILED, RUNNING, STOPPED
+from vpipe.system.console import PlainConsole
 from vpipe.system.files import json_text, read_tail
 from vpipe.system.units import show_bytes
 
@@ -38,10 +39,12 @@ def diagnose_command(folder: Path, as_json: bool) -> None:
     if as_json:
         print(json_text([asdict(finding) for finding in found]))
         return
-    console = Console(highlight=False, soft_wrap=True)
+    console = PlainConsole(soft_wrap=True)
     for finding in found:
         line = Text(f"{finding.grade:8}", style=STYLES[finding.grade])
-        console.print(Text.assemble(line, (f"{finding.topic:14}", "bold"), finding.text))
+        console.print(
+            Text.assemble(line, (f"{finding.topic:14}", "bold"), printable(finding.text, lines=True))
+        )
 
 
 # Standstill: a hang or a dead rank

@@ -21,6 +21,7 @@ from vpipe.record.run_folder import BlockFacts, StageFacts, read_stages
 from vpipe.schedule import Op, Schedule
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.arrange import arrange
+from vpipe.system.files import is_file
 
 PROFILE, OWN = "the profile that it was planned with", "the medians of its own actions"
 UNLIMITED = 1 << 50
@@ -54,11 +55,11 @@ def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
     """None where a run cannot be simulated: its schedule is a table, or its files lack something."""
     facts = read_stages(folder)
     plan_file = folder / "plan.json"
-    if facts is None or not plan_file.is_file():
+    if facts is None or not is_file(plan_file):
         return None
     try:
         plan = read_plan(plan_file)
-        if (folder / "profile.json").is_file():
+        if is_file(folder / "profile.json"):
             profile, source = read_profile(folder / "profile.json"), PROFILE
         else:
             found = medians(ranks)

@@ -8,6 +8,7 @@ from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
+from vpipe.errors import printable
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
@@ -76,6 +77,7 @@ class Recorder:
         self._endpoint = PrometheusEndpoint(folder, prometheus_port) if serves else None
 
     def say(self, line: str) -> None:
+        line = printable(line)
         self.log.line(line)
         self.show(line)
 

@@ -8,16 +8,17 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 from rich.text import Text
 
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, printable
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.record.run_folder import check_run_folder
 from vpipe.record.status import RUNNING, TIMES, Status, time_shares
+from vpipe.system.console import PlainConsole
 from vpipe.system.units import show_bytes
 
 # Progress
@@ -27,7 +28,7 @@ class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
     def __init__(self, total: int, done: int, *, speaks: bool) -> None:
-        self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
+        self._console = PlainConsole(soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
         if speaks and sys.stdout.isatty():
             count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
@@ -40,7 +41,7 @@ class ProgressReport:
 
     def say(self, line: str) -> None:
         """A line that stays."""
-        self._console.print(line, markup=False)
+        self._console.print(line)
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""
@@ -118,9 +119,9 @@ def top(folder: Path, *, once: bool) -> None:
     if once or not terminal:
         if not rank_states(folder):
             raise ConfigError(f"{folder}: no rank has written a status yet: its training has not begun")
-        Console(width=None if terminal else 160, highlight=False).print(picture(folder))
+        PlainConsole(width=None if terminal else 160).print(picture(folder))
         return
-    with Live(picture(folder), refresh_per_second=4, screen=False) as live:
+    with Live(picture(folder), console=PlainConsole(), refresh_per_second=4, screen=False) as live:
         while not (states := rank_states(folder)) or any(
             not each.fate and each.status.state == RUNNING for each in states
         ):
@@ -144,12 +145,12 @@ def picture(folder: Path) -> RenderableType:
 
 def _headline(folder: Path, statuses: list[Status]) -> Text:
     if not statuses:
-        return Text(f"{folder.name}: no rank has written a status yet")
+        return Text(f"{printable(folder.name)}: no rank has written a status yet")
     first = statuses[0]
     loss = "" if first.loss is None else f", loss {first.loss:.4f}"
     lost = sum(status.lost_writes for status in statuses)
     return Text(
-        f"{folder.name}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s"
+        f"{printable(folder.name)}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s"
         + (f", {lost} writes failed" if lost else ""),
         style="bold",
     )

@@ -5,12 +5,15 @@ from itertools import islice
 
 import torch
 from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from vpipe.communication import World, agree, agree_on
 from vpipe.pipeline.assembly import TrainingOptions
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import Feed
 from vpipe.schedule import Schedule
+from vpipe.weights.optimizers import NamedParameters, make_optimizers
 
 SAME_ARGUMENTS = "give every rank the same arguments"
 
@@ -32,8 +35,54 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("set of initial weights", _weights_digest(model), seeded),
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
         ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
+        ("optimizer", _optimizers(model, options), SAME_ARGUMENTS),
     ):
         agree_on(world, what, value, fix)
+
+
+RATES_AT = (0, 1, 10, 100, 1000)
+"""Updates whose rates stand for a schedule."""
+
+
+def _optimizers(model: nn.Module, options: TrainingOptions) -> str:
+    """Class, groups and hyperparameters that the run's function gives the whole model.
+
+    A rank holds some of the parameters: so the function is called for stand-ins of all of them, which take no memory.
+    What it refuses, it refuses again for the stages, with words of its own.
+    """
+    named = [
+        (name, nn.Parameter(torch.zeros(1).expand(parameter.shape)))
+        for name, parameter in model.named_parameters()
+        if parameter.requires_grad
+    ]
+    names = {parameter: name for name, parameter in named}
+    try:
+        made = make_optimizers(options.optimizer, NamedParameters(named, [name for name, _ in named]))
+        return "; ".join(_described(optimizer, names, options) for optimizer in made)
+    except Exception:
+        return "none that can be compared"
+
+
+def _described(optimizer: Optimizer, names: dict[nn.Parameter, str], options: TrainingOptions) -> str:
+    groups = []
+    for group in optimizer.param_groups:
+        members = " ".join(sorted(names[parameter] for parameter in group["params"]))
+        digest = hashlib.sha256(members.encode()).hexdigest()[:8]
+        settings = ", ".join(
+            f"{key} {value}"
+            for key, value in group.items()
+            if key in optimizer.defaults and isinstance(value, bool | int | float | str | tuple | list)
+        )
+        groups.append(f"{len(group['params'])} parameters ({digest}) with {settings}")
+    text = f"{type(optimizer).__name__} of {' and '.join(groups)}"
+    if options.lr_scheduler is None:
+        return text
+    scheduler = options.lr_scheduler(optimizer)
+    text += f", schedule {type(scheduler).__name__}"
+    if isinstance(scheduler, LambdaLR):
+        rates = (f"{factor(update):g}" for factor in scheduler.lr_lambdas for update in RATES_AT)
+        text += f" {' '.join(rates)}"
+    return text
 
 
 def agree_on_data(world: World, feed: Feed) -> None:

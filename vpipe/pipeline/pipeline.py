@@ -20,7 +20,7 @@ from vpipe.schedule import Op, Schedule
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 from vpipe.system.device import choose_device
-from vpipe.weights import OptimizerFactory, SchedulerFactory
+from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory
 
 T = TypeVar("T")
 
@@ -248,14 +248,19 @@ class Pipeline:
         self.flush()
         return self._whole.for_resuming(), {"updates": self.updates, **self.runtime.updates.state()}
 
-    def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> None:
-        """Go on from the training state of all stages, of which the tensors of this rank's will do."""
+    def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> Changes:
+        """Go on from the training state of all stages, of which the tensors of this rank's will do.
+
+        Returns the hyperparameters of this rank's optimizers that were saved with other values.
+        """
         if self._loop.training:
             raise VPipeError("a training state cannot be loaded inside a `train` loop: leave the loop first")
+        changes: Changes = {}
         for stage in self.runtime.stages.values():
-            stage.load_training_state(state)
+            changes = stage.load_training_state(state) | changes
         self.runtime.updates.load_state(plain, plain["updates"])
         self._loop.updates = plain["updates"]
+        return changes
 
     def close(self) -> None:
         """Free channels and connections. The pipeline cannot be used afterwards."""

@@ -20,7 +20,7 @@ from pydantic import BaseModel, ValidationError
 
 from vpipe.errors import ConfigError
 from vpipe.record.thinning import Curve
-from vpipe.system.files import parse_yaml, read_json, read_text
+from vpipe.system.files import LARGE, is_file, is_folder, parse_yaml, read_json, read_text
 
 STAGES = "stages.json"
 COMPLETE, STOPPED, FAILED = "complete", "stopped by you", "failed"
@@ -29,6 +29,8 @@ LONGEST = 1 << 20
 """Characters of a line that are read at a time; what is longer is not ours."""
 STAMP = "%Y%m%d-%H%M%S"
 _NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+LARGEST = 1 << 30
+"""Bytes of a file that grows with the run."""
 
 
 def make_run_folder(log_directory: Path) -> Path:
@@ -45,7 +47,7 @@ def make_run_folder(log_directory: Path) -> Path:
         try:
             folder.mkdir(parents=True)
         except FileExistsError:
-            if log_directory.is_dir():
+            if is_folder(log_directory):
                 continue
             raise ConfigError(f"{place}: it is not a directory") from None
         except OSError as error:
@@ -83,15 +85,15 @@ def _age(run: Path) -> tuple[str, int]:
 
 def check_run_folder(folder: Path) -> None:
     """Raise for a folder that a user names and that does not exist."""
-    if not folder.is_dir():
+    if not is_folder(folder):
         raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
 
 
 def read_object(path: Path) -> dict[str, Any]:
     """A JSON object; empty if there is no such file."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
-    value = read_json(path)
+    value = read_json(path, most=LARGEST)
     if not isinstance(value, dict):
         raise ConfigError(f"{path}: must hold an object, not {type(value).__name__}; remove it to do without")
     return value
@@ -142,7 +144,7 @@ def _first(point: tuple[int, dict[str, Any]]) -> int:
 
 def read_keys(path: Path) -> dict[str, str]:
     """The keys of a run's configuration as they would be written on the command line."""
-    if not path.is_file():
+    if not is_file(path):
         return {}
     try:
         values = parse_yaml(read_text(path))
@@ -183,10 +185,10 @@ class StageFacts(BaseModel, frozen=True):
 def read_stages(folder: Path) -> StageFacts | None:
     """None for a run that has no such file."""
     path = folder / STAGES
-    if not path.is_file():
+    if not is_file(path):
         return None
     try:
-        return StageFacts.model_validate(read_json(path))
+        return StageFacts.model_validate(read_json(path, most=LARGE))
     except ValidationError as error:
         first = error.errors()[0]
         key = ".".join(map(str, first["loc"])) or "the file"

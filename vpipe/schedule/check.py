@@ -61,7 +61,7 @@ def check(
     else:
         return
     raise ScheduleError(
-        f"schedule {schedule.name!r} cannot run: {message}\n{draw_marked(schedule, events, marks)}"
+        f"schedule {schedule.name!r} cannot run: {message}", draw_marked(schedule, events, marks)
     )
 
 

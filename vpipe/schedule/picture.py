@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from html import escape
 from itertools import takewhile
 
+from vpipe.errors import printable
 from vpipe.schedule.action import COMPUTE, Op
 from vpipe.schedule.facts import show_bubble
 from vpipe.schedule.program import Schedule
@@ -37,9 +38,8 @@ def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
     end = max(event.end for event in events)
     width = LEFT + end * UNIT + 20
     height = TOP + schedule.num_ranks * (ROW + GAP) + BOTTOM
-    title = escape(
-        f"{schedule.name}: {schedule.num_stages} stages, {schedule.minibatches} minibatches; {show_bubble(schedule)}"
-    )
+    shown = f"{schedule.name}: {schedule.num_stages} stages, {schedule.minibatches} minibatches"
+    title = escape(printable(f"{shown}; {show_bubble(schedule)}"))
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{title}">',

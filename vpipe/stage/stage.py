@@ -16,7 +16,7 @@ from vpipe.stage.held import Held, Hold
 from vpipe.stage.host_store import make_store
 from vpipe.stage.split import waiting_tensors
 from vpipe.stage.swap import Swap
-from vpipe.weights import OptimizerWithWeightStashing
+from vpipe.weights import Changes, OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -177,10 +177,10 @@ class Stage:
         momenta, records = self.optimizer.optimizer_state(besides)
         return StageState(weights | {f"{OPTIMIZER}{name}": t for name, t in momenta.items()}, records)
 
-    def load_training_state(self, state: StageState) -> None:
+    def load_training_state(self, state: StageState) -> Changes:
         """Set everything from the state of any partition's stages; entries of other stages are skipped."""
         self.load_state(_below(MODEL, state.tensors))
-        self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
+        return self.optimizer.load_optimizer_state(_below(OPTIMIZER, state.tensors), state.optimizers)
 
     def _run_backward(
         self, flight: InFlight, given: Mapping[str, Tensor], seed_gradient: float

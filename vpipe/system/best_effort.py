@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import NotWrittenError
+from vpipe.errors import NotWrittenError, printable
 
 
 def _to_stderr(line: str) -> None:
@@ -61,7 +61,7 @@ class LogFile:
         self._lock = threading.RLock()
 
     def line(self, text: str) -> None:
-        self.append((text + "\n").encode(errors="backslashreplace"))
+        self.append((printable(text, lines=True) + "\n").encode())
 
     def append(self, data: bytes) -> None:
         with self._effort.writing(self.path), self._lock:

@@ -1,12 +1,26 @@
-"""Tables on the console."""
+"""The console: tables and text, in which names are shown as they are and never obeyed."""
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
+from rich.text import Text
+
+from vpipe.errors import printable
+
+
+class PlainConsole(Console):
+    """Text is text: neither rich's markup nor a terminal's control characters in it mean anything."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **options)
+
+    def render_str(self, text: str, **options: Any) -> Text:
+        return super().render_str(printable(text, lines=True), **options)
 
 
 def show(table: Table) -> None:
-    console = Console()
     # Names are long; a file or a pipe has no width that they must fit into.
-    Console(width=None if console.is_terminal else 200).print(table)
+    PlainConsole(width=None if Console().is_terminal else 200).print(table)

@@ -1,10 +1,11 @@
-"""Text, JSON and YAML files, with errors of one line. YAML is read as plain values and nothing else."""
+"""Text, JSON and YAML files: bounded, with errors of one line. YAML is read as plain values and nothing else."""
 
 from __future__ import annotations
 
 import json
 import math
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -13,11 +14,21 @@ from typing import Any, TextIO
 
 import yaml
 
-from vpipe.errors import ConfigError, NotWrittenError
+from vpipe.errors import ConfigError, NotWrittenError, VPipeError
 
 DEEPEST = 20
 TAIL = 1 << 20
 """The most bytes that are read of the end of a file that may be long."""
+SMALL = 4 << 20
+"""Bytes of a file that a user gives: a plan, a profile, a table. Reading so much of any content takes a second."""
+SMALL_YAML = 64 << 10
+"""YAML is read more slowly."""
+LARGE = 64 << 20
+"""Bytes of a file that names every tensor of a large model."""
+LONGEST_INTEGER = 1024
+"""Bits."""
+LONGEST_NAME, LONGEST_PATH = 255, 4095
+"""Bytes, on Linux."""
 _REPR = Repr()
 _REPR.maxlevel, _REPR.maxlist, _REPR.maxdict, _REPR.maxstring, _REPR.maxlong = 3, 30, 30, 100, 60
 
@@ -28,15 +39,27 @@ def short_repr(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def read_text(path: Path) -> str:
+def read_text(path: Path, *, most: int = SMALL) -> str:
+    """The text of a file of at most so many bytes. What never ends, such as a device or a FIFO, is not read."""
     try:
-        return path.read_text(encoding="utf-8")
+        return read_bounded(path, most).decode("utf-8")
     except UnicodeDecodeError:
         raise ConfigError(f"{path}: is not a text file in UTF-8") from None
-    except OSError as error:
-        raise ConfigError(f"{path}: cannot be read: {error.strerror or error}") from None
-    except ValueError as error:  # a path that no file system has, such as one with a zero byte in it
-        raise ConfigError(f"{str(path)!r}: cannot be read: {error}") from None
+
+
+def read_bounded(path: Path, most: int) -> bytes:
+    """The content of a regular file of at most so many bytes."""
+    with path_errors(path, "read"):
+        # Without O_NONBLOCK the opening of a FIFO waits for somebody who writes to it.
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+        with open(descriptor, "rb") as file:
+            mode = os.fstat(descriptor).st_mode
+            if not stat.S_ISREG(mode):
+                raise ConfigError(f"{path}: is {_kind(mode)}, not a file: give a file")
+            content = file.read(most + 1)
+    if len(content) > most:
+        raise ConfigError(f"{path}: has more than {most:,} bytes, the most that is read of such a file")
+    return content
 
 
 def read_tail(path: Path, start: int = 0) -> str:
@@ -51,10 +74,8 @@ def read_tail(path: Path, start: int = 0) -> str:
 
 
 def write_text(path: Path, text: str) -> None:
-    try:
+    with path_errors(path, "written"):
         path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise NotWrittenError(f"{path}: cannot be written: {error.strerror or error}") from None
 
 
 @contextmanager
@@ -62,14 +83,15 @@ def replacing(path: Path) -> Iterator[TextIO]:
     """Write beside the file and rename: a reader finds the old text or the new one, never a part, and so does a disk
     that is full."""
     beside = path.with_name(f"{path.name}.new")
-    try:
-        with beside.open("w", encoding="utf-8") as file:
-            yield file
-        os.replace(beside, path)
-    except OSError as error:
-        with suppress(OSError):
-            beside.unlink()
-        raise NotWrittenError(f"{path}: cannot be written: {error.strerror or error}") from None
+    with path_errors(path, "written"):
+        try:
+            with beside.open("w", encoding="utf-8") as file:
+                yield file
+            os.replace(beside, path)
+        except OSError:
+            with suppress(OSError):
+                beside.unlink()
+            raise
 
 
 def replace_text(path: Path, text: str) -> None:
@@ -77,8 +99,81 @@ def replace_text(path: Path, text: str) -> None:
         file.write(text)
 
 
-def read_json(path: Path) -> Any:
-    text = read_text(path)
+@contextmanager
+def path_errors(path: Path | str, done: str) -> Iterator[None]:
+    """Turn what the system says of a path into an error of one line; `done` says what was to be done with it."""
+    kind = NotWrittenError if done == "written" else ConfigError
+    try:
+        yield
+    except OSError as error:
+        reason = error.strerror or str(error)
+        if isinstance(error, FileNotFoundError) and os.path.islink(path):
+            reason = f"it is a symbolic link to {os.readlink(path)!r}, and nothing is there"
+        raise kind(f"{path}: cannot be {done}: {reason}") from None
+    except UnicodeError:
+        raise kind(f"{path}: cannot be {done}: it has characters that UTF-8 does not have") from None
+    except ValueError as error:
+        if isinstance(error, VPipeError):
+            raise
+        raise kind(f"{path}: cannot be {done}: {error}") from None  # a zero byte in the path
+
+
+def is_file(path: Path) -> bool:
+    """Whether there is a regular file; raises if that cannot be known (no permission, a circle of links)."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISREG(mode)
+
+
+def is_folder(path: Path) -> bool:
+    """Whether there is a folder; raises like `is_file`."""
+    mode = _mode(path)
+    return mode is not None and stat.S_ISDIR(mode)
+
+
+def exists(path: Path) -> bool:
+    """Whether there is anything; raises like `is_file`."""
+    return _mode(path) is not None
+
+
+def _mode(path: Path) -> int | None:
+    with path_errors(path, "looked at"):
+        try:
+            return os.stat(path).st_mode
+        except (FileNotFoundError, NotADirectoryError):
+            if os.path.islink(path):
+                raise
+            return None
+
+
+def _kind(mode: int) -> str:
+    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    return kinds.get(stat.S_IFMT(mode), "a device")
+
+
+def link_mistake(path: Path) -> str:
+    """What is said of a symbolic link in the place of a folder."""
+    with path_errors(path, "read"):
+        return (
+            f"{path} is a symbolic link to {os.readlink(path)!r}, and no link is taken for a checkpoint: "
+            "move the folder here, or name the place where it is"
+        )
+
+
+def check_path(written: str) -> str:
+    """The path, unless no file system can have it: a part of more than 255 bytes, a zero byte."""
+    try:
+        parts = [len(os.fsencode(part)) for part in written.split("/")]
+    except UnicodeError:
+        raise ValueError("a path in UTF-8") from None
+    if "\0" in written or max(parts) > LONGEST_NAME or sum(parts) + len(parts) > LONGEST_PATH:
+        raise ValueError(
+            f"a path without zero bytes, of {LONGEST_PATH} bytes and {LONGEST_NAME} a part at most"
+        )
+    return written
+
+
+def read_json(path: Path, *, most: int = SMALL) -> Any:
+    text = read_text(path, most=most)
     try:
         return json.loads(text)
     except (ValueError, RecursionError) as error:
@@ -98,11 +193,18 @@ def _entries(value: Any) -> str:
 
 
 def json_text(value: Any) -> str:
-    """One line of JSON as its standard has it: a number that is not finite, which it has no word for, is null."""
+    """One line of JSON as its standard has it, that a terminal may show.
+
+    A number that is not finite, for which JSON has no word, is null; lone surrogates and control characters are
+    escaped.
+    """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)
 
 
 def _finite(value: Any) -> Any:
@@ -129,6 +231,13 @@ class _PlainLoader(yaml.SafeLoader):
             raise yaml.MarkedYAMLError(problem="aliases (*name) are not read", problem_mark=mark)
         return super().compose_node(parent, index)
 
+    def construct_yaml_int(self, node: Any) -> int:
+        """Written in hexadecimal it may be longer than Python writes numbers."""
+        value: int = super().construct_yaml_int(node)
+        if value.bit_length() > LONGEST_INTEGER:
+            raise yaml.MarkedYAMLError(problem="a whole number is too long", problem_mark=node.start_mark)
+        return value
+
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key, _ in node.value:
@@ -138,8 +247,13 @@ class _PlainLoader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_PlainLoader.add_constructor("tag:yaml.org,2002:int", _PlainLoader.construct_yaml_int)
+
+
 def parse_yaml(text: str) -> Any:
     """The plain value that the text writes down; raises YAMLError with one line, whatever is wrong with it."""
+    if len(text) > SMALL_YAML:
+        raise yaml.YAMLError(f"has more than {SMALL_YAML:,} characters, the most that is read as YAML")
     try:
         return yaml.load(text, _PlainLoader)
     except yaml.MarkedYAMLError as error:

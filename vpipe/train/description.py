@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import Plan, write_plan
 from vpipe.record.run_folder import STAGES
-from vpipe.system.files import write_json, write_text
+from vpipe.system.files import exists, write_json, write_text
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import TOKENIZER
 
@@ -49,7 +49,7 @@ def write_description(
         with effort.writing(folder / TOKENIZER):
             write_text(folder / TOKENIZER, data.tokenizer.to_str())
     plan = folder / "plan.json"
-    if not plan.exists():  # with `partition: auto` the launcher has written it
+    if not exists(plan):  # with `partition: auto` the launcher has written it
         with effort.writing(plan):
             write_plan(plan_of(pipe, config), plan)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -12,6 +11,7 @@ import transformers as hf
 from torch import Tensor, nn
 
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.train.model_settings import read_model_settings
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -20,7 +20,6 @@ Batch = dict[str, Tensor]
 SPECIAL_TOKENS = 3
 """Ids below this are padding, start and end: synthetic text has none of them."""
 MASKED_SHARE = 0.15
-MOST_LAYERS = 10_000
 
 
 class Example(NamedTuple):
@@ -123,7 +122,8 @@ def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Gener
 def _settings(config: RunConfig) -> Any:
     """The Hugging Face configuration of the model."""
     if config.model is not None:
-        return _read_settings(config.path(config.model), config)
+        place = f"{config.source}: model is {config.model!r}"
+        return read_model_settings(config.path(config.model), place)
     inner = config.intermediate_size or 4 * config.hidden_size
     if config.model_type == "bert":
         return hf.BertConfig(
@@ -163,23 +163,6 @@ def _settings(config: RunConfig) -> Any:
     )
     settings.decoder_start_token_id = 0
     settings.eos_token_id = 2  # as for cpm, and as the trained tokenizer has it
-    return settings
-
-
-def _read_settings(path: Path, config: RunConfig) -> Any:
-    """A local `config.json`; nothing is downloaded, and no code from its directory is run."""
-    place = f"{config.source}: model is {config.model!r}"
-    if not (path.is_file() or (path / "config.json").is_file()):
-        raise ConfigError(f"{place}: there is no config.json at {path}: give a local file or directory")
-    try:
-        settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
-    except Exception as error:
-        reason = " ".join(str(error).split())[:200]
-        raise ConfigError(f"{place}: transformers cannot read it: {reason}") from None
-    for key, value in vars(settings).items():
-        if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
-            raise ConfigError(f"{place}: its {key} is {value}: give {MOST_LAYERS} or less")
-    settings.use_cache = False
     return settings
 
 

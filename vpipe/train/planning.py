@@ -16,6 +16,7 @@ from vpipe.cost import Profile, named_or_table, read_profile, write_plan, write_
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
+from vpipe.system.files import is_file, is_folder, read_text
 from vpipe.system.units import read_bytes
 
 if TYPE_CHECKING:
@@ -80,7 +81,7 @@ def cached_profile(config: RunConfig) -> Profile:
     directory = Path() if config.directory is None else config.path(config.directory)
     cache = directory / config.log_directory / "cache"
     file = cache / f"profile-{_fingerprint(config)}.json"
-    if file.is_file():
+    if is_file(file):
         return read_profile(file)
     from vpipe.train.profiling import profile_config
 
@@ -103,6 +104,6 @@ def _fingerprint(config: RunConfig) -> str:
     settings = config.model_dump(mode="json", include=set(MEASURED))
     if config.model is not None:
         path = config.path(config.model)
-        settings["model"] = (path / "config.json" if path.is_dir() else path).read_text(encoding="utf-8")
+        settings["model"] = read_text(path / "config.json" if is_folder(path) else path)
     machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks, config.machines]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config import RunConfig
-from vpipe.errors import NotWrittenError, Stopped, VPipeError
+from vpipe.errors import NotWrittenError, Stopped, VPipeError, printable
 from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
 from vpipe.observe.recorder import perplexity
 from vpipe.observe.screen import summary_table
@@ -68,7 +68,7 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     start_heartbeat()
     trainer = Trainer(config)
     try:
-        restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))
+        restored = trainer.restore(resume, lambda line: print(printable(line), file=sys.stderr))
         if not trainer.pipe.updates:
             raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
         loss = trainer.evaluate()
@@ -80,4 +80,4 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
             figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
             print(json_text(figures))
         else:
-            print(f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
+            print(f"{printable(restored)}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")

@@ -19,6 +19,7 @@ from vpipe.launch.rank import LAUNCHED, end_with_launcher
 from vpipe.launch.watch import FailureLog
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
+from vpipe.system.files import exists, is_folder
 from vpipe.train.results import write_interrupted_results
 
 if TYPE_CHECKING:
@@ -49,7 +50,7 @@ def launch(
     stages = _stages_of_ranks(config)
     _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
-    if directory is not None and not directory.is_dir():
+    if directory is not None and not is_folder(directory):
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
     folder = make_run_folder((directory or Path()) / config.log_directory)
     if config.partition == AUTO:
@@ -93,7 +94,9 @@ def _run(ranks: Ranks, max_restarts: int) -> None:
         except RankFailedError as error:
             if attempt == max_restarts:
                 if max_restarts:
-                    raise RankFailedError(f"gave up after {max_restarts} restarts: {error}") from None
+                    raise RankFailedError(
+                        *f"gave up after {max_restarts} restarts: {error}".split("\n", 1)
+                    ) from None
                 raise
             print(
                 f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {ranks.folder}",
@@ -127,7 +130,7 @@ def _check_paths(config: RunConfig) -> None:
     """Raise for missing files before any rank starts."""
     for key in ("data_dir", "tokenizer", "pretrained"):
         written = getattr(config, key)
-        if written is not None and not config.path(written).exists():
+        if written is not None and not exists(config.path(written)):
             raise ConfigError(f"{config.source}: {key} is {written!r}: there is no {config.path(written)}")
 
 
@@ -142,6 +145,6 @@ def _interpreter(config: RunConfig) -> list[str]:
             f"{config.source}: container is {config.container!r}: neither apptainer nor singularity is installed "
             "here: install one, or leave the key out"
         )
-    if not image.exists():
+    if not exists(image):
         raise ConfigError(f"{config.source}: container is {config.container!r}: there is no such image")
     return [tool, "exec", str(image.absolute()), "python3"]

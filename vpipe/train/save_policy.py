@@ -14,6 +14,7 @@ from vpipe.config import RunConfig
 from vpipe.errors import NotWrittenError, PeerError, VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import newest_runs
+from vpipe.system.files import is_file, is_folder
 
 BEST = "best_evaluation_loss"
 
@@ -119,11 +120,12 @@ def find_checkpoint(wanted: str, log_directory: Path, report: Callable[[str], No
         found = (checkpoint.newest(run / "checkpoints", report) for run in newest_runs(log_directory))
         return next((path for path in found if path is not None), None)
     path = Path(wanted)
-    if (path / "manifest.json").is_file():
+    if is_file(path / "manifest.json"):
         return path
-    if (path / "checkpoints").is_dir() and (
-        good := checkpoint.newest(path / "checkpoints", report)
-    ) is not None:
+    if (
+        is_folder(path / "checkpoints")
+        and (good := checkpoint.newest(path / "checkpoints", report)) is not None
+    ):
         return good
     raise VPipeError(
         f"--resume is {wanted!r}: there is no good checkpoint: give `auto`, the folder of a run, "

@@ -90,7 +90,7 @@ class Trainer:
         path = agree(self.world, "checkpoint", lambda: self._find(resume, report))
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
-            self.position_found = checkpoint.load(self.pipe, Path(path))
+            self.position_found = checkpoint.load(self.pipe, Path(path), report)
             self.position.resume(self.position_found, self.pipe.updates, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:

@@ -7,8 +7,11 @@ Tensors (momenta) go by `<parameter>.<key>`. Plain values go into a record, one 
      "values": {"a.weight": {"trust_ratio": 1.0}},
      "scheduler": {"last_epoch": 5, "base_lrs": [0.001], ...}}
 
-An optimizer of another partition has parameters of several records. Each of its groups takes its numbers, and its
+An optimizer of another partition has parameters of several records. Each of its groups takes its counters, and its
 entries in the scheduler's lists, from the record that holds the group's first parameter.
+
+State is restored: momenta, counters, where a schedule is. Hyperparameters (rates, coefficients) are those of the run
+that loads, which may give others than the run that saved: the records say what they were.
 """
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -17,10 +20,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LambdaLR
 
 from vpipe.errors import VPipeError
 
 Record = dict[str, Any]
+Changes = dict[str, list[Any]]
+"""Hyperparameters that a loaded state had other values of: by name the saved value, the one that holds, a parameter."""
+SCHEDULED = ("initial_lr", "max_lr", "min_lr", "max_momentum", "base_momentum")
+"""Numbers that a scheduler writes into the groups when it is made."""
 Names = Mapping[nn.Parameter, str]
 
 
@@ -68,7 +76,7 @@ def write_state(
     names: Names,
     tensors: Mapping[str, Tensor],
     records: Iterable[Record],
-) -> None:
+) -> Changes:
     """Set the state from what `read_state` returned, here or for any other set of parameters."""
     saved = {
         name: _Origin(record, index)
@@ -96,11 +104,14 @@ def write_state(
                     raise VPipeError(f"{both[0]!r} of parameter {name!r} is a tensor and a number at once")
                 packed["state"][number] = momenta | values
         if origin is not None:
-            packed_group.update(_restored_numbers(optimizer, group, origin.numbers))
+            packed_group.update(_restored_numbers(optimizer, scheduler, group, origin.numbers))
+    changes = _changes(optimizer, scheduler, names, saved)
     optimizer.load_state_dict(packed)
     if scheduler is not None:
         own = scheduler.state_dict()
         scheduler.load_state_dict(own | _restored_schedule(own, origins))
+        _set_rates(optimizer, scheduler)
+    return changes
 
 
 def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -> list[_Origin | None]:
@@ -128,24 +139,66 @@ def _origins(optimizer: Optimizer, names: Names, saved: Mapping[str, _Origin]) -
 def _check_same_settings(
     first: str, second: str, saved: Mapping[str, _Origin], defaults: Collection[str]
 ) -> None:
-    """Raise if two parameters of one group were saved with other settings; those that schedulers set may differ."""
-    for key in sorted({*defaults, "initial_lr"} - {"lr", "momentum", "betas"}):
-        one, other = (saved[name].numbers.get(key) for name in (first, second))
-        if one != other:
+    """Raise if two parameters of one group were saved with other counters: a group has one of each."""
+    one, other = (saved[name].numbers for name in (first, second))
+    for key in sorted({*one, *other} - {*defaults, *SCHEDULED}):
+        if one.get(key) != other.get(key):
             raise VPipeError(
-                f"parameters {first!r} and {second!r} are in one optimizer group, but were saved with {key} {one} and "
-                f"{other}: resume with the groups of the run that was saved"
+                f"parameters {first!r} and {second!r} are in one optimizer group, but were saved with {key} "
+                f"{one.get(key)} and {other.get(key)}: resume with the groups of the run that was saved"
             )
 
 
 def _restored_numbers(
-    optimizer: Optimizer, group: Mapping[str, Any], numbers: Mapping[str, Any]
+    optimizer: Optimizer, scheduler: Any, group: Mapping[str, Any], numbers: Mapping[str, Any]
 ) -> dict[str, Any]:
-    restored = {k: _like(group[k], value, k) for k, value in numbers.items() if k in group}
-    # Some optimizers add a counter to the group at their first step.
-    restored |= {k: value for k, value in numbers.items() if k not in group and _is_number(value)}
-    _check_numbers(optimizer, {k: value for k, value in restored.items() if k in optimizer.defaults})
-    return restored
+    """The counters of a group (some optimizers add one at their first step), and what its scheduler has reached."""
+    restored = {
+        key: _like(group[key], value, key) if key in group else value
+        for key, value in numbers.items()
+        if key not in optimizer.defaults and key not in SCHEDULED and (key in group or _is_number(value))
+    }
+    reached: dict[str, Any] = {}
+    initial = numbers.get("initial_lr")
+    if scheduler is not None and initial and "initial_lr" in group and "lr" in numbers:
+        share = float(group["initial_lr"]) / initial
+        reached["lr"] = numbers["lr"] if share == 1 else numbers["lr"] * share
+    if "base_momentum" in group:
+        reached |= {key: numbers[key] for key in ("momentum", "betas") if key in numbers}
+    reached = {key: _like(group[key], value, key) for key, value in reached.items() if key in group}
+    _check_numbers(optimizer, reached)
+    return restored | reached
+
+
+def _set_rates(optimizer: Optimizer, scheduler: Any) -> None:
+    """The rates that a schedule by numbers of updates has now; others go on from the rates of the groups."""
+    if isinstance(scheduler, LambdaLR):
+        for group, base, factor in zip(
+            optimizer.param_groups, scheduler.base_lrs, scheduler.lr_lambdas, strict=True
+        ):
+            group["lr"] = _like(group["lr"], base * factor(scheduler.last_epoch), "lr")
+    rates = [float(group["lr"]) for group in optimizer.param_groups]
+    scheduler.load_state_dict(scheduler.state_dict() | {"_last_lr": rates})
+
+
+def _changes(optimizer: Optimizer, scheduler: Any, names: Names, saved: Mapping[str, _Origin]) -> Changes:
+    found: Changes = {}
+    for group in optimizer.param_groups:
+        now = _numbers(group)
+        keys = [key for key in optimizer.defaults if key in now]
+        if "base_momentum" in group:
+            keys = [key for key in keys if key not in ("momentum", "betas")]
+        for name in (names[p] for p in group["params"] if names[p] in saved):
+            before = saved[name].numbers
+            for key in keys:
+                kept = "initial_lr" if key == "lr" and scheduler is not None else key
+                if kept in before and kept in now and _plain(before[kept]) != _plain(now[kept]):
+                    found.setdefault(key, [_plain(before[kept]), _plain(now[kept]), name])
+    return found
+
+
+def _plain(value: Any) -> Any:
+    return list(value) if isinstance(value, tuple) else value
 
 
 def _restored_schedule(own: Mapping[str, Any], origins: Sequence[_Origin | None]) -> dict[str, Any]:
@@ -154,7 +207,7 @@ def _restored_schedule(own: Mapping[str, Any], origins: Sequence[_Origin | None]
     first = next((origin for origin in origins if origin and origin.record["scheduler"]), None)
     restored: dict[str, Any] = {}
     for key, value in (first.record["scheduler"] if first else {}).items():
-        if key not in own:
+        if key not in own or key == "base_lrs":  # they are hyperparameters
             continue
         if first and _one_each(own[key], origins) and _one_each(value, first.record["groups"]):
             value = [

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.weights.casting import hand_over_gradients
-from vpipe.weights.optimizer_state import Record, read_state, write_state
+from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
 from vpipe.weights.versions import Version, flat_tensors
 
@@ -141,10 +141,13 @@ class OptimizerWithWeightStashing:
             records.append(record)
         return tensors, records
 
-    def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> None:
+    def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> Changes:
         """Set the base optimizers' state, tied ones included, from records of any partition."""
+        changes: Changes = {}
         for optimizer in self.optimizers:
-            write_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of, tensors, records)
+            scheduler = self.lr_schedulers.get(id(optimizer))
+            changes = write_state(optimizer, scheduler, self._name_of, tensors, records) | changes
+        return changes
 
     @property
     def skips_by_flag(self) -> bool:

@@ -9,7 +9,7 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, printable
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
 from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
@@ -38,7 +38,7 @@ def write_report(run_folders: Sequence[Path], output: Path) -> None:
     # JSON inside a script element: no "<" in it can end the element. The data goes in last: marks in it are left alone.
     data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
     for mark, text in (
-        ("{{title}}", escape(" · ".join(names))),
+        ("{{title}}", escape(printable(" · ".join(names)))),
         ("{{style}}", _part("report.css")),
         ("{{scripts}}", "\n".join(f"<script>\n{_part(name)}</script>" for name in SCRIPTS)),
         ("{{data}}", data),
@@ -75,7 +75,16 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
         "cap": None if stages is None else stages.cap,
     }
     # JSON has no nan and no infinities, and a loss may be one: they become null.
-    return json.loads(json.dumps(found), parse_constant=lambda name: None)
+    return _shown(json.loads(json.dumps(found), parse_constant=lambda name: None))
+
+
+def _shown(value: Any) -> Any:
+    """The value with all text in it as it may be shown."""
+    if isinstance(value, dict):
+        return {printable(key): _shown(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_shown(entry) for entry in value]
+    return printable(value, lines=True) if isinstance(value, str) else value
 
 
 def _labels(folders: Sequence[Path]) -> list[str]:
