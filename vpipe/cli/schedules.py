@@ -48,7 +48,7 @@ def schedule(
     from vpipe.system.files import read_text, write_text
 
     if name is not None and name.endswith(".csv") and source is None:
-        name, source = None, Path(name)
+        source, name = Path(name), None
     if source is not None:
         if name is not None:
             raise ScheduleError(
