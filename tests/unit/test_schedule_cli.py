@@ -75,6 +75,8 @@ def test_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     assert run(monkeypatch, "--from", csv, "--json") == 0
     read = json.loads(capsys.readouterr().out)
     assert read == built | {"name": "a.csv"}
+    assert run(monkeypatch, csv, "--json") == 0  # as other commands take it, in place of a name
+    assert json.loads(capsys.readouterr().out) == read
     assert (
         run(monkeypatch, "gpipe", "--stages", 1, "--minibatches", 1, "--csv", tmp_path / "no" / "a.csv") == 2
     )
@@ -105,6 +107,7 @@ def test_a_wrong_table_is_refused_with_its_grid(
         (["gpipe", "--stages", 2, "--minibatches", 2, "--replicas", "2;1"], "--replicas '2;1' is not a list"),
         (["gpipe", "--from", "a.csv"], "give either a schedule's name or --from, not both"),
         (["--from", "nowhere.csv"], "nowhere.csv: cannot be read"),
+        (["nowhere.csv"], "nowhere.csv: cannot be read"),
     ],
 )
 def test_mistakes_are_one_line(

@@ -25,7 +25,7 @@ app = typer.Typer()
 
 @app.command()
 def schedule(
-    name: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}.")] = None,
+    name: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}, or a CSV file.")] = None,
     stages: Annotated[
         int | None, typer.Option(help="Pipeline positions: ranks, where there are no replicas.")
     ] = None,
@@ -48,6 +48,8 @@ def schedule(
     from vpipe.schedule.facts import show_bubble
     from vpipe.system.files import read_text, write_text
 
+    if name is not None and name.endswith(".csv") and source is None:
+        source, name = Path(name), None
     if source is not None:
         if name is not None:
             raise ScheduleError(
