@@ -28,6 +28,10 @@ class RendezvousAddress(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
+class LateError(PeerError):
+    """Others have not come yet; they may still come."""
+
+
 class RendezvousClient:
     """Each thread has a connection of its own, so that one that waits does not hold up another.
 
@@ -82,7 +86,7 @@ class RendezvousClient:
                 f"{_ranks(answer['gone'])} ended or was killed before {what!r}; see its own output"
             )
         if "missing" in answer:
-            raise PeerError(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
+            raise LateError(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
         return answer["value"]
 
     def _connect(self) -> socket.socket:
