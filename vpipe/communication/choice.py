@@ -29,12 +29,12 @@ class RankLocation(NamedTuple):
 
 def location_of(device: torch.device) -> RankLocation:
     if device.type != "cuda":
-        return RankLocation(_host(), "", -1, [], False)
+        return RankLocation(host_identity(), "", -1, [], False)
     others = range(torch.cuda.device_count())
     index = device.index
     reaches = [i for i in others if i == index or torch.cuda.can_device_access_peer(index, i)]
     gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return RankLocation(_host(), gpu, index, reaches, torch.distributed.is_nccl_available())
+    return RankLocation(host_identity(), gpu, index, reaches, torch.distributed.is_nccl_available())
 
 
 def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
@@ -66,7 +66,7 @@ def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
     return CUDA_IPC if readable else NCCL if apart else STAGED
 
 
-def _host() -> str:
+def host_identity() -> str:
     """Equal for ranks that can share memory: the same kernel and the same network namespace."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:

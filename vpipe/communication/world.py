@@ -34,6 +34,7 @@ from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
+from vpipe.system.device import local_rank
 
 T = TypeVar("T")
 
@@ -44,10 +45,13 @@ ANYONE = -1
 class World(ABC):
     """The ranks of a job, seen by one of them."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, exclusive: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, local_rank: int | None, exclusive: AbstractContextManager[Any]
+    ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
+        """Among the ranks of its host; None: its launcher does not say."""
         self.exclusive = exclusive
         self.gathering: tuple[str, int, float] | None = None
         """The gather in which this rank waits: its name, the rank that it waits for or ANYONE, and since when."""
@@ -125,7 +129,7 @@ class ProcessWorld(World):
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        super().__init__(rank, size, int(os.environ.get("LOCAL_RANK", rank)), nullcontext())
+        super().__init__(rank, size, local_rank(), nullcontext())
         self._kind = channel
         self._timeout = timeout
         self._owns_group = False

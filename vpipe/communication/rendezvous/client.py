@@ -29,7 +29,7 @@ class RendezvousAddress(NamedTuple):
 
 
 class LateError(PeerError):
-    """Others have not come yet; they may still come."""
+    """A value is not there yet; it may still come."""
 
 
 class RendezvousClient:
@@ -52,7 +52,7 @@ class RendezvousClient:
 
     def get(self, key: str, timeout: float) -> str:
         """A value, once a rank has set it."""
-        return self._request(f"the value of {key!r}", timeout, op="get", key=key)
+        return self._request(f"the value of {key!r}", timeout, LateError, op="get", key=key)
 
     def change(self, op: str, key: str, value: Any = None) -> Any:
         """`set`, `add`, `check` or `delete`."""
@@ -62,7 +62,7 @@ class RendezvousClient:
         for link in list(self._links):
             link.close()
 
-    def _request(self, what: str, timeout: float, **request: Any) -> Any:
+    def _request(self, what: str, timeout: float, late: type[PeerError] = PeerError, **request: Any) -> Any:
         message = framed(request | {"timeout": timeout})
         if len(message) > LARGEST:
             raise PeerError(
@@ -86,7 +86,7 @@ class RendezvousClient:
                 f"{_ranks(answer['gone'])} ended or was killed before {what!r}; see its own output"
             )
         if "missing" in answer:
-            raise LateError(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
+            raise late(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
         return answer["value"]
 
     def _connect(self) -> socket.socket:
