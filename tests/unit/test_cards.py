@@ -39,6 +39,8 @@ class Rank:
 class Machine:
     ranks: Sequence[Rank] = ()
     here: Any = field(default_factory=threading.local)
+    sharing: list[int] = field(default_factory=list)
+    """How many ranks share the cores of its host, of each rank."""
 
     def take(self, *ranks: Rank) -> list[str]:
         """The cards that the ranks take."""
@@ -64,6 +66,8 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Machine:
     monkeypatch.setattr(devices, "choose_device", choose)
     monkeypatch.setattr(devices, "card_identity", lambda device: made.here.rank.cards[device.index])
     monkeypatch.setattr(devices, "os", SimpleNamespace(getpid=lambda: id(made.here.rank)))
+    monkeypatch.setattr(devices, "bind_to_gpu", lambda device: None)
+    monkeypatch.setattr(devices, "share_compile_threads", lambda ranks: made.sharing.append(ranks))
     return made
 
 
@@ -71,6 +75,7 @@ def test_ranks_without_a_local_rank_are_numbered_on_their_host(machine: Machine)
     """Placed in turn on two hosts: by their global numbers 0 and 2 would both take card 0 of the first."""
     a, b = Rank("a", cards=("A0", "A1")), Rank("b", cards=("B0", "B1"))
     assert machine.take(Rank("a", cards=a.cards), b, a, Rank("b", cards=b.cards)) == ["A0", "B0", "A1", "B1"]
+    assert machine.sharing == [2] * 4
 
 
 def test_every_rank_sees_one_card_which_is_number_0(machine: Machine) -> None:
@@ -106,6 +111,7 @@ def test_a_card_that_was_named_for_both_is_shared(machine: Machine) -> None:
 def test_threads_share_their_card(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(devices, "os", SimpleNamespace(getpid=lambda: 7))
     assert machine.take(*(Rank(cards=("GPU-0",)) for _ in range(2))) == ["GPU-0", "GPU-0"]
+    assert machine.sharing == []  # and their cores: they are one process
 
 
 @pytest.mark.parametrize("name", LOCAL_RANK)

@@ -11,6 +11,7 @@ import torch
 from vpipe.communication.choice import host_identity
 from vpipe.communication.world import World, agree
 from vpipe.errors import PeerError
+from vpipe.system.cores import bind_to_gpu, share_compile_threads
 from vpipe.system.device import card_identity, choose_device, is_named
 
 
@@ -25,13 +26,20 @@ class Taken(NamedTuple):
 
 
 def take_device(world: World, wanted: str | torch.device | None = None) -> torch.device:
-    """This rank's device. Every rank calls it; the error that two ranks took one card is raised by all of them."""
+    """This rank's device. Every rank calls it; the error that two ranks took one card is raised by all of them.
+
+    A rank that is a process is bound to the cores beside its card.
+    """
     host = host_identity()
     hosts = world.all_gather("host", [host, world.local_rank])
     number = number_on_host(world.rank, hosts)
     device = agree(world, "device", lambda: choose_device(wanted, number))
     mine = Taken(host, os.getpid(), str(device), card_identity(device), is_named(wanted))
-    check_cards([Taken(*taken) for taken in world.all_gather("card", list(mine))])
+    ranks = [Taken(*taken) for taken in world.all_gather("card", list(mine))]
+    check_cards(ranks)
+    if len({(taken.host, taken.process) for taken in ranks}) == world.size:  # processes, not threads of one
+        share_compile_threads(sum(taken.host == host for taken in ranks))
+        bind_to_gpu(device)
     return device
 
 
