@@ -1,11 +1,9 @@
 """The channel for NCCL, on gloo: transfers without tags, in an order that both ends keep by themselves."""
 
-from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
@@ -17,25 +15,17 @@ from vpipe.pipeline.threads import run_ranks
 class HostGroupChannel(GroupChannel):
     """Every tensor goes over the groups, as those of GPUs do."""
 
-    def _route(self, tensor: torch.Tensor, key: Key) -> dict[str, Any]:
-        return {"group": self._groups[key.stream]}
+    def _route(self, tensor: torch.Tensor, key: Key) -> tuple[Any, int]:
+        return self._groups[key.stream], 0
 
 
 class GroupWorld(ProcessWorld):
     """Ranks that are joined as GPUs of a host would be, with host tensors and gloo."""
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
-        dist.init_process_group(
-            "gloo",
-            store=dist.PrefixStore("groups", self._store),
-            rank=self.rank,
-            world_size=self.size,
-            timeout=timedelta(seconds=600),
-        )
-        self._owns_group = True
         self._group_backend = "gloo"
         others = (peer for peer in range(self.size) if peer != self.rank)
-        return {peer: HostGroupChannel(peer, buffer, 600.0, self._groups) for peer in others}
+        return {peer: HostGroupChannel(peer, buffer, 600.0, None, self._groups) for peer in others}
 
 
 def train_over_groups(schedule: str, data: list[tasks.Batch], **options: Any) -> Any:

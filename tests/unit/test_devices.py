@@ -15,14 +15,12 @@ needs_no_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="speaks of a
 
 
 def place(
-    host: str = "a", gpu: int | None = None, reaches: tuple[int, ...] = (0,), nccl: bool = True
+    host: str = "a", gpu: int | None = None, cut_off: tuple[int, ...] = (), nccl: bool = True, ipc: str = "7"
 ) -> RankLocation:
+    """Of a rank with GPU `gpu` of its host, which finds by its number that it cannot read these."""
     if gpu is None:
-        return RankLocation(host, "", -1, [], False)
-    return RankLocation(host, f"{host}-{gpu}", gpu, list(reaches), nccl)
-
-
-BOTH = (0, 1)
+        return RankLocation(host, ipc, "", [], False)
+    return RankLocation(host, ipc, f"GPU-{host}{gpu}", [f"GPU-{host}{other}" for other in cut_off], nccl)
 
 
 @pytest.mark.parametrize(
@@ -32,12 +30,15 @@ BOTH = (0, 1)
         ("auto", place(), place("b"), GLOO),
         ("gloo", place(), place(), GLOO),
         ("auto", place(gpu=0), place(gpu=0), CUDA_IPC),
-        ("auto", place(gpu=0, reaches=BOTH), place(gpu=1, reaches=BOTH), CUDA_IPC),
-        ("auto", place(gpu=0), place(gpu=1, reaches=(1,)), NCCL),
+        ("auto", place(gpu=0), place(gpu=1), CUDA_IPC),  # if the trial copy arrives
+        ("auto", place(gpu=0, cut_off=(1,)), place(gpu=1), NCCL),
+        ("auto", place(gpu=0, cut_off=(1,), nccl=False), place(gpu=1), STAGED),
+        ("auto", place(gpu=0), place(gpu=1, ipc="8"), NCCL),  # two containers
+        ("auto", place(gpu=0), place(gpu=0, ipc="8"), STAGED),
         ("auto", place(gpu=0), place("b", gpu=0), NCCL),
         ("auto", place(gpu=0, nccl=False), place("b", gpu=0), STAGED),
         ("gloo", place(gpu=0), place(gpu=0), STAGED),
-        ("nccl", place(gpu=0, reaches=BOTH), place(gpu=1, reaches=BOTH), NCCL),
+        ("nccl", place(gpu=0), place(gpu=1), NCCL),
         ("nccl", place(gpu=0), place(gpu=0), CUDA_IPC),  # NCCL refuses two ranks on one GPU
     ],
 )
@@ -45,6 +46,24 @@ def test_the_best_channel_that_both_ends_have(
     wanted: str, mine: RankLocation, theirs: RankLocation, kind: str
 ) -> None:
     assert choose_kind(wanted, mine, theirs) == choose_kind(wanted, theirs, mine) == kind
+
+
+@pytest.mark.parametrize(
+    ("wanted", "mine", "theirs", "kind"),
+    [
+        ("auto", place(gpu=0), place(gpu=1), NCCL),
+        ("auto", place(gpu=0), place(gpu=1, nccl=False), STAGED),
+        ("auto", place(gpu=0), place(gpu=0), STAGED),
+        ("nccl", place(gpu=0), place(gpu=0), STAGED),
+    ],
+)
+def test_the_channel_where_the_trial_copy_failed(
+    wanted: str, mine: RankLocation, theirs: RankLocation, kind: str
+) -> None:
+    for one, other in ((mine, theirs), (theirs, mine)):
+        assert choose_kind(wanted, one, other, failed=True) == kind
+    with pytest.raises(PeerError, match=f"{mine.gpu} and {theirs.gpu} failed to, in a trial: use 'auto'"):
+        choose_kind("cuda_ipc", mine, theirs, failed=True)
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from datetime import timedelta
 from typing import Any
 
 import pytest
 import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.distributed import distributed_c10d
 
 from tests.drawing import draws
 from tests.waiting import wait_until
@@ -382,6 +384,38 @@ def test_even_a_rank_may_only_ask_what_there_is_to_ask(job: Job, logged: list[st
     wait_until(lambda: len(logged) == 4)
     assert all("it sent no valid request" in line for line in logged)
     assert job.gather("again", [0, 1, 2]) == [[0, 10, 20]] * 3
+
+
+class HastyStore(RendezvousStore):
+    """Torch's barrier looks every 10 s, this store lets it look more often; `looks` counts them."""
+
+    looks = 0
+
+    def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
+        self.looks += 1
+        super().wait(keys, timedelta(seconds=0.05))
+
+
+def test_a_rank_that_is_late_at_torchs_barrier_is_waited_for(job: Job) -> None:
+    early, late = HastyStore(job.ranks[0]), HastyStore(job.ranks[1])
+
+    def come(rank: int, store: RendezvousStore) -> None:
+        distributed_c10d._store_based_barrier(
+            rank, store, "ours", 2, timedelta(seconds=PATIENT), timedelta(seconds=PATIENT)
+        )
+
+    with ThreadPoolExecutor(2) as threads:
+        waiting = threads.submit(come, 0, early)
+        wait_until(lambda: early.looks > 2 or waiting.done())
+        threads.submit(come, 1, late).result(PATIENT)
+        waiting.result(PATIENT)
+
+
+def test_a_rank_that_has_ended_is_not_waited_for_at_torchs_barrier(job: Job) -> None:
+    store = RendezvousStore(job.ranks[0])
+    job.ranks[1].close()
+    with pytest.raises(PeerError, match="rank 1 ended or was killed"):
+        distributed_c10d._store_based_barrier(0, store, "ours", 2, timedelta(seconds=PATIENT))
 
 
 # Ports and interfaces

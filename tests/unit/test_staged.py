@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from vpipe.communication import Key, distributed
@@ -48,8 +47,9 @@ class Machine:
         self.pinned.append(shape)
         return torch.empty(shape, dtype=dtype)
 
-    def isend(self, tensor: Tensor, peer: int, tag: int) -> Transfer:
-        self.transfers.append(Transfer(tensor, peer, tag))
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Transfer:
+        """As a process group has it."""
+        self.transfers.append(Transfer(tensors[0], peer, tag))
         return self.transfers[-1]
 
     def event(self) -> Any:
@@ -71,7 +71,6 @@ def machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[Machine]:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: None)
     monkeypatch.setattr(torch.cuda, "Event", made.event)
     monkeypatch.setattr(distributed, "_pinned", made.pin)
-    monkeypatch.setattr(dist, "isend", made.isend)
     yield made
     made.copies.set()  # or the channel's thread would wait on
 
@@ -87,7 +86,7 @@ def started(channel: StagedChannel) -> None:
 
 
 def test_a_full_stream_takes_no_more_memory_until_a_message_is_taken(machine: Machine) -> None:
-    channel = StagedChannel(1, 2, SHORT, torch.device("cpu"))
+    channel = StagedChannel(1, 2, SHORT, machine, torch.device("cpu"))
     for number in range(2):
         channel.send(Key(0, number), message(number))
     with pytest.raises(PeerError, match=r"rank 1 did not answer: room to send Key\(stream=0, number=2\)"):
@@ -108,7 +107,7 @@ def test_a_full_stream_takes_no_more_memory_until_a_message_is_taken(machine: Ma
 
 def test_copies_that_the_gpu_has_not_made_count_too(machine: Machine) -> None:
     machine.copies.clear()
-    channel = StagedChannel(1, 2, SHORT, torch.device("cpu"))
+    channel = StagedChannel(1, 2, SHORT, machine, torch.device("cpu"))
     for number in range(2):
         channel.send(Key(0, number), message(number))
     with pytest.raises(PeerError, match=r"room to send .*the GPU has not copied it to the host"):
@@ -119,7 +118,7 @@ def test_copies_that_the_gpu_has_not_made_count_too(machine: Machine) -> None:
 
 
 def test_a_confirmed_message_makes_room(machine: Machine) -> None:
-    channel = StagedChannel(1, 1, PATIENT, torch.device("cpu"))
+    channel = StagedChannel(1, 1, PATIENT, machine, torch.device("cpu"))
     channel.send(Key(0, 0), message(0))
     started(channel)
     machine.transfers[0].taken.set()
@@ -131,11 +130,11 @@ def test_a_confirmed_message_makes_room(machine: Machine) -> None:
 def test_a_transfer_that_cannot_start_is_raised_at_the_next_send(
     machine: Machine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(tensor: Tensor, peer: int, tag: int) -> Transfer:
+    def refuse(tensors: list[Tensor], peer: int, tag: int) -> Transfer:
         raise RuntimeError("Connection reset by peer")
 
-    monkeypatch.setattr(dist, "isend", refuse)
-    channel = StagedChannel(1, 8, PATIENT, torch.device("cpu"))
+    monkeypatch.setattr(machine, "send", refuse)
+    channel = StagedChannel(1, 8, PATIENT, machine, torch.device("cpu"))
     channel.send(Key(0, 0), message(0))
     channel._newest.exception()  # type: ignore[union-attr]
     with pytest.raises(PeerError, match=r"rank 1 did not answer: message .* \(Connection reset by peer"):

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 
 from vpipe.errors import PeerError
+from vpipe.system.device import card_identity
 
 SHARED_MEMORY, CUDA_IPC, NCCL, GLOO, STAGED = "shared_memory", "cuda_ipc", "nccl", "gloo", "staged"
 WANTED = ("auto", GLOO, SHARED_MEMORY, CUDA_IPC, NCCL)
@@ -20,25 +21,29 @@ NEAR = (SHARED_MEMORY, CUDA_IPC)
 class RankLocation(NamedTuple):
     """The location of a rank, in terms that mean the same to every rank."""
 
-    host: str  # its name, and more that tells hosts apart, after a slash
+    host: str  # `host_identity`
+    ipc: str  # its IPC namespace
     gpu: str  # its identity, "" for a rank on the CPU
-    number: int  # among the host's GPUs
-    reaches: list[int]  # the host's GPUs whose memory it can read
+    cut_off: list[str]  # the GPUs that it sees and whose memory its own cannot read
     nccl: bool
 
 
 def location_of(device: torch.device) -> RankLocation:
+    host, ipc = host_identity(), _namespace("ipc")
     if device.type != "cuda":
-        return RankLocation(_host(), "", -1, [], False)
-    others = range(torch.cuda.device_count())
-    index = device.index
-    reaches = [i for i in others if i == index or torch.cuda.can_device_access_peer(index, i)]
-    gpu = str(torch.cuda.get_device_properties(device).uuid)
-    return RankLocation(_host(), gpu, index, reaches, torch.distributed.is_nccl_available())
+        return RankLocation(host, ipc, "", [], False)
+    others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != device.index]
+    cut_off = [o for o in others if not torch.cuda.can_device_access_peer(device, o)]
+    nccl = torch.distributed.is_nccl_available()
+    return RankLocation(host, ipc, card_identity(device), [card_identity(other) for other in cut_off], nccl)
 
 
-def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
-    """The same for both ends. NCCL refuses two ranks on one GPU, gloo carries no GPU tensors."""
+def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation, *, failed: bool = False) -> str:
+    """The same for both ends. NCCL refuses two ranks on one GPU, gloo carries no GPU tensors.
+
+    CUDA IPC is chosen where nothing speaks against it. A rank may not see the other's GPU and then knows nothing of it:
+    a trial copy decides (`CudaIpcChannel.try_out`); `failed` says that it did not arrive.
+    """
     if bool(mine.gpu) != bool(theirs.gpu):
         raise PeerError("one rank computes on a GPU and another on the CPU: give all ranks GPUs, or none")
     together = mine.host == theirs.host
@@ -50,14 +55,17 @@ def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
         if wanted == SHARED_MEMORY and not together:
             raise PeerError("channel shared_memory needs all ranks on one host: use channel='auto' or 'gloo'")
         return SHARED_MEMORY if together and wanted != GLOO else GLOO
-    readable = together and theirs.number in mine.reaches and mine.number in theirs.reaches
+    cut_off = theirs.gpu in mine.cut_off or mine.gpu in theirs.cut_off
+    readable = together and mine.ipc == theirs.ipc and not cut_off and not failed
     apart = mine.gpu != theirs.gpu and mine.nccl and theirs.nccl
     if wanted == GLOO:
         return STAGED
     if wanted in (CUDA_IPC, SHARED_MEMORY):
         if not readable:
+            reason = "failed to, in a trial" if failed else "cannot"
             raise PeerError(
-                f"channel {wanted} needs GPUs of one host that read each other's memory: use 'auto'"
+                f"channel {wanted} needs GPUs of one host that read each other's memory, and {mine.gpu} and "
+                f"{theirs.gpu} {reason}: use 'auto'"
             )
         return CUDA_IPC
     if wanted == NCCL:
@@ -66,12 +74,22 @@ def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation) -> str:
     return CUDA_IPC if readable else NCCL if apart else STAGED
 
 
-def _host() -> str:
-    """Equal for ranks that can share memory: the same kernel and the same network namespace."""
+def host_identity() -> str:
+    """Equal for ranks that can reach each other's sockets: the same kernel and the same network namespace.
+
+    Before the first slash stands the host's name.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
-        namespace = str(os.stat("/proc/self/ns/net").st_ino)
     except OSError:
-        boot, namespace = "", ""
-    return f"{socket.gethostname()}/{boot}/{namespace}"
+        boot = ""
+    return f"{socket.gethostname()}/{boot}/{_namespace('net')}"
+
+
+def _namespace(kind: str) -> str:
+    """Equal for processes in the same namespace of the kernel."""
+    try:
+        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
+    except OSError:
+        return ""

@@ -12,6 +12,11 @@ next copy into the slot waits:
 
 The hosts only exchange notices: neither waits for a GPU. Out of a slot on another GPU the receiver copies on a stream
 of its own.
+
+The receiver opens a slot as memory that its own GPU reads, wherever the slot lies: CUDA can open memory of a GPU that
+the process does not even see, and makes no context there, which would cost hundreds of megabytes. Numbers of GPUs mean
+nothing between processes (CUDA_VISIBLE_DEVICES), so none is sent. Whether two GPUs reach each other is tried
+(`try_out`).
 """
 
 from __future__ import annotations
@@ -40,6 +45,12 @@ SPARE = 64 * 2**20
 """Bytes of slots that may be on their way back while a further one is made."""
 
 
+_TRIAL = -1
+"""The stream of the first trial copy; the others have those below, each its own: none waits for room."""
+TRIALS, TRIAL_SIZE = 2, 2048
+"""Copies, and their elements."""
+
+
 class _Slot(NamedTuple):
     """Device memory that both processes see, and the event that orders access to it."""
 
@@ -50,14 +61,45 @@ class _Slot(NamedTuple):
 class CudaIpcChannel(SharedMemoryChannel):
     name = "CUDA IPC"
 
-    def __init__(self, peer: int, buffer: int, timeout: float, link: Any, device: torch.device) -> None:
+    def __init__(
+        self, peer: int, buffer: int, timeout: float, link: Any, device: torch.device, *, across: bool = False
+    ) -> None:
+        """`across`: the peer's memory is another GPU's."""
         super().__init__(peer, buffer, timeout, link)
         torch.cuda.ipc_collect()  # slots of earlier channels that their readers released later
         self.device = device
+        self.across = across
         self._device_slots: list[_Slot] = []  # ours, written here
         self._device_free: dict[int, list[int]] = defaultdict(list)  # size ▶ our slots of that size
         self._peer_device_slots: dict[int, _Slot] = {}  # theirs, copied from here
         self._fetching: torch.cuda.Stream | None = None  # from another GPU
+
+    def try_out(self) -> bool:
+        """Whether tensors arrive in both directions: both ends call it before anything else, and learn the same.
+
+        Each copies a pattern to the other, twice, so that the slot is used again after the other's event.
+        """
+        trials = [
+            self._try_once(number) for number in range(TRIALS)
+        ]  # also after one that failed: the peer waits
+        arrived = all(trials)
+        verdict = Key(_TRIAL - TRIALS, 0)
+        self.send(verdict, torch.tensor(arrived))
+        return bool(self.receive(verdict, (), torch.bool)) and arrived
+
+    def _try_once(self, number: int) -> bool:
+        key, pattern = Key(_TRIAL - number, 0), torch.arange(number, TRIAL_SIZE + number)
+        try:
+            self.send(key, pattern.to(self.device))
+        except (RuntimeError, OSError):
+            self._untaken.clear()  # it was not sent
+            self.send(key, torch.zeros_like(pattern))  # so that the peer does not wait, and finds it wrong
+        try:
+            arrived = torch.equal(self.receive(key, pattern.shape, pattern.dtype, self.device).cpu(), pattern)
+        except (RuntimeError, OSError):
+            return False  # this process cannot open the peer's memory, or its GPU cannot read it
+        self.release(key)
+        return arrived
 
     def send(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_cuda:
@@ -79,7 +121,11 @@ class CudaIpcChannel(SharedMemoryChannel):
     ) -> Tensor:
         tensor = super().receive(key, shape, dtype, device)
         number = self._held.get(key, 0)
-        return tensor if number < FIRST else self._copy_out(key, tensor, self._peer_device_slots[number])
+        if number < FIRST:
+            return tensor
+        if number not in self._peer_device_slots:
+            raise RuntimeError(f"memory of rank {self.peer} cannot be opened")
+        return self._copy_out(key, tensor, self._peer_device_slots[number])
 
     def close(self) -> None:
         super().close()
@@ -91,7 +137,7 @@ class CudaIpcChannel(SharedMemoryChannel):
         """The tensor in memory of our own; the peer's slot is free when the copy is made."""
         here = torch.empty_like(tensor, device=self.device)
         current = stream = torch.cuda.current_stream(self.device)
-        if tensor.device != self.device:
+        if self.across:
             stream = self._fetching = self._fetching or torch.cuda.Stream(self.device)
             stream.wait_stream(current)  # the memory may still be read by what was there before
         stream.wait_event(slot.event)
@@ -117,7 +163,8 @@ class CudaIpcChannel(SharedMemoryChannel):
         slot = _Slot(buffer, torch.cuda.Event(interprocess=True))
         slot.event.record(torch.cuda.current_stream(self.device))
         self._device_slots.append(slot)
-        handles = [*slot.buffer.untyped_storage()._share_cuda_(), slot.event.ipc_handle()]
+        _, *memory = slot.buffer.untyped_storage()._share_cuda_()  # the GPU's number here
+        handles = [*memory, slot.event.ipc_handle()]
         return len(self._device_slots) - 1, json.dumps(handles, default=bytes.hex).encode()
 
     def _take_back(self, slot: int) -> None:
@@ -131,13 +178,16 @@ class CudaIpcChannel(SharedMemoryChannel):
         if slot < FIRST:
             return super()._data(slot, size, payload, descriptors)
         if payload:
-            self._peer_device_slots[slot] = self._open(payload)
+            try:
+                self._peer_device_slots[slot] = self._open(payload)
+            except RuntimeError:  # raised where this message is received: here, any other may be waited for
+                return torch.zeros(size, dtype=torch.uint8)
         return self._peer_device_slots[slot].buffer[:size]
 
     def _open(self, handles: bytes) -> _Slot:
         parts = json.loads(handles)
         *memory, event = (bytes.fromhex(part) if isinstance(part, str) else part for part in parts)
-        storage = torch.UntypedStorage._new_shared_cuda(*memory)
+        storage = torch.UntypedStorage._new_shared_cuda(self.device.index, *memory)
         buffer = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         return _Slot(buffer, torch.cuda.Event.from_ipc_handle(self.device, event))
 

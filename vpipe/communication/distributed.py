@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from concurrent.futures import TimeoutError as NotStarted
 from datetime import timedelta
@@ -16,8 +16,18 @@ from torch import Tensor
 from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.errors import PeerError
 
+_SEND, _RECEIVE = "send", "recv"  # methods of a group
 _STREAMS = 4096
 _NUMBERS = 1 << 18
+
+
+def gloo_group(store: dist.Store, rank: int, size: int, timeout: float) -> dist.ProcessGroupGloo:
+    """A group of our own, which torch.distributed's functions do not know.
+
+    A user may have a default group for other purposes: without gloo, or bound to a GPU, where torch derives every
+    further group from its communicator. And nobody's `destroy_process_group` ends ours.
+    """
+    return dist.ProcessGroupGloo(store, rank, size, timedelta(seconds=timeout))
 
 
 def _tag(key: Key) -> int:
@@ -40,20 +50,22 @@ class DistributedChannel(Channel):
     name = "gloo"
     takes_expectations = True
 
-    def __init__(self, peer: int, buffer: int, timeout: float) -> None:
+    def __init__(self, peer: int, buffer: int, timeout: float, group: Any) -> None:
+        """The group is a `gloo_group`, of all ranks."""
         super().__init__(peer, buffer, timeout)
+        self._group = group
         self._sent: dict[int, deque[tuple[Key, Any, Tensor]]] = defaultdict(deque)
         self._posted: dict[Key, tuple[Any, Tensor]] = {}
 
     def send(self, key: Key, tensor: Tensor) -> None:
         self._wait_for_room(key)
         tensor = tensor.detach().contiguous()
-        self._sent[key.stream].append((key, self._begin(dist.isend, tensor, key), tensor))
+        self._sent[key.stream].append((key, self._begin(_SEND, tensor, key), tensor))
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
         if key not in self._posted:
             tensor = self._allocate(tuple(shape), dtype, device)
-            self._posted[key] = (self._begin(dist.irecv, tensor, key), tensor)
+            self._posted[key] = (self._begin(_RECEIVE, tensor, key), tensor)
 
     def receive(
         self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST
@@ -78,6 +90,7 @@ class DistributedChannel(Channel):
     def close(self) -> None:
         self._sent.clear()
         self._posted.clear()
+        self._group = None  # the peers see that we are gone when all channels have let go of it
 
     def _wait_for_room(self, key: Key) -> None:
         under_way = self._sent[key.stream]
@@ -89,15 +102,16 @@ class DistributedChannel(Channel):
         """Memory to receive into."""
         return torch.empty(shape, dtype=dtype)
 
-    def _begin(self, transfer: Callable[..., Any], tensor: Tensor, key: Key) -> Any:
+    def _begin(self, transfer: str, tensor: Tensor, key: Key) -> Any:
         try:
-            return transfer(tensor, self.peer, **self._route(tensor, key))
+            group, tag = self._route(tensor, key)
+            return getattr(group, transfer)([tensor], self.peer, tag)
         except RuntimeError as error:
             raise self._no_answer(f"message {key}", error) from error
 
-    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
-        """The arguments by which both sides find the same transfer."""
-        return {"tag": _tag(key)}
+    def _route(self, tensor: Tensor, key: Key) -> tuple[Any, int]:
+        """The group and the tag by which both sides find the same transfer."""
+        return self._group, _tag(key)
 
     def _wait(self, work: Any, what: str) -> None:
         try:
@@ -121,16 +135,16 @@ class GroupChannel(DistributedChannel):
 
     name = "NCCL"
 
-    def __init__(self, peer: int, buffer: int, timeout: float, groups: Sequence[dist.ProcessGroup]) -> None:
+    def __init__(self, peer: int, buffer: int, timeout: float, group: Any, groups: Sequence[Any]) -> None:
         """The groups, one for each stream, need not be there before the first message."""
-        super().__init__(peer, buffer, timeout)
+        super().__init__(peer, buffer, timeout, group)
         self._groups = groups
 
     def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
         return torch.empty(shape, dtype=dtype, device=device)
 
-    def _route(self, tensor: Tensor, key: Key) -> dict[str, Any]:
-        return {"group": self._groups[key.stream]} if tensor.is_cuda else super()._route(tensor, key)
+    def _route(self, tensor: Tensor, key: Key) -> tuple[Any, int]:
+        return (self._groups[key.stream], 0) if tensor.is_cuda else super()._route(tensor, key)
 
 
 class _StagedWork(NamedTuple):
@@ -156,8 +170,8 @@ class StagedChannel(DistributedChannel):
 
     name = "gloo, through host memory"
 
-    def __init__(self, peer: int, buffer: int, timeout: float, device: torch.device) -> None:
-        super().__init__(peer, buffer, timeout)
+    def __init__(self, peer: int, buffer: int, timeout: float, group: Any, device: torch.device) -> None:
+        super().__init__(peer, buffer, timeout, group)
         self.device = device
         self._copies = torch.cuda.Stream(device)  # of what arrives
         self._starter = ThreadPoolExecutor(1, f"to rank {peer}")
@@ -200,7 +214,7 @@ class StagedChannel(DistributedChannel):
 
     def _begin_when_copied(self, key: Key, staged: Tensor, copied: torch.cuda.Event) -> Any:
         copied.synchronize()
-        return self._begin(dist.isend, staged, key)
+        return self._begin(_SEND, staged, key)
 
 
 def _pinned(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

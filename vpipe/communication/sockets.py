@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from vpipe.system.deadline import Deadline
 
 LOOPBACK = "127.0.0.1"
-_GLOO = "GLOO_SOCKET_IFNAME"
+_GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
@@ -30,8 +30,15 @@ def own_address(towards: tuple[str, int]) -> str:
 
 @contextmanager
 def gloo_on(address: str) -> Iterator[None]:
-    """Gloo groups made meanwhile use the interface with this address, unless the user has named one."""
+    """Gloo groups made meanwhile use the interface with this address, unless the user has named one.
+
+    NCCL reads its variable when its first communicator is made, so that one stays set. Left to itself, it takes the
+    first interface that it finds: on another network than gloo's, where there are several.
+    """
     name = _interface_with(address)
+    interface = os.environ.get(_GLOO, name)
+    if interface is not None:
+        os.environ.setdefault(_NCCL, f"={interface}")  # exactly these, not all that begin so
     if _GLOO in os.environ or name is None:
         yield
         return

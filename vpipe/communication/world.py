@@ -2,6 +2,7 @@
 
 import json
 import os
+import sys
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable
@@ -27,15 +28,18 @@ from vpipe.communication.choice import (
     location_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel
+from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel, gloo_group
 from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
+from vpipe.system.device import local_rank
 
 T = TypeVar("T")
+
+_abandoned: list[Any] = []  # groups of NCCL, which would wait if they were freed
 
 ANYONE = -1
 """In place of a peer: the rank waits for whoever is missing."""
@@ -44,10 +48,13 @@ ANYONE = -1
 class World(ABC):
     """The ranks of a job, seen by one of them."""
 
-    def __init__(self, rank: int, size: int, local_rank: int, exclusive: AbstractContextManager[Any]) -> None:
+    def __init__(
+        self, rank: int, size: int, local_rank: int | None, exclusive: AbstractContextManager[Any]
+    ) -> None:
         self.rank = rank
         self.size = size
         self.local_rank = local_rank
+        """Among the ranks of its host; None: its launcher does not say."""
         self.exclusive = exclusive
         self.gathering: tuple[str, int, float] | None = None
         """The gather in which this rank waits: its name, the rank that it waits for or ANYONE, and since when."""
@@ -125,13 +132,13 @@ class ProcessWorld(World):
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
-        super().__init__(rank, size, int(os.environ.get("LOCAL_RANK", rank)), nullcontext())
+        super().__init__(rank, size, local_rank(), nullcontext())
         self._kind = channel
         self._timeout = timeout
-        self._owns_group = False
+        self._gloo: dist.ProcessGroupGloo | None = None
         self._heartbeat_limit = heartbeat_limit
         self._heartbeat: Heartbeat | None = None
-        self._groups: list[dist.ProcessGroup] = []  # one for each stream, for GroupChannel
+        self._groups: list[Any] = []  # one for each stream, for GroupChannel
         self._group_backend = ""
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
@@ -160,26 +167,28 @@ class ProcessWorld(World):
         if self.size == 1:
             return {}
         places = [RankLocation(*place) for place in self.all_gather("location", list(location_of(device)))]
-        kinds = {
-            peer: choose_kind(self._kind, places[self.rank], places[peer])
-            for peer in range(self.size)
-            if peer != self.rank
-        }
+        mine = places[self.rank]
+        others = [peer for peer in range(self.size) if peer != self.rank]
+        kinds = {peer: choose_kind(self._kind, mine, places[peer]) for peer in others}
         near = [peer for peer, kind in kinds.items() if kind in NEAR]
         links = connect_all(self.rank, near, self.all_gather, self._timeout)
+        made: dict[int, Channel] = {}
+        for peer in near:  # in order of the ranks on all of them: a trial copy waits for the other end
+            if kinds[peer] == CUDA_IPC:
+                across = places[peer].gpu != mine.gpu
+                ipc = CudaIpcChannel(peer, buffer, self._timeout, links[peer], device, across=across)
+                if ipc.try_out():
+                    made[peer] = ipc
+                else:
+                    ipc.close()
+                    kinds[peer] = choose_kind(self._kind, mine, places[peer], failed=True)
         towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
         # Every rank must take part in making a process group, also one that needs none.
-        if any(self.all_gather("gloo", len(near) < len(kinds))) and not dist.is_initialized():
+        if any(self.all_gather("gloo", any(kind not in NEAR for kind in kinds.values()))):
             together = len({place.host for place in places}) == 1
             with gloo_on(LOOPBACK if together else own_address(towards)):
-                dist.init_process_group(
-                    "gloo",
-                    store=dist.PrefixStore("gloo", self._store),
-                    rank=self.rank,
-                    world_size=self.size,
-                    timeout=timedelta(seconds=self._timeout),
-                )
-            self._owns_group = True
+                store = dist.PrefixStore("gloo", self._store)
+                self._gloo = gloo_group(store, self.rank, self.size, self._timeout)
         if self._heartbeat_limit is not None:
             hosts = [place.host.partition("/")[0] for place in places]
             self._heartbeat = connect_heartbeat(
@@ -189,25 +198,37 @@ class ProcessWorld(World):
             self._group_backend = "nccl"
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
-            CUDA_IPC: lambda peer: CudaIpcChannel(peer, buffer, self._timeout, links[peer], device),
-            GLOO: lambda peer: DistributedChannel(peer, buffer, self._timeout),
-            STAGED: lambda peer: StagedChannel(peer, buffer, self._timeout, device),
-            NCCL: lambda peer: GroupChannel(peer, buffer, self._timeout, self._groups),
+            GLOO: lambda peer: DistributedChannel(peer, buffer, self._timeout, self._gloo),
+            STAGED: lambda peer: StagedChannel(peer, buffer, self._timeout, self._gloo, device),
+            NCCL: lambda peer: GroupChannel(peer, buffer, self._timeout, self._gloo, self._groups),
         }
-        return {peer: make[kind](peer) for peer, kind in kinds.items()}
+        return {peer: made[peer] if peer in made else make[kind](peer) for peer, kind in kinds.items()}
 
     def open_streams(self, count: int) -> None:
         """Every rank takes part in making each of the groups."""
         if self._group_backend:
-            wait = timedelta(seconds=self._timeout)
-            self._groups += [dist.new_group(backend=self._group_backend, timeout=wait) for _ in range(count)]
+            for number in range(count):
+                store = dist.PrefixStore(f"stream {number}", self._store)
+                backend: Any = (
+                    dist.ProcessGroupNCCL if self._group_backend == "nccl" else dist.ProcessGroupGloo
+                )
+                wait = timedelta(seconds=self._timeout)
+                self._groups.append(backend(store, self.rank, self.size, wait))
 
     def close(self) -> None:
+        """Heartbeats end last: as long as anything here may wait, the others see that this process is alive.
+
+        After an error nothing is waited for: to end a group of NCCL in an orderly way is to wait for its transfers, and
+        those with a rank that failed never end. The process ends soon, and its groups with it.
+        """
+        failed = sys.exc_info()[1] is not None
+        if failed:
+            _abandoned.extend(self._groups)
+        elif self._group_backend == "nccl":
+            for group in self._groups:
+                group.shutdown()
+        self._groups.clear()
+        self._gloo = None
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
-        while self._groups:
-            dist.destroy_process_group(self._groups.pop())
-        if self._owns_group:
-            dist.destroy_process_group()
-            self._owns_group = False

@@ -91,6 +91,10 @@ class DeviceCost(FileObject):
     one rank alone."""
     workspace: Bytes = 0
     """Held by libraries on the device for each rank, from its first product on."""
+    context: Bytes = 0
+    """Taken on the device by the CUDA context of each rank, beside all that its allocator counts."""
+    communicators: Bytes = 0
+    """The same by NCCL, where it connects ranks."""
     swapped_in: Annotated[int, Unit("minibatches", least=2)] = 2
     """The most minibatches of a swapped block that are on the device: 3 where copies overlap with computing (GPUs), so
     that one which is copied out stays until the next forward; 2 where they do not."""
@@ -100,6 +104,11 @@ class DeviceCost(FileObject):
     """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
     slack: Bytes = 0
     """Additional memory of a minibatch in flight with CUDA graphs, because memory is reserved in large pieces."""
+
+    @property
+    def usable(self) -> int:
+        """Bytes that a rank may allocate."""
+        return max(1, self.memory - self.context - self.communicators)
 
     @property
     def lingering(self) -> int:

@@ -27,7 +27,7 @@ from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
 from vpipe.system.best_effort import BestEffort, LogFile
-from vpipe.system.environment import LISTENER, SECRET
+from vpipe.system.environment import COMPILE_THREADS, LISTENER, MOST_COMPILE_THREADS, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.host_memory import usable_cores
 
@@ -177,8 +177,10 @@ def _open_log(path: Path, effort: BestEffort) -> int:
 
 
 def _environment(ranks: Ranks, port: int) -> dict[str, str]:
+    share = max(1, usable_cores() // ranks.count)
     return {
-        "OMP_NUM_THREADS": str(max(1, usable_cores() // ranks.count)),
+        "OMP_NUM_THREADS": str(share),
+        COMPILE_THREADS: str(min(share, MOST_COMPILE_THREADS)),
         **os.environ,
         "WORLD_SIZE": str(ranks.count),
         "LOCAL_WORLD_SIZE": str(ranks.count),

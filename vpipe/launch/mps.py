@@ -18,6 +18,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
+from itertools import takewhile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 CONTROL = "nvidia-cuda-mps-control"
+VISIBLE = "CUDA_VISIBLE_DEVICES"
 READY = b"ready\n"
 START_LIMIT = 60.0
 """Seconds within which the daemon must have started."""
@@ -40,9 +42,25 @@ END_LIMIT = 4.0
 can leave them hanging."""
 
 
+def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
+    """The NVIDIA GPUs that ranks will see, as CUDA_VISIBLE_DEVICES names them (index, UUID or name of a MIG instance).
+
+    Without asking CUDA, which takes seconds. Like CUDA, it ends at the first entry that names no GPU.
+    """
+    count = sum(1 for _ in devices.glob("nvidia[0-9]*"))
+    written = os.environ.get(VISIBLE)
+    if written is None or not count:
+        return [str(index) for index in range(count)]
+    entries = [entry.strip() for entry in written.split(",")]
+    return list(takewhile(lambda name: _is_gpu(name, count), entries))
+
+
+def _is_gpu(name: str, count: int) -> bool:
+    return int(name) < count if name.isdecimal() else name.startswith(("GPU-", "MIG-"))
+
+
 def count_gpus(devices: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs of this host, without asking CUDA, which takes seconds."""
-    return sum(1 for _ in devices.glob("nvidia[0-9]*"))
+    return len(visible_gpus(devices))
 
 
 def gpus_of(config: RunConfig) -> list[int] | None:
@@ -54,9 +72,10 @@ def gpus_of(config: RunConfig) -> list[int] | None:
         return [rank % count for rank in range(config.ranks)]
     named = [int(machine.rpartition(":")[2]) for machine in config.machines]
     if max(named) >= count:
+        shown = f" (CUDA_VISIBLE_DEVICES is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
         raise ConfigError(
-            f"{config.source}: machines names GPU {max(named)}, and this host has {count} (0 to {count - 1}): "
-            "several ranks may share one"
+            f"{config.source}: machines names GPU {max(named)}, and this host has {count}{shown}: "
+            f"name 0 to {count - 1}; several ranks may share one"
         )
     return named
 
@@ -80,7 +99,7 @@ def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
     own = {gpu: {DEVICE: f"cuda:{gpu}", GPU_SHARE: str(count)} for gpu, count in counts.items()}
     with ExitStack() as stack:
         if shared and installed:
-            common |= stack.enter_context(_daemon())
+            common |= stack.enter_context(_daemon()) | _renumbered(os.environ)
             for gpu, count in counts.items():
                 own[gpu]["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] = str(100 // count)
         yield [common | own[gpu] for gpu in gpus]
@@ -121,6 +140,18 @@ def _daemon() -> Iterator[dict[str, str]]:
         process.stdout.close()
         if started and folder.exists():
             _end_daemon(folder)
+
+
+def _renumbered(environment: Mapping[str, str]) -> dict[str, str]:
+    """CUDA_VISIBLE_DEVICES for a client of the daemon, which was started with the user's own.
+
+    The daemon numbers the GPUs that it sees anew, from 0, and its clients choose by those numbers. Names stay.
+    """
+    entries = environment.get(VISIBLE, "").split(",")
+    if VISIBLE not in environment:
+        return {}
+    names = [str(n) if name.strip().isdecimal() else name.strip() for n, name in enumerate(entries)]
+    return {VISIBLE: ",".join(names)}
 
 
 def _variables(folder: Path) -> dict[str, str]:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
+from vpipe.communication.devices import take_device
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_run
 from vpipe.pipeline.assembly import TrainingOptions, assemble
@@ -19,7 +20,6 @@ from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
-from vpipe.system.device import choose_device
 from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory
 
 T = TypeVar("T")
@@ -274,7 +274,7 @@ class Pipeline:
         self.close()
 
     def _take_device(self, wanted: str | torch.device | None) -> torch.device:
-        device = agree(self.world, "device", lambda: choose_device(wanted, self.world.local_rank))
+        device = take_device(self.world, wanted)
         if device.type == "cuda":
             torch.cuda.set_device(device)
         return device

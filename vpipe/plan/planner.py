@@ -37,7 +37,7 @@ def plan(
     update of the synchronous ones (default: four for each rank); `batch_size` is the size of a minibatch (default:
     the profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
     """
-    memory = profile.device.memory if memory is None else memory
+    memory = profile.device.usable if memory is None else memory
     numbers = {"ranks": ranks, "memory": memory, "minibatches": minibatches, "chunks": chunks}
     for what, value in numbers.items():
         if value is not None:

@@ -100,6 +100,8 @@ def _with_contention(alone: Profile, shared: Profile, ranks: int) -> Profile:
         shared.device,
         memory=shared.device.memory // ranks,
         shared_by=ranks,
+        # Ranks of one card are connected by CUDA IPC.
+        communicators=shared.device.communicators if torch.cuda.device_count() > 1 else 0,
         crowding=round(factor, 4),
         adding=shared.device.adding * factor,
     )

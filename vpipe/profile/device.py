@@ -13,6 +13,7 @@ from vpipe.cost import DeviceCost
 from vpipe.graph import capture
 from vpipe.pipeline.threads import run_ranks
 from vpipe.profile.measured_stage import MeasuredStage, seconds
+from vpipe.profile.outside import measure_outside
 from vpipe.profile.rounds import BACKWARD, FORWARD, run_rounds
 from vpipe.stage.host_store import make_store
 from vpipe.system.host_memory import total_memory
@@ -32,7 +33,10 @@ def measure_device(device: torch.device = HOST) -> DeviceCost:
     to_host, from_host = _host_bandwidth(device)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        return DeviceCost(total, to_host, from_host, workspace=_workspace(device), swapped_in=3)
+        outside = measure_outside(device)
+        return DeviceCost(
+            total, to_host, from_host, workspace=_workspace(device), swapped_in=3, **outside._asdict()
+        )
     return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
 
 

@@ -48,7 +48,7 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
         table.add_column(column, justify="right")
     over = 0
     for rank in simulation.ranks:
-        fits = rank.memory.total <= profile.device.memory
+        fits = rank.memory.total <= profile.device.usable
         over += not fits
         table.add_row(
             str(rank.rank),
@@ -63,7 +63,7 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
         )
     if over:
         ranks = "1 rank needs" if over == 1 else f"{over} ranks need"
-        table.caption = f"! {ranks} more memory than the device's {show_bytes(profile.device.memory)}"
+        table.caption = f"! {ranks} more memory than the device's {show_bytes(profile.device.usable)}"
     return table
 
 

@@ -3,11 +3,31 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping
 
 import torch
 
 from vpipe.errors import VPipeError
 from vpipe.system.environment import DEVICE, GPU_SHARE
+
+LOCAL_RANK = (
+    "LOCAL_RANK",  # torchrun
+    "SLURM_LOCALID",
+    "OMPI_COMM_WORLD_LOCAL_RANK",  # Open MPI
+    "MPI_LOCALRANKID",  # Intel MPI, MPICH
+    "MV2_COMM_WORLD_LOCAL_RANK",  # MVAPICH
+    "PMI_LOCAL_RANK",
+    "PALS_LOCAL_RANKID",  # Cray
+    "FLUX_TASK_LOCAL_ID",
+    "JSM_NAMESPACE_LOCAL_RANK",  # LSF
+)
+"""Variables in which launchers give a process its number among those of its host."""
+
+
+def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
+    """This process's number among those of its host, if its launcher has given it one."""
+    given = (environment.get(name, "") for name in LOCAL_RANK)
+    return next((int(number) for number in given if number.isdecimal()), None)
 
 
 def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.device:
@@ -27,6 +47,21 @@ def choose_device(wanted: str | torch.device | None, local_rank: int) -> torch.d
     if index >= count:
         raise VPipeError(f"device is {name!r} and this host has {count} GPUs: give one below, or cpu")
     return torch.device("cuda", index)
+
+
+def is_named(wanted: str | torch.device | None) -> bool:
+    """Whether `choose_device` takes a GPU by its number, which somebody has written down, and not by the rank's."""
+    return ":" in str(wanted or os.environ.get(DEVICE, ""))
+
+
+def card_identity(device: torch.device) -> str:
+    """The GPU's UUID, "" for the CPU: the same for every process, however it numbers its GPUs."""
+    if device.type != "cuda":
+        return ""
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    if device.index < len(visible) and visible[device.index].strip().startswith("MIG-"):
+        return visible[device.index].strip()  # instances of one card may have its UUID
+    return str(torch.cuda.get_device_properties(device).uuid)
 
 
 def _default(local_rank: int) -> str:

@@ -8,6 +8,10 @@ DEVICE = "VPIPE_DEVICE"
 """The device of a rank: 'cpu' or 'cuda:<number>'."""
 GPU_SHARE = "VPIPE_GPU_SHARE"
 """The number of ranks that share the GPU of a rank: each may use an equal part of its memory."""
+BIND = "VPIPE_BIND"
+"""0: a rank is not bound to the cores of its GPU's NUMA node (`system/cores.py`)."""
+COMPILE_THREADS, MOST_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS", 32
+"""Processes that torch's compiler starts on a rank, and the most that it starts by itself."""
 ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 """Settings of torch's allocator of GPU memory, such as 'expandable_segments:True,max_split_size_mb:64'. The first of
 them that is set holds; it is the older name, which every torch reads."""

@@ -11,6 +11,7 @@ import torch
 
 from vpipe import checkpoint
 from vpipe.communication import ProcessWorld, World, agree
+from vpipe.communication.devices import take_device
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.data import Batches, Sampler
@@ -23,7 +24,8 @@ from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
-from vpipe.system.device import choose_device, limit_memory, make_deterministic
+from vpipe.system.device import limit_memory, make_deterministic
+from vpipe.system.environment import DEVICE
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
@@ -66,7 +68,7 @@ class Trainer:
             )
         check_same_config(self.world, config)
         self.rank = self.world.rank
-        self.device = agree(self.world, "device", self._take_device)
+        self.device = self._take_device()
         self.folder = self._agree_on_folder()
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
         self.place.say("the reading of the data")
@@ -293,7 +295,24 @@ class Trainer:
 
     def _take_device(self) -> torch.device:
         """This rank's device, of whose memory it may have what the configuration says."""
-        device = choose_device(None, self.world.local_rank)
+        device = take_device(
+            self.world, agree(self.world, "machines", lambda: named_gpu(self.config, self.rank))
+        )
         cap = self.config.gpu_memory
-        limit_memory(device, None if cap is None else read_bytes(cap))
+        agree(self.world, "memory", lambda: limit_memory(device, None if cap is None else read_bytes(cap)))
         return device
+
+
+def named_gpu(config: RunConfig, rank: int) -> str | None:
+    """The GPU that `machines` names for a rank that some other launcher than ours has started."""
+    count = torch.cuda.device_count()
+    if config.machines is None or DEVICE in os.environ or not count:
+        return None
+    gpu = int(config.machines[rank].rpartition(":")[2])
+    if gpu < count:
+        return f"cuda:{gpu}"
+    if count == 1:
+        return None  # its launcher shows every rank one card: the rank's own
+    raise ConfigError(
+        f"{config.source}: machines names GPU {gpu} for rank {rank}, which sees {count}: name 0 to {count - 1}"
+    )

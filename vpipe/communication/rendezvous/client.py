@@ -43,6 +43,10 @@ class RendezvousAddress(NamedTuple):
         return f"{self.host}:{self.port}"
 
 
+class LateError(PeerError):
+    """A value is not there yet; it may still come."""
+
+
 class RendezvousClient:
     """Each thread has a connection of its own, so that one that waits does not hold up another.
 
@@ -63,7 +67,7 @@ class RendezvousClient:
 
     def get(self, key: str, timeout: float) -> str:
         """A value, once a rank has set it."""
-        return self._request(f"the value of {key!r}", timeout, op="get", key=key)
+        return self._request(f"the value of {key!r}", timeout, LateError, op="get", key=key)
 
     def change(self, op: str, key: str, value: Any = None) -> Any:
         """`set`, `add`, `check` or `delete`."""
@@ -73,7 +77,7 @@ class RendezvousClient:
         for link in list(self._links):
             link.close()
 
-    def _request(self, what: str, timeout: float, **request: Any) -> Any:
+    def _request(self, what: str, timeout: float, late: type[PeerError] = PeerError, **request: Any) -> Any:
         message = framed(request | {"timeout": timeout})
         if len(message) > LARGEST:
             raise PeerError(
@@ -98,7 +102,7 @@ class RendezvousClient:
                 f"{_ranks(answer['gone'])} ended or was killed before {what!r}; see its own output"
             )
         if "missing" in answer:
-            raise PeerError(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
+            raise late(f"{_ranks(answer['missing'])} did not come to {what!r} within {timeout:g} s")
         return answer["value"]
 
     def _connect(self) -> socket.socket:

@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import torch.distributed as dist
 
-from vpipe.communication.rendezvous.client import RendezvousAddress, RendezvousClient
+from vpipe.communication.rendezvous.client import LateError, RendezvousAddress, RendezvousClient
 from vpipe.communication.rendezvous.server import Rendezvous
 from vpipe.communication.sockets import LOOPBACK
 from vpipe.errors import PeerError
@@ -57,7 +57,12 @@ class RendezvousStore(dist.Store):
     def wait(self, keys: list[str], timeout: timedelta | None = None) -> None:
         seconds = self._seconds if timeout is None else timeout.total_seconds()
         for key in keys:
-            self._client.get(key, seconds)
+            try:
+                self._client.get(key, seconds)
+            except LateError as error:
+                # The barrier of torch looks every 10 s and then waits again: it takes this error for "not yet".
+                # That a rank has ended is another error, which the barrier lets through.
+                raise dist.DistStoreError(str(error)) from None
 
     def set_timeout(self, timeout: timedelta) -> None:
         self._seconds = timeout.total_seconds()
