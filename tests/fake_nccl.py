@@ -1,0 +1,308 @@
+"""NCCL's rules for hosts, kept without a GPU: a stand-in for process groups of NCCL whose ranks are threads.
+
+- The first use of a communicator joins the hosts of its ranks: each blocks until the others come.
+- A communicator is one queue for each rank, over both directions. A transfer ends when the head of one queue is a send
+  and the head of the other a receive of as many elements; an all-reduce when it is the head of every queue.
+- Nothing is buffered: a send reads its tensor when it meets its receive.
+- A wait with a limit blocks the host in NCCL; it is recorded.
+
+A wait without a limit blocks here, where NCCL lets the stream wait. What follows on a stream, sends and receives
+included, comes behind that wait, so the order of all transfers is the same.
+
+A deadlock is found without a clock: every rank waits, and nothing that any of them waits for is there.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+from itertools import combinations, product
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from vpipe.communication import HOST, Channel, InProcessHub, InProcessWorld, Key
+from vpipe.communication.distributed import DistributedChannel
+from vpipe.communication.in_process import InProcessChannel, _Mailbox
+from vpipe.errors import PeerError
+from vpipe.pipeline.threads import run_ranks
+
+T = TypeVar("T")
+STREAMS = 64
+"""More than a small model has."""
+LOOK = 0.02
+"""Seconds after which a rank that waits looks again whether anybody can go on."""
+
+
+class DeadlockError(AssertionError):
+    pass
+
+
+class Waits:
+    """What each rank waits for, and whether any of it is there."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.ended: set[int] = set()
+        self.found = ""
+        self._lock = threading.Lock()
+        self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
+
+    @contextmanager
+    def of(self, rank: int, ready: Callable[[], bool], what: str) -> Iterator[Callable[[], None]]:
+        """Yields a function that raises if nobody can go on."""
+        with self._lock:
+            self._waiting[rank] = (ready, what)
+        try:
+            yield self._look
+        finally:
+            with self._lock:
+                self._waiting.pop(rank, None)
+
+    def end(self, rank: int) -> None:
+        with self._lock:
+            self.ended.add(rank)
+
+    def _look(self) -> None:
+        with self._lock:
+            stuck = len(self._waiting) + len(self.ended) == self.size
+            if not self.found and stuck and not any(ready() for ready, _ in self._waiting.values()):
+                whats = (f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._waiting.items()))
+                self.found = "; ".join(whats)
+            if self.found:
+                raise DeadlockError(self.found)
+
+
+class Operation:
+    """A transfer or an all-reduce that was posted: torch calls it a work."""
+
+    def __init__(self, communicator: _Communicator, rank: int, kind: str, tensor: Tensor) -> None:
+        self.communicator = communicator
+        self.rank = rank
+        self.kind = kind
+        self.tensor = tensor
+        self.done = False
+
+    def is_completed(self) -> bool:
+        return self.done
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        nccl = self.communicator.nccl
+        if timeout is not None:
+            nccl.host_waits += 1
+        nccl.wait(self.rank, lambda: self.done, f"the {self.kind} on {self.communicator.name}")
+        return True
+
+
+class _Communicator:
+    """Between some ranks of a group."""
+
+    def __init__(self, nccl: FakeNccl, name: str, ranks: Sequence[int]) -> None:
+        self.nccl = nccl
+        self.name = name
+        self.ranks = tuple(ranks)
+        self.joined: set[int] = set()
+        self.queues: dict[int, deque[Operation]] = {rank: deque() for rank in ranks}
+        self.posted: dict[int, list[str]] = {rank: [] for rank in ranks}
+        """The kinds of all operations, in order."""
+
+    def post(self, rank: int, kind: str, tensor: Tensor) -> Operation:
+        nccl = self.nccl
+        with nccl.changed:
+            if rank not in self.joined:
+                self.joined.add(rank)
+                nccl.joins.append((rank, self.name))
+                nccl.changed.notify_all()
+        nccl.wait(rank, lambda: len(self.joined) == len(self.ranks), f"the others to join {self.name}")
+        with nccl.changed:
+            operation = Operation(self, rank, kind, tensor)
+            self.queues[rank].append(operation)
+            self.posted[rank].append(kind)
+            while self._run_heads():
+                nccl.changed.notify_all()
+        return operation
+
+    def _run_heads(self) -> bool:
+        if not all(self.queues.values()):
+            return False
+        heads = [queue[0] for queue in self.queues.values()]
+        kinds = sorted(head.kind for head in heads)
+        if kinds != ["receive", "send"] and kinds != ["all-reduce"] * len(heads):
+            return False  # for ever
+        same = {(head.tensor.numel(), head.tensor.dtype) for head in heads}
+        assert len(same) == 1, f"{self.name}: {kinds} of different sizes: {same}"
+        if kinds[0] == "all-reduce":
+            total = torch.stack([head.tensor for head in heads]).sum(0)
+            for head in heads:
+                head.tensor.copy_(total)
+        else:
+            source, target = sorted(heads, key=lambda head: head.kind, reverse=True)
+            target.tensor.copy_(source.tensor.reshape(target.tensor.shape))
+        for queue in self.queues.values():
+            queue.popleft().done = True
+        return True
+
+
+class FakeNccl:
+    """All communicators of a job."""
+
+    def __init__(self, size: int) -> None:
+        self.waits = Waits(size)
+        self.changed = threading.Condition()
+        self.communicators: dict[tuple[str, tuple[int, ...]], _Communicator] = {}
+        self.joins: list[tuple[int, str]] = []
+        self.host_waits = 0
+        self.broken = False
+
+    def group(self, name: str, ranks: Sequence[int], rank: int) -> FakeGroup:
+        return FakeGroup(self, name, ranks, rank)
+
+    def communicator(self, name: str, ranks: Sequence[int]) -> _Communicator:
+        key = (name, tuple(ranks))
+        with self.changed:
+            if key not in self.communicators:
+                self.communicators[key] = _Communicator(self, f"{name} {key[1]}", ranks)
+            return self.communicators[key]
+
+    def wait(self, rank: int, ready: Callable[[], bool], what: str) -> None:
+        with self.waits.of(rank, ready, what) as look, self.changed:
+            while not ready():
+                if self.broken:
+                    raise PeerError(f"rank {rank} waited for {what} and another rank failed")
+                look()
+                self.changed.wait(LOOK)
+
+    def abort(self) -> None:
+        with self.changed:
+            self.broken = True
+            self.changed.notify_all()
+
+
+class FakeGroup:
+    """One rank's process group of NCCL. As there, each pair of its ranks has a communicator for both directions."""
+
+    def __init__(self, nccl: FakeNccl, name: str, ranks: Sequence[int], rank: int) -> None:
+        self.nccl, self.name, self.ranks, self.rank = nccl, name, tuple(ranks), rank
+
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Operation:
+        return self._pair(peer).post(self.rank, "send", tensors[0])
+
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Operation:
+        return self._pair(peer).post(self.rank, "receive", tensors[0])
+
+    def allreduce(self, tensors: list[Tensor]) -> Operation:
+        return self.nccl.communicator(self.name, self.ranks).post(self.rank, "all-reduce", tensors[0])
+
+    def _pair(self, peer: int) -> _Communicator:
+        return self.nccl.communicator(self.name, sorted((self.rank, self.ranks[peer])))
+
+
+class FakeHostChannel(InProcessChannel):
+    """Plain numbers of threads; its waits count."""
+
+    def __init__(self, waits: Waits, rank: int, channel: InProcessChannel) -> None:
+        super().__init__(
+            channel.peer, channel.buffer, channel.timeout, outbox=channel._outbox, inbox=channel._inbox
+        )
+        self._waits, self._rank = waits, rank
+
+    def _wait(self, box: _Mailbox, ready: Callable[[], bool], what: str) -> None:
+        with self._waits.of(self._rank, ready, f"{what}, rank {self.peer}") as look:
+            while not ready() and not box.closed:
+                look()
+                box.changed.wait(LOOK)
+        if not ready():
+            raise PeerError(f"rank {self.peer} left while this rank waited for {what}")
+
+
+class FakeHub(InProcessHub):
+    """Threads that are joined by NCCL."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size)
+        self.nccl = FakeNccl(size)
+
+    def abort(self, reason: str) -> None:
+        self.nccl.abort()
+        super().abort(reason)
+
+    def gather(self, rank: int, name: str, value: Any) -> list[Any]:
+        with self._changed:
+            values = self._gathered[name]
+            values[rank] = value
+            self._changed.notify_all()
+            there = lambda: len(values) == self.size  # noqa: E731
+            with self.nccl.waits.of(rank, there, f"the others at {name!r}") as look:
+                while not there() and not self.broken:
+                    look()
+                    self._changed.wait(LOOK)
+            if not there():
+                raise PeerError(self.broken)
+            return [values[r] for r in range(self.size)]
+
+
+def run_on(hub: FakeHub, work: Callable[[Any], T]) -> list[T]:
+    """What `work` returns on each rank. Raises `DeadlockError` if no rank could go on."""
+
+    def until_end(world: InProcessWorld) -> T:
+        try:
+            return work(world)
+        finally:
+            hub.nccl.waits.end(world.rank)
+
+    return run_ranks(hub.size, until_end, hub=hub)
+
+
+# The rules that this project had for NCCL once, which no two cards could have run.
+
+
+class ChannelWithCommunicatorPerStream(DistributedChannel):
+    """A communicator for each stream, joined at its first message, both directions on it; receives posted as asked."""
+
+    def __init__(self, host: Channel, buffer: int, groups: Callable[[int], FakeGroup]) -> None:
+        super().__init__(host.peer, buffer, host.timeout)
+        self._host = host
+        self._groups = groups
+
+    @property
+    def host(self) -> Channel:
+        return self._host
+
+    def _begin(self, transfer: Callable[..., Any], tensor: Tensor, key: Key) -> Any:
+        group = self._groups(key.stream)
+        post = group.send if transfer is dist.isend else group.recv
+        return post([tensor], self.peer, 0)
+
+
+class OldWorld(InProcessWorld):
+    hub: OldHub
+
+    def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
+        nccl, ranks = self.hub.nccl, range(self.size)
+        if self.hub.warm:
+            for stream, pair in product(range(STREAMS), combinations(ranks, 2)):
+                nccl.communicator(f"stream {stream}", pair).joined.update(pair)
+        return {
+            peer: ChannelWithCommunicatorPerStream(
+                FakeHostChannel(nccl.waits, self.rank, channel),
+                buffer,
+                lambda stream: nccl.group(f"stream {stream}", ranks, self.rank),
+            )
+            for peer, channel in super().channels(buffer, device).items()
+            if isinstance(channel, InProcessChannel)
+        }
+
+
+class OldHub(FakeHub):
+    def __init__(self, size: int, *, warm: bool = False) -> None:
+        """`warm`: all hosts have joined all communicators."""
+        super().__init__(size)
+        self.warm = warm
+
+    def join(self, rank: int) -> InProcessWorld:
+        return OldWorld(self, rank)
