@@ -14,10 +14,13 @@ A deadlock is found without a clock: every rank waits, and nothing that any of t
 
 from __future__ import annotations
 
+import select
+import socket
+import sys
 import threading
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from itertools import combinations, product
 from typing import Any, TypeVar
@@ -29,6 +32,7 @@ from torch import Tensor
 from vpipe.communication import HOST, Channel, InProcessHub, InProcessWorld, Key
 from vpipe.communication.distributed import DistributedChannel
 from vpipe.communication.in_process import InProcessChannel, _Mailbox
+from vpipe.communication.nccl import Communicators, NcclChannel, Work
 from vpipe.errors import PeerError
 from vpipe.pipeline.threads import run_ranks
 
@@ -50,26 +54,27 @@ class Waits:
         self.size = size
         self.ended: set[int] = set()
         self.found = ""
-        self._lock = threading.Lock()
+        self.lock = threading.Lock()
+        """Held while anybody looks; whoever makes something not there any more holds it too."""
         self._waiting: dict[int, tuple[Callable[[], bool], str]] = {}
 
     @contextmanager
     def of(self, rank: int, ready: Callable[[], bool], what: str) -> Iterator[Callable[[], None]]:
         """Yields a function that raises if nobody can go on."""
-        with self._lock:
+        with self.lock:
             self._waiting[rank] = (ready, what)
         try:
             yield self._look
         finally:
-            with self._lock:
+            with self.lock:
                 self._waiting.pop(rank, None)
 
     def end(self, rank: int) -> None:
-        with self._lock:
+        with self.lock:
             self.ended.add(rank)
 
     def _look(self) -> None:
-        with self._lock:
+        with self.lock:
             stuck = len(self._waiting) + len(self.ended) == self.size
             if not self.found and stuck and not any(ready() for ready, _ in self._waiting.values()):
                 whats = (f"rank {rank} waits for {what}" for rank, (_, what) in sorted(self._waiting.items()))
@@ -156,7 +161,10 @@ class FakeNccl:
         self.changed = threading.Condition()
         self.communicators: dict[tuple[str, tuple[int, ...]], _Communicator] = {}
         self.joins: list[tuple[int, str]] = []
+        """Who joined which communicator, in order."""
         self.host_waits = 0
+        """Waits that would have blocked a host."""
+        self.closed: dict[tuple[int, str], str] = {}
         self.broken = False
 
     def group(self, name: str, ranks: Sequence[int], rank: int) -> FakeGroup:
@@ -198,6 +206,12 @@ class FakeGroup:
     def allreduce(self, tensors: list[Tensor]) -> Operation:
         return self.nccl.communicator(self.name, self.ranks).post(self.rank, "all-reduce", tensors[0])
 
+    def shutdown(self) -> None:
+        self.nccl.closed[self.rank, self.name] = "shut down"
+
+    def abort(self) -> None:
+        self.nccl.closed[self.rank, self.name] = "aborted"
+
     def _pair(self, peer: int) -> _Communicator:
         return self.nccl.communicator(self.name, sorted((self.rank, self.ranks[peer])))
 
@@ -226,17 +240,34 @@ class FakeHub(InProcessHub):
     def __init__(self, size: int) -> None:
         super().__init__(size)
         self.nccl = FakeNccl(size)
+        self.worlds: dict[int, FakeWorld] = {}
+        self._links: dict[tuple[int, int], socket.socket] = {}
+        for low, high in combinations(range(size), 2):
+            self._links[low, high], self._links[high, low] = socket.socketpair()
+
+    def join(self, rank: int) -> InProcessWorld:
+        self.worlds[rank] = FakeWorld(self, rank)
+        return self.worlds[rank]
+
+    def link(self, rank: int, peer: int) -> socket.socket:
+        return self._links[rank, peer]
 
     def abort(self, reason: str) -> None:
         self.nccl.abort()
         super().abort(reason)
+        for link in self._links.values():
+            with suppress(OSError):
+                link.shutdown(socket.SHUT_RDWR)
 
     def gather(self, rank: int, name: str, value: Any) -> list[Any]:
         with self._changed:
             values = self._gathered[name]
             values[rank] = value
             self._changed.notify_all()
-            there = lambda: len(values) == self.size  # noqa: E731
+
+            def there() -> bool:
+                return len(values) == self.size
+
             with self.nccl.waits.of(rank, there, f"the others at {name!r}") as look:
                 while not there() and not self.broken:
                     look()
@@ -244,6 +275,61 @@ class FakeHub(InProcessHub):
             if not there():
                 raise PeerError(self.broken)
             return [values[r] for r in range(self.size)]
+
+
+class FakeWorld(InProcessWorld):
+    """A rank whose tensors go over NCCL."""
+
+    hub: FakeHub
+
+    def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
+        self.communicators = Communicators(self.rank, self.size, self._make_group, device)
+        return {
+            peer: FakeNcclChannel(
+                self.hub.nccl.waits,
+                self.rank,
+                FakeHostChannel(self.hub.nccl.waits, self.rank, channel),
+                self.hub.link(self.rank, peer),
+                self.communicators,
+                buffer,
+            )
+            for peer, channel in super().channels(buffer, device).items()
+            if isinstance(channel, InProcessChannel)
+        }
+
+    def connect(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]]) -> None:
+        self.communicators.open(pairs, groups)
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work | None:
+        return self.communicators.all_reduce(tensor, ranks)
+
+    def close(self) -> None:
+        self.communicators.close(failed=sys.exc_info()[1] is not None)
+
+    def _make_group(self, name: str, ranks: Sequence[int]) -> FakeGroup:
+        return self.hub.nccl.group(name, ranks, self.rank)
+
+
+class FakeNcclChannel(NcclChannel):
+    """Its waits count."""
+
+    def __init__(self, waits: Waits, rank: int, *rest: Any) -> None:
+        super().__init__(*rest)
+        self._waits, self._rank = waits, rank
+
+    def _wait(self, ready: Callable[[], bool], what: str, pause: int | None = None) -> None:
+        def there() -> bool:
+            return ready() or self._lost or bool(select.select([self._link], [], [], 0)[0])
+
+        with self._waits.of(self._rank, there, f"{what}, rank {self.peer}") as look:
+            while not ready():
+                if self._lost:
+                    raise self._peer_is_gone()
+                if not there():
+                    look()
+                    select.select([self._link], [], [], LOOK if pause is None else pause / 1000)
+                with self._waits.lock:
+                    self._read()
 
 
 def run_on(hub: FakeHub, work: Callable[[Any], T]) -> list[T]:
@@ -264,9 +350,9 @@ def run_on(hub: FakeHub, work: Callable[[Any], T]) -> list[T]:
 class ChannelWithCommunicatorPerStream(DistributedChannel):
     """A communicator for each stream, joined at its first message, both directions on it; receives posted as asked."""
 
-    def __init__(self, host: Channel, buffer: int, groups: Callable[[int], FakeGroup]) -> None:
+    def __init__(self, host: Channel, buffer: int, groups: Callable[[int], FakeGroup], numbers: bool) -> None:
         super().__init__(host.peer, buffer, host.timeout)
-        self._host = host
+        self._host = self if numbers else host
         self._groups = groups
 
     @property
@@ -292,6 +378,7 @@ class OldWorld(InProcessWorld):
                 FakeHostChannel(nccl.waits, self.rank, channel),
                 buffer,
                 lambda stream: nccl.group(f"stream {stream}", ranks, self.rank),
+                self.hub.numbers,
             )
             for peer, channel in super().channels(buffer, device).items()
             if isinstance(channel, InProcessChannel)
@@ -299,10 +386,11 @@ class OldWorld(InProcessWorld):
 
 
 class OldHub(FakeHub):
-    def __init__(self, size: int, *, warm: bool = False) -> None:
-        """`warm`: all hosts have joined all communicators."""
+    def __init__(self, size: int, *, warm: bool = False, numbers: bool = False) -> None:
+        """`warm`: all hosts have joined all communicators; `numbers`: losses too go from card to card."""
         super().__init__(size)
         self.warm = warm
+        self.numbers = numbers
 
     def join(self, rank: int) -> InProcessWorld:
         return OldWorld(self, rank)

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.communication.all_reduce import AllReduce, ExchangedAllReduce, NativeAllReduce
 from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 
@@ -40,9 +41,13 @@ class CommunicationHandler:
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
-    def open(self) -> None:
-        """Every name is registered: channels that need it prepare their streams. Called once, by every rank."""
-        self.world.open_streams(2 * len(self.tensor_tags))
+    def open(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]] = ()) -> None:
+        """Connect what has to be connected before the first message. Called once, by every rank.
+
+        `pairs` are the (sending, receiving) ranks between which tensors of the device go, `groups` the lists of ranks
+        that add up tensors: those of all ranks, the same on each.
+        """
+        self.world.connect(pairs, groups)
 
     def register_tensor(self, name: str) -> None:
         self.tensor_tags.setdefault(name, len(self.tensor_tags))
@@ -107,6 +112,16 @@ class CommunicationHandler:
     def confirm(self, tensor_name: str, minibatch: int, to: int) -> None:
         """The activation that was sent has been used there: its gradient came back."""
         self._channels[to].confirm(self._key(tensor_name, minibatch, False))
+
+    def all_reduce(self, name: str, number: int, tensor: Tensor, ranks: tuple[int, ...]) -> AllReduce:
+        """Begin to add up a tensor of one dimension over the ranks; it must not be changed any more."""
+        work = self.world.all_reduce(tensor, ranks)
+        if work is None:
+            return ExchangedAllReduce(self, name, number, tensor, ranks)
+        count = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
+        self.bytes_sent += count
+        self.bytes_received += count
+        return NativeAllReduce(work, tensor)
 
     def post(self, name: str, number: int, values: Sequence[float], peers: Iterable[int]) -> None:
         """Send some plain numbers to the peers."""
