@@ -32,7 +32,7 @@ from torch import Tensor
 from vpipe.communication import HOST, Channel, InProcessHub, InProcessWorld, Key
 from vpipe.communication.distributed import DistributedChannel
 from vpipe.communication.in_process import InProcessChannel, _Mailbox
-from vpipe.communication.nccl import Communicators, NcclChannel, Work
+from vpipe.communication.nccl import Communicators, NcclChannel, NcclWork
 from vpipe.errors import PeerError
 from vpipe.pipeline.threads import run_ranks
 
@@ -300,7 +300,7 @@ class FakeWorld(InProcessWorld):
     def connect(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]]) -> None:
         self.communicators.open(pairs, groups)
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work | None:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
         return self.communicators.all_reduce(tensor, ranks)
 
     def close(self) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor
 
 if TYPE_CHECKING:
     from vpipe.communication.handler import CommunicationHandler
-    from vpipe.communication.nccl import Work
+    from vpipe.communication.nccl import NcclWork
 
 
 class AllReduce(Protocol):
@@ -29,7 +29,7 @@ class AllReduce(Protocol):
 
 
 class NativeAllReduce:
-    def __init__(self, work: Work, tensor: Tensor) -> None:
+    def __init__(self, work: NcclWork, tensor: Tensor) -> None:
         self._work = work
         self._tensor = tensor
 

@@ -59,7 +59,7 @@ _DTYPES = (
 )
 
 
-class Work(Protocol):
+class NcclWork(Protocol):
     """A transfer under way: what is used of torch's works."""
 
     def wait(self) -> Any:
@@ -68,17 +68,17 @@ class Work(Protocol):
     def is_completed(self) -> bool: ...
 
 
-class Group(Protocol):
+class NcclGroup(Protocol):
     """What is used of torch's ProcessGroupNCCL."""
 
-    def send(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
-    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> Work: ...
-    def allreduce(self, tensors: list[Tensor]) -> Work: ...
+    def send(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork: ...
+    def recv(self, tensors: list[Tensor], peer: int, tag: int) -> NcclWork: ...
+    def allreduce(self, tensors: list[Tensor]) -> NcclWork: ...
     def shutdown(self) -> None: ...
     def abort(self) -> None: ...
 
 
-MakeGroup = Callable[[str, Sequence[int]], Group]
+MakeGroup = Callable[[str, Sequence[int]], NcclGroup]
 """Makes the process group of this name and these ranks, of which this rank is one. It waits for nobody."""
 
 
@@ -92,9 +92,9 @@ class Communicators:
         self.device = device
         self.pairs: frozenset[Pair] = frozenset()
         self._make = make
-        self._up: Group | None = None
-        self._down: Group | None = None
-        self._groups: dict[tuple[int, ...], Group] = {}
+        self._up: NcclGroup | None = None
+        self._down: NcclGroup | None = None
+        self._groups: dict[tuple[int, ...], NcclGroup] = {}
 
     def open(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
         """Make all communicators. Every rank calls it once, with the pairs and groups of all ranks.
@@ -116,13 +116,13 @@ class Communicators:
                 self.all_reduce(one, ranks).wait()
         one.tolist()  # the connections are there when the messages have passed
 
-    def send(self, tensor: Tensor, peer: int) -> Work:
+    def send(self, tensor: Tensor, peer: int) -> NcclWork:
         return self._group(self.rank, peer).send([tensor], peer, 0)
 
-    def receive(self, tensor: Tensor, peer: int) -> Work:
+    def receive(self, tensor: Tensor, peer: int) -> NcclWork:
         return self._group(peer, self.rank).recv([tensor], peer, 0)
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork:
         """Replace the tensor by its sum over the ranks."""
         return self._groups[ranks].allreduce([tensor])
 
@@ -142,7 +142,7 @@ class Communicators:
             else:
                 group.shutdown()
 
-    def _group(self, sender: int, receiver: int) -> Group:
+    def _group(self, sender: int, receiver: int) -> NcclGroup:
         assert (sender, receiver) in self.pairs, f"nothing was to be sent from rank {sender} to {receiver}"
         group = self._up if sender < receiver else self._down
         assert group is not None
@@ -151,7 +151,7 @@ class Communicators:
 
 class _Sent(NamedTuple):
     stream: int
-    work: Work
+    work: NcclWork
     tensor: Tensor
 
 
@@ -175,7 +175,7 @@ class NcclChannel(Channel):
         self._announced: dict[
             Key, tuple[int, torch.dtype]
         ] = {}  # in order: what the peer posts and we did not yet
-        self._posted: dict[Key, tuple[Work | None, Tensor]] = {}  # not taken yet
+        self._posted: dict[Key, tuple[NcclWork | None, Tensor]] = {}  # not taken yet
         self._lost = False
 
     @property
@@ -313,7 +313,7 @@ def prepare_environment(channel: str) -> None:
 def nccl_groups(rank: int, store: dist.Store, timeout: float) -> MakeGroup:
     """Process groups of our own: those of the user, and torch's default group, are not touched."""
 
-    def make(name: str, ranks: Sequence[int]) -> Group:
+    def make(name: str, ranks: Sequence[int]) -> NcclGroup:
         options: Any = dist.ProcessGroupNCCL.Options()
         options._timeout = timedelta(seconds=timeout)
         options.is_high_priority_stream = True
@@ -322,6 +322,6 @@ def nccl_groups(rank: int, store: dist.Store, timeout: float) -> MakeGroup:
         options.global_ranks_in_group = list(ranks)
         prefix = dist.PrefixStore(f"nccl/{name}", store)
         group: Any = dist.ProcessGroupNCCL(prefix, list(ranks).index(rank), len(ranks), options)
-        return cast(Group, group)
+        return cast(NcclGroup, group)
 
     return make

@@ -36,8 +36,8 @@ from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
 from vpipe.communication.nccl import (
     Communicators,
     NcclChannel,
+    NcclWork,
     Pair,
-    Work,
     nccl_groups,
     prepare_environment,
 )
@@ -94,7 +94,7 @@ class World(ABC):
         """Connect these (sending, receiving) ranks, and these groups of ranks that add up tensors; every rank calls it
         once, after `channels`, with the pairs and groups of all ranks."""
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work | None:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
         """Begin to replace the tensor by its sum over the ranks; None if only the channels can do it."""
         return None
 
@@ -249,7 +249,7 @@ class ProcessWorld(World):
         apart = len({place.gpu for place in places}) == len(ranks)
         return apart and not self._nccl_pairs.isdisjoint(permutations(ranks, 2))
 
-    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> Work | None:
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
         if self._communicators is None or not self._communicators.reduces(ranks):
             return None
         return self._communicators.all_reduce(tensor, ranks)

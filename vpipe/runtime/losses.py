@@ -34,7 +34,7 @@ class Arrived(NamedTuple):
     requests: int
 
 
-class _Part(NamedTuple):
+class _OwnLoss(NamedTuple):
     """This rank's part of an update's loss."""
 
     loss: Tensor
@@ -67,7 +67,7 @@ class Losses:
         self._take_requests = take_requests
         self._stop_unless_finite = stop_unless_finite
         self._parts: dict[int, dict[int, Tensor]] = {}  # update ▶ minibatch ▶ its share of the loss
-        self._own: dict[int, _Part] = {}  # by update, until it is read here
+        self._own: dict[int, _OwnLoss] = {}  # by update, until it is read here
         self._unsent: deque[int] = deque()
         self._coming: deque[int] = deque()  # updates that this rank has made and whose loss was not read
         handler.register_tensor(NAME)
@@ -92,7 +92,7 @@ class Losses:
                 total += part.reshape(())
             if self._stop_unless_finite and not total.is_cuda and not math.isfinite(total):
                 raise self._not_finite(update, parts)
-            self._own[update] = _Part(*_copied_to_host(total), self._take_requests())
+            self._own[update] = _OwnLoss(*_copied_to_host(total), self._take_requests())
             self._unsent.append(update)
         self._send(update - self.late)
 
