@@ -22,6 +22,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
+from functools import partial
 from itertools import combinations, product
 from typing import Any, TypeVar
 
@@ -278,13 +279,14 @@ class FakeHub(InProcessHub):
 
 
 class FakeWorld(InProcessWorld):
-    """A rank whose tensors go over NCCL."""
+    """A rank whose tensors go over NCCL. `made` counts the communicators that it joined before its first message."""
 
     hub: FakeHub
+    made = 0
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         self.communicators = Communicators(self.rank, self.size, self._make_group, device)
-        return {
+        self.nccl_channels = {
             peer: FakeNcclChannel(
                 self.hub.nccl.waits,
                 self.rank,
@@ -296,9 +298,15 @@ class FakeWorld(InProcessWorld):
             for peer, channel in super().channels(buffer, device).items()
             if isinstance(channel, InProcessChannel)
         }
+        return dict(self.nccl_channels)
 
     def connect(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]]) -> None:
         self.communicators.open(pairs, groups)
+        self.made = len(self.joined)
+
+    @property
+    def joined(self) -> list[str]:
+        return [name for rank, name in self.hub.nccl.joins if rank == self.rank]
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
         return self.communicators.all_reduce(tensor, ranks)
@@ -311,11 +319,21 @@ class FakeWorld(InProcessWorld):
 
 
 class FakeNcclChannel(NcclChannel):
-    """Its waits count."""
+    """Its waits count, and it notes what it posts."""
 
     def __init__(self, waits: Waits, rank: int, *rest: Any) -> None:
         super().__init__(*rest)
         self._waits, self._rank = waits, rank
+        self.sends: list[Key] = []
+        self.receives: list[Key] = []
+
+    def send(self, key: Key, tensor: Tensor) -> None:
+        super().send(key, tensor)
+        self.sends.append(key)
+
+    def _post_next(self) -> None:
+        self.receives.append(next(iter(self._announced)))
+        super()._post_next()
 
     def _wait(self, ready: Callable[[], bool], what: str, pause: int | None = None) -> None:
         def there() -> bool:
@@ -330,6 +348,21 @@ class FakeNcclChannel(NcclChannel):
                     select.select([self._link], [], [], LOOK if pause is None else pause / 1000)
                 with self._waits.lock:
                     self._read()
+
+
+def joined_pair(buffer: int, timeout: float) -> tuple[NcclChannel, NcclChannel]:
+    """Two ends in one thread, whose communicators are made."""
+    nccl, hub = FakeNccl(2), InProcessHub(2, timeout)
+    ends = []
+    for rank, link in enumerate(socket.socketpair()):
+        host = hub.join(rank).channels(buffer)[1 - rank]
+        made = Communicators(rank, 2, partial(nccl.group, rank=rank), HOST)
+        made.pairs = frozenset({(0, 1), (1, 0)})
+        made._up, made._down = nccl.group("up", range(2), rank), nccl.group("down", range(2), rank)
+        ends.append(NcclChannel(host, link, made, buffer))
+    for name in ("up", "down"):
+        nccl.communicator(name, (0, 1)).joined.update((0, 1))
+    return ends[0], ends[1]
 
 
 def run_on(hub: FakeHub, work: Callable[[Any], T]) -> list[T]:
