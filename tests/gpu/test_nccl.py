@@ -63,16 +63,15 @@ def test_a_wait_lets_the_stream_wait_and_the_host_go_on(pool: Pool) -> None:
 
 def send_to_itself() -> list[float]:
     """NCCL lets a rank send to itself where both ends are posted together."""
-    made = communicators()
-    made.open([], [])
-    group: Any = made._up
+    torch.cuda.set_device(GPU)
+    group: Any = nccl_groups(0, dist.HashStore(), LIMIT)("up", [0])
     sent, received = torch.full((5000,), 3.0, device=GPU), torch.zeros(5000, device=GPU)
     group._start_coalescing()
     group.send([sent], 0, 0)
     group.recv([received], 0, 0)
     group._end_coalescing().wait()
     found = received[[0, -1]].tolist()
-    made.close(failed=False)
+    group.shutdown()
     return found
 
 

@@ -103,7 +103,8 @@ class Communicators:
         first finds both of its ranks waiting for it: no two ranks wait for each other.
         """
         self.pairs = frozenset(pairs)
-        self._up, self._down = self._make("up", range(self.size)), self._make("down", range(self.size))
+        if any(self.rank in pair for pair in self.pairs):
+            self._up, self._down = self._make("up", range(self.size)), self._make("down", range(self.size))
         one = torch.zeros(1, device=self.device)
         for sender, receiver in sorted(self.pairs):
             if self.rank == sender:

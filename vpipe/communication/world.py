@@ -234,7 +234,10 @@ class ProcessWorld(World):
         make = nccl_groups(self.rank, self._store, self._timeout)
         self._communicators = Communicators(self.rank, self.size, make, device)
         with socket.create_server((own_address(towards), 0), backlog=self.size) as listener:
-            return connect_peers(self.rank, peers, listener, "announcements", self.all_gather, self._timeout)
+            links = connect_peers(self.rank, peers, listener, "announcements", self.all_gather, self._timeout)
+        for link in links.values():
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or small messages wait for more
+        return links
 
     def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
         if self._communicators is not None:
