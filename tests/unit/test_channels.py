@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 
+from tests.fake_nccl import joined_pair
 from vpipe.communication import Channel, InProcessHub, Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.errors import PeerError
@@ -29,7 +30,7 @@ def in_process_pair(buffer: int, timeout: float) -> tuple[Channel, Channel]:
     return hub.join(0).channels(buffer)[1], hub.join(1).channels(buffer)[0]
 
 
-@pytest.fixture(params=[shared_memory_pair, in_process_pair])
+@pytest.fixture(params=[shared_memory_pair, in_process_pair, joined_pair])
 def pair(request: pytest.FixtureRequest) -> Iterator[Callable[..., tuple[Channel, Channel]]]:
     made: list[Channel] = []
 
@@ -120,8 +121,9 @@ def test_what_was_not_taken_is_a_leftover(pair: Callable) -> None:
     assert any("number=2" in line for line in b.leftovers())
 
 
-def test_a_lost_peer_is_named_and_what_it_had_sent_still_arrives() -> None:
-    a, b = shared_memory_pair(4, PATIENT)
+@pytest.mark.parametrize("make", [shared_memory_pair, joined_pair])
+def test_a_lost_peer_is_named_and_what_it_had_sent_still_arrives(make: Callable) -> None:
+    a, b = make(4, PATIENT)
     a.send(Key(0, 0), torch.ones(5000))
     a.close()
     assert b.receive(Key(0, 0), (5000,), torch.float32).sum() == 5000

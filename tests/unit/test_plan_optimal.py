@@ -152,8 +152,7 @@ class Brute:
             here = [number for number in tie.blocks if start <= number < stop]
             for number in here[:-1] if fresh else ():
                 gradients[number - start] -= tie.bytes
-        messages = (copies - 1) if profile.link.sender_busy else min(1, copies - 1)
-        reduce = messages * (profile.link.latency + parameters / profile.link.bandwidth)
+        reduce = 2 * (copies - 1) * (profile.link.latency + parameters / copies / profile.link.bandwidth)
         base = sum(b.forward + b.input_gradient + b.weight_gradient for b in blocks)
         if exchanged and profile.link.sender_busy:
             reduce += 2 * (profile.link.latency + exchanged / profile.link.bandwidth)

@@ -144,3 +144,44 @@ def test_skip_connections() -> None:
         check(build(name, 2, 9), edges, buffer=4)
     with pytest.raises(ScheduleError, match="waits in 0SEND_F6 for room in its channel"):
         check(build("1f1b", 4, 9, replicas=(2, 1, 3, 1)), edges, buffer=1)
+
+
+def replicated(*programs: str, placement: tuple[tuple[int, ...], ...], reduced: set[int]) -> Schedule:
+    """Lowered programs of two updates of two minibatches; an asynchronous table."""
+    actions = [[Action.parse(word) for word in program.split()] for program in programs]
+    return Schedule(
+        "mine",
+        placement,
+        minibatches=4,
+        update_interval=2,
+        synchronous=False,
+        order=listed(actions),
+        lazy=False,
+        lowered=True,
+        edges=frozenset({(0, 1)}),
+        reduced=frozenset(reduced),
+    )
+
+
+def test_replicas_that_reduce_two_stages_in_different_orders() -> None:
+    """Each by itself could go on, but a collective matches by its order alone."""
+    even = "0F0 1F0 1B0 0B0 {} 0STEP1 1STEP1 0F2 1F2 1B2 0B2 1REDUCE3 0REDUCE3 0STEP3 1STEP3"
+    odd = "0F1 1F1 1B1 0B1 {} 0STEP1 1STEP1 0F3 1F3 1B3 0B3 1REDUCE3 0REDUCE3 0STEP3 1STEP3"
+    one, other = "1REDUCE1 0REDUCE1", "0REDUCE1 1REDUCE1"
+    both = ((0, 1), (0, 1))
+    check(replicated(even.format(one), odd.format(one), placement=both, reduced={0, 1}))
+    with pytest.raises(ScheduleError, match="rank 1: 0REDUCE1 stands where rank 0 has 1REDUCE1"):
+        check(replicated(even.format(one), odd.format(other), placement=both, reduced={0, 1}))
+
+
+def test_a_replica_that_comes_to_its_update_only_after_the_other_has_made_it() -> None:
+    """Rank 1 waits for minibatch 3, which rank 2 runs behind minibatch 2, which rank 0 begins after the update."""
+    even = "0F0 0SEND_F0 0RECV_B0 0B0 0REDUCE1 0STEP1 0F2 0SEND_F2 0RECV_B2 0B2 0REDUCE3 0STEP3"
+    odd = "0F1 0SEND_F1 0RECV_B1 0B1 0REDUCE1 {} 0REDUCE3 0STEP3"
+    last = " ".join(f"1RECV_F{m} 1F{m} 1B{m} 1SEND_B{m}" + (f" 1STEP{m}" if m % 2 else "") for m in range(4))
+    placement = ((0, 1), (2,))
+    first = odd.format("0STEP1 0F3 0SEND_F3 0RECV_B3 0B3")
+    check(replicated(even, first, last, placement=placement, reduced={0}))
+    late = odd.format("0F3 0SEND_F3 0RECV_B3 0STEP1 0B3")
+    with pytest.raises(ScheduleError, match=r"deadlock: .*rank 0 waits in 0STEP1 for 0REDUCE1"):
+        check(replicated(even, late, last, placement=placement, reduced={0}))

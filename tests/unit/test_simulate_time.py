@@ -134,11 +134,13 @@ def test_replicas_take_turns() -> None:
     blocks = [block(2, 2, 2), block(1, 1, 1)]
     result = simulate(profile(*blocks), Plan((1, 1), ("keep",) * 2, replicas=(2, 1)), "pipedream", 64)
     assert result.samples_per_second == pytest.approx(2 / 3)
-    slow = LinkCost(100.0, 0.5)  # gradients of 100 bytes take 1.5 s, activations 0.54 s
+    slow = LinkCost(
+        100.0, 0.5
+    )  # gradients of 100 bytes go in two halves, of 1 s each; activations take 0.54 s
     slowed = simulate(
         profile(*blocks, link=slow), Plan((1, 1), ("keep",) * 2, replicas=(2, 1)), "pipedream", 64
     )
-    assert slowed.step_time == pytest.approx(6 + 1.5)
+    assert slowed.step_time == pytest.approx(6 + 2)
 
 
 def test_a_message_takes_latency_and_bandwidth() -> None:

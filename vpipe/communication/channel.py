@@ -35,6 +35,11 @@ class Channel(ABC):
         self.buffer = buffer
         self.timeout = timeout
 
+    @property
+    def host(self) -> "Channel":
+        """The channel to the same peer for tensors in host memory."""
+        return self
+
     @abstractmethod
     def send(self, key: Key, tensor: Tensor) -> None:
         """Hand a tensor over; blocks only while the stream's buffer is full."""

@@ -1,4 +1,4 @@
-"""The channels over torch.distributed's point-to-point transfers: gloo, NCCL, and gloo through host memory."""
+"""The channels over gloo, torch.distributed's transfers between hosts: from host memory, and through it from GPUs."""
 
 from __future__ import annotations
 
@@ -104,14 +104,9 @@ class DistributedChannel(Channel):
 
     def _begin(self, transfer: str, tensor: Tensor, key: Key) -> Any:
         try:
-            group, tag = self._route(tensor, key)
-            return getattr(group, transfer)([tensor], self.peer, tag)
+            return getattr(self._group, transfer)([tensor], self.peer, _tag(key))
         except RuntimeError as error:
             raise self._no_answer(f"message {key}", error) from error
-
-    def _route(self, tensor: Tensor, key: Key) -> tuple[Any, int]:
-        """The group and the tag by which both sides find the same transfer."""
-        return self._group, _tag(key)
 
     def _wait(self, work: Any, what: str) -> None:
         try:
@@ -121,30 +116,6 @@ class DistributedChannel(Channel):
 
     def _no_answer(self, what: str, error: RuntimeError) -> PeerError:
         return PeerError(f"rank {self.peer} did not answer: {what} ({str(error).splitlines()[0]})")
-
-
-class GroupChannel(DistributedChannel):
-    """Over NCCL: tensors of GPUs go from card to card, plain numbers by gloo.
-
-    NCCL has no tags: two ranks must start their transfers on one communicator in the same order. A stream (one named
-    tensor in one direction) is sent and received in order of its minibatches whatever the schedule, but different
-    streams of one pair may be posted in different orders on the two sides. So each stream has a process group, and
-    with it communicators, of its own, and neither forward and backward nor two tensors queue behind each other. Groups
-    are cheap: NCCL connects a pair when the first message between them is posted.
-    """
-
-    name = "NCCL"
-
-    def __init__(self, peer: int, buffer: int, timeout: float, group: Any, groups: Sequence[Any]) -> None:
-        """The groups, one for each stream, need not be there before the first message."""
-        super().__init__(peer, buffer, timeout, group)
-        self._groups = groups
-
-    def _allocate(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(shape, dtype=dtype, device=device)
-
-    def _route(self, tensor: Tensor, key: Key) -> tuple[Any, int]:
-        return (self._groups[key.stream], 0) if tensor.is_cuda else super()._route(tensor, key)
 
 
 class _StagedWork(NamedTuple):

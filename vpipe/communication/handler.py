@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.communication.all_reduce import AllReduce, ExchangedAllReduce, NativeAllReduce
 from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 
@@ -40,19 +41,31 @@ class CommunicationHandler:
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
-    def open(self) -> None:
-        """Every name is registered: channels that need it prepare their streams. Called once, by every rank."""
-        self.world.open_streams(2 * len(self.tensor_tags))
+    def open(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]] = ()) -> None:
+        """Connect what has to be connected before the first message. Called once, by every rank.
+
+        `pairs` are the (sending, receiving) ranks between which tensors of the device go, `groups` the lists of ranks
+        that add up tensors: those of all ranks, the same on each.
+        """
+        self.world.connect(pairs, groups)
 
     def register_tensor(self, name: str) -> None:
         self.tensor_tags.setdefault(name, len(self.tensor_tags))
 
     def send(
-        self, tensor_name: str, tensor: Tensor, minibatch: int, to: int, *, backward: bool = False
+        self,
+        tensor_name: str,
+        tensor: Tensor,
+        minibatch: int,
+        to: int,
+        *,
+        backward: bool = False,
+        host: bool = False,
     ) -> None:
+        """Send a tensor that lies on this rank's device, or in host memory."""
         self.bytes_sent += tensor.numel() * tensor.element_size()
         self.waiting = (ROOM, tensor_name, minibatch, to, perf_counter())
-        self._channels[to].send(self._key(tensor_name, minibatch, backward), tensor)
+        self._channel(to, host).send(self._key(tensor_name, minibatch, backward), tensor)
         self.waiting = None
 
     def expect(
@@ -78,13 +91,13 @@ class CommunicationHandler:
         *,
         owner: Hashable,
         backward: bool = False,
-        device: torch.device | None = None,
+        host: bool = False,
     ) -> Tensor:
-        """Wait for a tensor, which was sent from this kind of device; it may be read until `release(owner)`."""
-        channel, key = self._channels[source], self._key(tensor_name, minibatch, backward)
+        """Wait for a tensor, which was sent with the same `host`; it may be read until `release(owner)`."""
+        channel, key = self._channel(source, host), self._key(tensor_name, minibatch, backward)
         started = perf_counter()
         self.waiting = (MESSAGE, tensor_name, minibatch, source, started)
-        tensor = channel.receive(key, shape, dtype, device or self.device)
+        tensor = channel.receive(key, shape, dtype, HOST if host else self.device)
         self.waiting = None
         self.waited += perf_counter() - started
         self.bytes_received += tensor.numel() * tensor.element_size()
@@ -100,11 +113,21 @@ class CommunicationHandler:
         """The activation that was sent has been used there: its gradient came back."""
         self._channels[to].confirm(self._key(tensor_name, minibatch, False))
 
+    def all_reduce(self, name: str, number: int, tensor: Tensor, ranks: tuple[int, ...]) -> AllReduce:
+        """Begin to add up a tensor of one dimension over the ranks; it must not be changed any more."""
+        work = self.world.all_reduce(tensor, ranks)
+        if work is None:
+            return ExchangedAllReduce(self, name, number, tensor, ranks)
+        count = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
+        self.bytes_sent += count
+        self.bytes_received += count
+        return NativeAllReduce(work, tensor)
+
     def post(self, name: str, number: int, values: Sequence[float], peers: Iterable[int]) -> None:
         """Send some plain numbers to the peers."""
         tensor = torch.tensor(values, dtype=torch.float64)
         for peer in peers:
-            self._channels[peer].send(self._key(name, number, False), tensor)
+            self._channels[peer].host.send(self._key(name, number, False), tensor)
 
     def collect(self, name: str, number: int, count: int, peers: Iterable[int]) -> dict[int, list[float]]:
         """The numbers that each of the peers posted."""
@@ -113,7 +136,8 @@ class CommunicationHandler:
         found = {}
         for peer in peers:
             self.waiting = (MESSAGE, name, number, peer, started)
-            found[peer] = self._channels[peer].receive(key, (count,), torch.float64, HOST).tolist()
+            received = self._channels[peer].host.receive(key, (count,), torch.float64, HOST)
+            found[peer] = received.tolist()
         self.waiting = None
         self.waited += perf_counter() - started
         return found
@@ -142,6 +166,10 @@ class CommunicationHandler:
         for channel in self._channels.values():
             channel.close()
         self.world.close()
+
+    def _channel(self, peer: int, host: bool) -> Channel:
+        channel = self._channels[peer]
+        return channel.host if host else channel
 
     def _key(self, tensor_name: str, minibatch: int, backward: bool) -> Key:
         return Key(2 * self.tensor_tags[tensor_name] + backward, minibatch)

@@ -2,17 +2,19 @@
 
 import json
 import os
+import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
-from datetime import timedelta
+from itertools import permutations
 from time import perf_counter
 from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel
 from vpipe.communication.choice import (
@@ -28,8 +30,17 @@ from vpipe.communication.choice import (
     location_of,
 )
 from vpipe.communication.cuda_ipc import CudaIpcChannel
-from vpipe.communication.distributed import DistributedChannel, GroupChannel, StagedChannel, gloo_group
+from vpipe.communication.distributed import DistributedChannel, StagedChannel, gloo_group
 from vpipe.communication.heartbeat import Heartbeat, connect_heartbeat
+from vpipe.communication.nccl import (
+    Communicators,
+    NcclChannel,
+    NcclWork,
+    Pair,
+    nccl_groups,
+    prepare_environment,
+)
+from vpipe.communication.peers import connect_peers
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
 from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
@@ -38,8 +49,6 @@ from vpipe.system import faults
 from vpipe.system.device import local_rank
 
 T = TypeVar("T")
-
-_abandoned: list[Any] = []  # groups of NCCL, which would wait if they were freed
 
 ANYONE = -1
 """In place of a peer: the rank waits for whoever is missing."""
@@ -85,8 +94,13 @@ class World(ABC):
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         """One channel to each other rank, for tensors of this device and of the host."""
 
-    def open_streams(self, count: int) -> None:  # noqa: B027
-        """Prepare for messages of so many streams; every rank calls it once, after `channels`."""
+    def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:  # noqa: B027
+        """Connect these (sending, receiving) ranks, and these groups of ranks that add up tensors; every rank calls it
+        once, after `channels`, with the pairs and groups of all ranks."""
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
+        """Begin to replace the tensor by its sum over the ranks; None if only the channels can do it."""
+        return None
 
     def close(self) -> None:  # noqa: B027
         """End the connections."""
@@ -138,12 +152,14 @@ class ProcessWorld(World):
         self._gloo: dist.ProcessGroupGloo | None = None
         self._heartbeat_limit = heartbeat_limit
         self._heartbeat: Heartbeat | None = None
-        self._groups: list[Any] = []  # one for each stream, for GroupChannel
-        self._group_backend = ""
+        self._places: list[RankLocation] = []
+        self._nccl_pairs: set[Pair] = set()  # of all ranks
+        self._communicators: Communicators | None = None
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
         if self.size > 1:
+            prepare_environment(channel)
             self._job = join(self.rank, self.size, rendezvous_limit or timeout)
             # Each world of a job gathers under names of its own: a script may build several pipelines.
             self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
@@ -167,6 +183,7 @@ class ProcessWorld(World):
         if self.size == 1:
             return {}
         places = [RankLocation(*place) for place in self.all_gather("location", list(location_of(device)))]
+        self._places = places
         mine = places[self.rank]
         others = [peer for peer in range(self.size) if peer != self.rank]
         kinds = {peer: choose_kind(self._kind, mine, places[peer]) for peer in others}
@@ -194,40 +211,62 @@ class ProcessWorld(World):
             self._heartbeat = connect_heartbeat(
                 self.rank, hosts, towards, self.all_gather, self._heartbeat_limit
             )
-        if any(self.all_gather("nccl", NCCL in kinds.values())):
-            self._group_backend = "nccl"
+        announcing = self._prepare_nccl(
+            [peer for peer, kind in kinds.items() if kind == NCCL], towards, device
+        )
+
+        def nccl(peer: int) -> Channel:
+            assert self._communicators is not None
+            host = DistributedChannel(peer, buffer, self._timeout, self._gloo)
+            return NcclChannel(host, announcing[peer], self._communicators, buffer)
+
         make: dict[str, Callable[[int], Channel]] = {
             SHARED_MEMORY: lambda peer: SharedMemoryChannel(peer, buffer, self._timeout, links[peer]),
             GLOO: lambda peer: DistributedChannel(peer, buffer, self._timeout, self._gloo),
             STAGED: lambda peer: StagedChannel(peer, buffer, self._timeout, self._gloo, device),
-            NCCL: lambda peer: GroupChannel(peer, buffer, self._timeout, self._gloo, self._groups),
+            NCCL: nccl,
         }
         return {peer: made[peer] if peer in made else make[kind](peer) for peer, kind in kinds.items()}
 
-    def open_streams(self, count: int) -> None:
-        """Every rank takes part in making each of the groups."""
-        if self._group_backend:
-            for number in range(count):
-                store = dist.PrefixStore(f"stream {number}", self._store)
-                backend: Any = (
-                    dist.ProcessGroupNCCL if self._group_backend == "nccl" else dist.ProcessGroupGloo
-                )
-                wait = timedelta(seconds=self._timeout)
-                self._groups.append(backend(store, self.rank, self.size, wait))
+    def _prepare_nccl(
+        self, peers: list[int], towards: tuple[str, int], device: torch.device
+    ) -> dict[int, socket.socket]:
+        """The sockets on which messages over NCCL are announced to these peers and by them."""
+        rows = self.all_gather("nccl", peers)
+        self._nccl_pairs = {(rank, peer) for rank, row in enumerate(rows) for peer in row}
+        if not self._nccl_pairs:
+            return {}
+        make = nccl_groups(self.rank, self._store, self._timeout)
+        self._communicators = Communicators(self.rank, self.size, make, device)
+        with socket.create_server((own_address(towards), 0), backlog=self.size) as listener:
+            links = connect_peers(self.rank, peers, listener, "announcements", self.all_gather, self._timeout)
+        for link in links.values():
+            link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or small messages wait for more
+        return links
+
+    def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
+        if self._communicators is not None:
+            groups = set(groups)
+            native = set(filter(self._reduces_by_nccl, groups))
+            exchanging = {pair for ranks in groups - native for pair in permutations(ranks, 2)}
+            self._communicators.open({*pairs, *exchanging} & self._nccl_pairs, native)
+
+    def _reduces_by_nccl(self, ranks: tuple[int, ...]) -> bool:
+        """Whether NCCL connects some of these ranks and can connect all: it refuses two ranks on one GPU."""
+        places = [self._places[rank] for rank in ranks]
+        apart = len({place.gpu for place in places}) == len(ranks)
+        return apart and not self._nccl_pairs.isdisjoint(permutations(ranks, 2))
+
+    def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
+        if self._communicators is None or not self._communicators.reduces(ranks):
+            return None
+        return self._communicators.all_reduce(tensor, ranks)
 
     def close(self) -> None:
-        """Heartbeats end last: as long as anything here may wait, the others see that this process is alive.
-
-        After an error nothing is waited for: to end a group of NCCL in an orderly way is to wait for its transfers, and
-        those with a rank that failed never end. The process ends soon, and its groups with it.
-        """
-        failed = sys.exc_info()[1] is not None
-        if failed:
-            _abandoned.extend(self._groups)
-        elif self._group_backend == "nccl":
-            for group in self._groups:
-                group.shutdown()
-        self._groups.clear()
+        """Heartbeats end last: as long as anything here may wait, the others see that this process is alive."""
+        if self._communicators is not None:
+            self._communicators.close(failed=sys.exc_info()[1] is not None)
+            self._communicators = None
         self._gloo = None
         if self._heartbeat is not None:
             self._heartbeat.close()

@@ -1,6 +1,6 @@
 """Profiles, plans, and the files of both."""
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, broadcast_seconds
+from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, all_reduce_seconds
 from vpipe.cost.files import read_any_profile, read_profile, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
@@ -20,9 +20,9 @@ __all__ = [
     "Plan",
     "Profile",
     "Tie",
+    "all_reduce_seconds",
     "as_scheduled",
     "backward_bytes",
-    "broadcast_seconds",
     "for_batch_size",
     "forward_bytes",
     "held_bytes",

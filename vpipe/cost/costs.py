@@ -132,10 +132,12 @@ class LinkCost(FileObject):
         return self.latency + count / self.bandwidth
 
 
-def broadcast_seconds(links: Sequence[LinkCost], count: float) -> float:
-    """The time to send the same bytes over each link: at the same time, unless the rank copies them itself."""
-    copied = sum(link.seconds(count) for link in links if link.sender_busy)
-    return max([copied, *(link.seconds(count) for link in links if not link.sender_busy)])
+def all_reduce_seconds(links: Sequence[LinkCost], count: float) -> float:
+    """The time of a rank with links to R - 1 others to add up so many bytes with them.
+
+    Twice it sends the R-th part to each of the others, one after the other: 2 (R - 1) / R of the bytes.
+    """
+    return 2 * sum(link.seconds(count / (len(links) + 1)) for link in links)
 
 
 @dataclass(frozen=True, kw_only=True)

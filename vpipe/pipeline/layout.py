@@ -35,8 +35,11 @@ class Layout:
 
     @property
     def buffer(self) -> int:
-        """Messages of one tensor that may be under way."""
-        return max(BUFFERED_MESSAGES, self.schedule.buffer)
+        """Messages of one tensor that may be under way.
+
+        A loss may be sent `lag` updates before another rank makes the update, and be read as many updates later.
+        """
+        return max(BUFFERED_MESSAGES, self.schedule.buffer, 2 * self.schedule.lag + 3)
 
     @property
     def compute_dtype(self) -> torch.dtype | None:

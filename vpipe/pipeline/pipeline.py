@@ -138,7 +138,7 @@ class Pipeline:
             )
             self._loop = Loop(self.layout, self.runtime, loss_weight, self._requests)
             self._whole = WholeState(self.layout, self.runtime)
-            self.handler.open()
+            self.runtime.connect()
         except BaseException:
             self.close()
             raise

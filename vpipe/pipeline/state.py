@@ -11,7 +11,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from vpipe.communication import HOST
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import StageRuntime
 from vpipe.stage.stage import StageState
@@ -59,9 +58,9 @@ class WholeState:
             if owner == self.rank == 0:
                 gathered[name] = own[name].to("cpu", dtype, copy=True)
             elif owner == self.rank:
-                handler.send("state", own[name].to("cpu", dtype), key, 0)
+                handler.send("state", own[name].to("cpu", dtype), key, 0, host=True)
             elif self.rank == 0:
-                received = handler.recv("state", key, owner, shape, dtype, owner=name, device=HOST)
+                received = handler.recv("state", key, owner, shape, dtype, owner=name, host=True)
                 gathered[name] = received.clone()
                 handler.release(name)
         return gathered if self.rank == 0 else None
@@ -80,12 +79,14 @@ class WholeState:
     def _from_replicas(self, ranks: Sequence[int], key: int, own: Tensor) -> list[Tensor]:
         """A buffer's values on all replicas, in the same order everywhere."""
         handler, others = self.runtime.handler, [rank for rank in ranks if rank != self.rank]
+        here = own.to("cpu", copy=True)
         for rank in others:
-            handler.send("state", own.clone(), key, rank)
+            handler.send("state", here, key, rank, host=True)
         received = {
-            rank: handler.recv("state", key, rank, own.shape, own.dtype, owner=key) for rank in others
+            rank: handler.recv("state", key, rank, own.shape, own.dtype, owner=key, host=True)
+            for rank in others
         }
-        return [received.get(rank, own) for rank in ranks]
+        return [received.get(rank, here) for rank in ranks]
 
     def _first_key(self) -> int:
         self._exchanges += 1

@@ -10,12 +10,19 @@ from vpipe.errors import PeerError
 T = TypeVar("T")
 
 
-def run_ranks(size: int, work: Callable[[InProcessWorld], T], timeout: float = 60.0) -> list[T]:
+def run_ranks(
+    size: int,
+    work: Callable[[InProcessWorld], T],
+    timeout: float = 60.0,
+    *,
+    hub: InProcessHub | None = None,
+) -> list[T]:
     """What `work` returns on each rank; the first failure ends all of them and is raised.
 
-    `timeout` is the longest that one rank waits for another; a rank that computes may take longer.
+    `timeout` is the longest that one rank waits for another; a rank that computes may take longer. `hub` is what
+    joins the ranks, if not the usual one.
     """
-    hub = InProcessHub(size, timeout)
+    hub = hub or InProcessHub(size, timeout)
     results: dict[int, T] = {}
     failures: list[BaseException] = []
 

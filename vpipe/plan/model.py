@@ -52,8 +52,8 @@ from typing import NamedTuple
 from vpipe.cost import (
     POLICIES,
     Profile,
+    all_reduce_seconds,
     backward_bytes,
-    broadcast_seconds,
     input_bytes,
     update_bytes,
 )
@@ -219,8 +219,8 @@ def update_seconds(profile: Profile, piece: Slice) -> float:
 
 
 def reduce_seconds(profile: Profile, replicas: int, count: float) -> float:
-    """One replica's gradients to all the others."""
-    return broadcast_seconds([profile.link] * (replicas - 1), count)
+    """One replica's part in adding up the gradients of all."""
+    return all_reduce_seconds([profile.link] * (replicas - 1), count)
 
 
 def copy_seconds(profile: Profile, piece: Slice) -> tuple[float, float]:

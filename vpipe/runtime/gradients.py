@@ -1,7 +1,8 @@
 """Gradients that several ranks must agree on: replicas of a stage, and stages that share a parameter.
 
-Each rank sends its part to the others when its backwards of the update are done (REDUCE), and each adds all parts in
-the same order when it makes the update (STEP): the sums are equal to the bit, and no rank waits for an answer.
+Both begin when a rank's backwards of the update are done (REDUCE) and end when it makes the update (STEP). The sums are
+equal to the bit on all ranks. Replicas add up flat buckets of their gradients (`communication/all_reduce.py`); holders
+of a shared parameter send their parts to each other, and each adds all parts in the same order.
 
 A parameter held by stages a < b < ... is one parameter, so all of them apply the same updates. In a synchronous
 schedule they do so at once. In an asynchronous one stage b is ahead of stage a: it has run backward for minibatches
@@ -14,16 +15,22 @@ When the pipeline is drained the late ones catch up (`overdue`), and the copies 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from itertools import permutations
 
 import torch
 from torch import Tensor
 
-from vpipe.communication import CommunicationHandler
+from vpipe.communication import AllReduce, CommunicationHandler
 from vpipe.stage.precision import LossScale
 from vpipe.stage.stage import Stage
 
 Placement = tuple[tuple[int, ...], ...]
+Parameters = list[torch.nn.Parameter]
+MOST_BUCKETS = 4
+"""Of a stage. Messages of two updates must fit into a channel's buffer, or a REDUCE would wait."""
+BUCKET = 32 * 2**20
+"""Bytes from which gradients are worth a second bucket."""
 
 
 class GradientExchange:
@@ -43,6 +50,7 @@ class GradientExchange:
         self.tied = tied
         self.lag = lag
         self.loss_scale = loss_scale
+        self._reductions: dict[tuple[int, int], list[tuple[Parameters, AllReduce]]] = {}  # (stage, update)
         self._parts: dict[tuple[str, int], Tensor] = {}  # (name on the wire, update) ▶ own part
         self._totals: dict[tuple[str, int], Tensor] = {}  # (name, update) ▶ sum of a tied parameter
         self._applied: dict[tuple[str, int], int] = defaultdict(int)  # (name, stage) ▶ updates applied
@@ -59,8 +67,7 @@ class GradientExchange:
         """Send this rank's part of the stage's gradients to all ranks that need it."""
         optimizer = self.stages[stage].optimizer
         if len(self.placement[stage]) > 1:
-            flat = [_gradient_of(p).reshape(-1) for p in self.own_parameters(stage)] or [torch.empty(0)]
-            self._send(_replicas_name(stage), torch.cat(flat), update, self.placement[stage])
+            self._reductions[stage, update] = list(self._begin_reductions(stage, update))
         for name in self.tied_of(stage):
             parameter = optimizer.model_parameters[optimizer.names.index(name)]
             part = self.stages[stage].take_gradient(parameter)
@@ -72,13 +79,12 @@ class GradientExchange:
 
     def sum_replicas(self, stage: int, update: int) -> None:
         """Replace the gradients of the stage's own parameters by their sums over the replicas."""
-        ranks = self.placement[stage]
-        if len(ranks) == 1:
+        if len(self.placement[stage]) == 1:
             return
-        total = self._sum([(_replicas_name(stage), rank) for rank in ranks], update)
-        parameters = self.own_parameters(stage)
-        for parameter, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
-            parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        for parameters, reduction in self._reductions.pop((stage, update)):
+            total = reduction.finish()
+            for parameter, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
+                parameter.grad = part.view_as(parameter).to(parameter.dtype)
 
     def tied_gradients(self, stage: int, update: int) -> dict[str, Tensor]:
         """The tied parameters' gradients that this stage applies with its own update."""
@@ -100,12 +106,34 @@ class GradientExchange:
         self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
 
     def leftovers(self) -> list[str]:
-        return [f"gradient part {key} was not used" for key in (*self._parts, *self._totals)]
+        unused = (*self._reductions, *self._parts, *self._totals)
+        return [f"gradient part {key} was not used" for key in unused]
+
+    def groups(self) -> set[tuple[int, ...]]:
+        """The lists of ranks that add up gradients, of all ranks."""
+        return {ranks for ranks in self.placement if len(ranks) > 1}
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """The (sending, receiving) ranks of gradients of shared parameters, of all ranks."""
+        found: set[tuple[int, int]] = set()
+        for holders in self.tied.values():
+            found |= set(permutations({rank for stage in holders for rank in self.placement[stage]}, 2))
+        return found
 
     def own_parameters(self, stage: int) -> list[torch.nn.Parameter]:
         optimizer = self.stages[stage].optimizer
         tied = set(self.tied_of(stage))
         return [p for n, p in zip(optimizer.names, optimizer.model_parameters, strict=True) if n not in tied]
+
+    def _begin_reductions(self, stage: int, update: int) -> Iterator[tuple[Parameters, AllReduce]]:
+        """Each bucket frees the gradients that it copies: both are there of one bucket at a time."""
+        for number, parameters in enumerate(buckets(self.own_parameters(stage))):
+            flat = torch.cat([_gradient_of(parameter).reshape(-1) for parameter in parameters])
+            for parameter in parameters:
+                parameter.grad = None
+            key = update * MOST_BUCKETS + number
+            ranks = self.placement[stage]
+            yield parameters, self.handler.all_reduce(_replicas_name(stage), key, flat, ranks)
 
     def _send(self, name: str, part: Tensor, update: int, ranks: Iterable[int]) -> None:
         """Keep this rank's part, and send it to the others of these ranks."""
@@ -119,18 +147,17 @@ class GradientExchange:
         key = (name, update)
         if key not in self._totals:
             holders = [(_tied_name(name, s), rank) for s in self.tied[name] for rank in self.placement[s]]
-            self._totals[key] = self._sum(holders, update, tied=True)
+            self._totals[key] = self._sum(holders, update)
         total = self._totals[key]
         self._applied[name, stage] = update + 1
         if all(self._applied[name, s] > update for s in self.tied[name] if s in self.stages):
             del self._totals[key]
         return total
 
-    def _sum(self, holders: list[tuple[str, int]], update: int, *, tied: bool = False) -> Tensor:
+    def _sum(self, holders: list[tuple[str, int]], update: int) -> Tensor:
         """Add the parts of (name on the wire, rank) pairs in their order, own and received."""
         mine = next(self._parts[name, update] for name, rank in holders if rank == self.rank)
-        # A tied parameter's goes to its float32 master; that of replicas is a gradient of the model's type again.
-        dtype = torch.float32 if tied and mine.dtype == torch.bfloat16 else mine.dtype
+        dtype = torch.float32 if mine.dtype == torch.bfloat16 else mine.dtype  # it goes to a float32 master
         owner = (holders[0], update)
         total = None
         for name, rank in holders:
@@ -142,6 +169,21 @@ class GradientExchange:
         self.handler.release(owner)
         assert total is not None
         return total
+
+
+def buckets(parameters: Parameters) -> list[Parameters]:
+    """Consecutive parameters, in a few buckets: the same on all replicas."""
+    total = sum(parameter.nbytes for parameter in parameters)
+    size = max(BUCKET, -(-total // MOST_BUCKETS))
+    found: list[Parameters] = []
+    filled = 0
+    for parameter in parameters:
+        bucket = filled // size
+        while len(found) <= bucket:
+            found.append([])
+        found[bucket].append(parameter)
+        filled += parameter.nbytes
+    return [bucket for bucket in found if bucket]
 
 
 def _replicas_name(stage: int) -> str:

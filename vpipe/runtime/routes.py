@@ -5,6 +5,7 @@ as the least common multiple of the numbers of replicas, so each is computed onc
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import product
 from math import lcm
 from typing import NamedTuple
 
@@ -52,6 +53,18 @@ class Routes:
             for value, readers in producer.writes.items():
                 for reader in readers:
                     yield _wire_name(value, reader)
+
+    def pairs(self) -> set[tuple[int, int]]:
+        """The (sending, receiving) ranks of all values and gradients, of all ranks."""
+        rank_of, found = self.schedule.rank_of, set()
+        for producer in self.stage_graphs:
+            for value, readers in producer.writes.items():
+                for reader, place in product(readers, range(self._period)):
+                    here, there = rank_of(producer.index, place), rank_of(reader, place)
+                    found.add((here, there))
+                    if self.stage_graphs[reader].needs_gradient(value):
+                        found.add((there, here))
+        return {(sender, receiver) for sender, receiver in found if sender != receiver}
 
     def is_here(self, stage: int, place: int) -> bool:
         """Whether this rank runs the stage for the minibatch."""

@@ -90,6 +90,11 @@ class StageRuntime:
         for name in routes.wire_names():
             handler.register_tensor(name)
 
+    def connect(self) -> None:
+        """Connect the ranks that exchange tensors. Called once, by every rank."""
+        pairs = self.routes.pairs() | self.exchange.pairs()
+        self.handler.open(pairs, self.exchange.groups())
+
     def run(self, program: Iterator[Action], feed: Feed) -> Iterator[Work]:
         """Run a program, yielding each action when it is done. Its minibatch 0 is the feed's `offset`."""
         return self._run(self._prefetch.works(program, feed, evaluation=False), self._training, feed)
@@ -229,7 +234,7 @@ class StageRuntime:
         self.updates.step(stage.index, minibatch.update)
         self.steps += 1
         if self.completes_update:
-            self.losses.collect(minibatch.update)
+            self.losses.expect(minibatch.update)
 
     # Evaluation
 

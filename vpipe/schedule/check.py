@@ -13,6 +13,7 @@ from vpipe.schedule.action import COMMUNICATION, UPDATE, Action, Op
 from vpipe.schedule.draw import draw_marked
 from vpipe.schedule.lowering import lower
 from vpipe.schedule.program import Exists, Order, Schedule
+from vpipe.schedule.reductions import reductions_out_of_order, with_late_reductions
 from vpipe.schedule.rules import Rules
 from vpipe.schedule.walk import Deadlock, Event, Wait, walk
 
@@ -34,17 +35,22 @@ def check(
     """Raises `ScheduleError`, with the grid drawn and the place marked, for a schedule that cannot run.
 
     Every minibatch must pass every stage once, in order, on the right rank; each message must be sent and
-    received once; no rank may wait for ever; no backward may stand before the STEP of an earlier update, which would
-    get its gradients. `buffer` is how many messages a channel holds before a send has to wait (default: as many as
-    at run time). A lazy schedule repeats itself, so only its beginning is looked at.
+    received once; replicas must reduce in one order; no rank may wait for ever; no backward may stand before the
+    STEP of an earlier update, which would get its gradients. `buffer` is how many messages a channel holds before a
+    send has to wait (default: as many as at run time). A lazy schedule repeats itself, so only its beginning is
+    looked at.
     """
     total = schedule.representative
     lowered = schedule if schedule.lowered else lower(schedule, edges)
     rules = Rules(lowered, edges)
     exists = range(total).__contains__
     faults = find_faults(rules, total, exists)
+    faults = faults or [
+        ScheduleFault(*fault) for fault in islice(reductions_out_of_order(lowered, exists), 1)
+    ]
     # A faulty program is walked, for the drawing, as far as it makes sense.
-    sound = replace(lowered, order=partial(cut, lowered.order, {fault.rank: fault.place for fault in faults}))
+    order = partial(cut, lowered.order, {fault.rank: fault.place for fault in faults})
+    sound = replace(lowered, order=partial(with_late_reductions, order))
     events: list[Event] = []
     waits: list[Wait] = []
     try:

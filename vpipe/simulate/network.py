@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import lcm
 
-from vpipe.cost import Profile, broadcast_seconds
+from vpipe.cost import Profile, all_reduce_seconds
 from vpipe.schedule import Action, Op, Rules, Schedule
 from vpipe.simulate.stage_cost import StageCost
 
@@ -74,10 +74,10 @@ class Network:
 
 
 def reduce_seconds(profile: Profile, ranks: Sequence[int], size: int) -> float:
-    """How long the slowest of a stage's replicas sends its gradients to all the others."""
+    """How long the slowest of a stage's replicas takes to add up its gradients with the others."""
 
     def outgoing(sender: int) -> float:
         links = [profile.link_between(sender, other) for other in ranks if other != sender]
-        return broadcast_seconds(links, size)
+        return all_reduce_seconds(links, size)
 
     return max(map(outgoing, ranks))
