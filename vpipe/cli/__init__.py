@@ -48,8 +48,10 @@ def main() -> None:
         os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
         sys.exit(128 + signal.SIGPIPE)
     except Exception as error:
-        from vpipe.cli.doctor import is_dependency, without_dependency
-        from vpipe.launch.rank import fail
+        from vpipe.launch.rank import (
+            fail,
+        )  # a rank has imported it: there may be no descriptor to read it now
+        from vpipe.system.descriptors import exhausted
 
         # An error of typer about the command itself. Where its classes live depends on its version.
         if hasattr(error, "format_message"):
@@ -57,8 +59,12 @@ def main() -> None:
             sys.exit(2)
         if "RANK" in os.environ:
             fail(error)
+        from vpipe.cli.doctor import is_dependency, without_dependency
+
         if isinstance(error, ModuleNotFoundError) and is_dependency(error.name):
             sys.exit(without_dependency(error, sys.argv[1:]))
+        if not isinstance(error, VPipeError) and (no_descriptor := exhausted(error)):
+            error = VPipeError(no_descriptor)
         if not isinstance(error, VPipeError):
             raise
         print(f"error: {error}", file=sys.stderr)

@@ -53,14 +53,14 @@ class CallerLog:
     """The callers that a socket has turned away."""
 
     def __init__(self, name: str) -> None:
-        self._name = name
+        self.name = name
         self._count = 0
 
     def add(self, caller: str, why: str) -> None:
         self._count += 1
         if self._count <= LOGGED:
             more = "; further ones are not logged" if self._count == LOGGED else ""
-            log.warning("%s: %s was turned away: %s%s", self._name, caller, why, more)
+            log.warning("%s: %s was turned away: %s%s", self.name, caller, why, more)
 
 
 class BackgroundTask:
@@ -98,6 +98,7 @@ async def serve_callers(
     listener.listen(socket.SOMAXCONN)
     at_once = min(at_once, max(2, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 4))
     callers: dict[asyncio.Task[bool], None] = {}  # the oldest first
+    complained = False
 
     def dismiss_oldest() -> None:
         oldest = next(iter(callers))
@@ -135,9 +136,14 @@ async def serve_callers(
         while True:
             try:
                 link, _ = await loop.sock_accept(listener)
-            except OSError:  # no descriptor is left
+            except OSError as error:  # no descriptor is left
                 if callers:
                     dismiss_oldest()
+                elif not complained:
+                    complained = True
+                    log.error(
+                        "%s: callers cannot be accepted: %s (ulimit -n)", turned_away.name, error.strerror
+                    )
                 await asyncio.sleep(RETRY)
                 continue
             if (stranger := other_user(link)) is not None:

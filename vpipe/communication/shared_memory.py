@@ -16,6 +16,7 @@ message or wait until there are a few, and the socket is read only when somethin
 
 import array
 import ctypes
+import errno
 import mmap
 import os
 import secrets
@@ -186,13 +187,15 @@ class SharedMemoryChannel(Channel):
         if self._lost:
             return False
         try:
-            message, ancillary, _, _ = self._link.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES)
+            message, ancillary, flags, _ = self._link.recvmsg(_MESSAGE_BYTES, _ANCILLARY_BYTES)
         except BlockingIOError:
             return False
         except ConnectionResetError:
             return True  # raised once if the peer closed without reading all: what it sent is still there
         except OSError:
-            message, ancillary = b"", []
+            message, ancillary, flags = b"", [], 0
+        if flags & socket.MSG_CTRUNC:  # the descriptor of a slot has come, and this process may have no more
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
         if not message:
             self._lost = True  # what had arrived before may still be received
             return False

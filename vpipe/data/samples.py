@@ -17,6 +17,7 @@ from vpipe.data.dataset import IGNORED, Batch, Use, stream
 from vpipe.data.text import data_error
 from vpipe.data.tokenizer import content_hash, encode, keep, special_id, special_ids
 from vpipe.errors import ConfigError
+from vpipe.system.ownership import is_ours
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -181,7 +182,7 @@ def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache: Path
     They are made once and then found in `cache`, where they are mapped, not read: ranks of one host share them.
     """
     file = cache / f"{content_hash(documents, tokenizer.to_str())}.npy"
-    if os.path.isfile(file):
+    if os.path.isfile(file) and is_ours(file):
         with suppress(OSError, ValueError, EOFError):  # cut short or damaged: it is made anew below
             tokens = np.load(file, mmap_mode="r")
             if tokens.dtype == np.int32 and tokens.ndim == 1:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
 from vpipe.errors import ConfigError
+from vpipe.system.ownership import is_ours
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -108,7 +109,7 @@ def _cached(documents: Sequence[str], kind: Kind, vocab_size: int, cache: Path) 
     from tokenizers import Tokenizer
 
     file = cache / f"{content_hash(documents, f'{kind} {vocab_size}')}.json"
-    if os.path.isfile(file):
+    if os.path.isfile(file) and is_ours(file):
         with suppress(Exception):  # cut short or damaged: it is made anew below
             return Tokenizer.from_file(str(file))
     tokenizer = (

@@ -22,6 +22,7 @@ from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError, printable
 from vpipe.record.whereabouts import Whereabouts, launchers_page
+from vpipe.system.descriptors import exhausted
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
 """Set for a rank: the folder of its run."""
@@ -74,6 +75,9 @@ def _send_heartbeats(place: Whereabouts) -> None:
 
 def fail(error: Exception) -> NoReturn:
     """End this rank because of an error: its own, or one that another rank's end has caused."""
+    if no_descriptor := exhausted(error):  # first: all else may need one
+        print(f"error: rank {os.environ['RANK']}: {no_descriptor}", file=sys.stderr, flush=True)
+        _exit(MISTAKE)
     hold_signals()
     page = launchers_page()
     if not isinstance(error, PeerError):

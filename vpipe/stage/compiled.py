@@ -28,6 +28,7 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from vpipe.errors import VPipeError
+from vpipe.system.ownership import own_compiler_cache
 
 BLOCK, SPEC = "block", "spec"
 """Keys in the `meta` of each node of a function to compile: its block, and its shape and dtype."""
@@ -119,9 +120,10 @@ def _extract(function: fx.GraphModule, nodes: Sequence[fx.Node]) -> _Region:
 
 
 def check_compiler(backend: str, device: torch.device) -> None:
-    """Raise if inductor lacks what it calls: a C++ compiler for CPUs, Triton for GPUs."""
+    """Raise if inductor lacks what it calls: a folder of its own, a C++ compiler for CPUs, Triton for GPUs."""
     if backend != "inductor":
         return
+    own_compiler_cache()
     if device.type == "cuda" and importlib.util.find_spec("triton") is None:
         raise VPipeError("compile needs Triton on a GPU: pip install triton, or leave compile out")
     wanted = os.environ.get("CXX", "g++")

@@ -16,6 +16,7 @@ import os
 import signal
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from functools import cache
 
@@ -31,7 +32,7 @@ POINTS = (
 )
 TENSOR_POINTS = ("fwd_recv", "fwd", "fwd_send", "bwd_recv", "bwd", "bwd_send", "reduce", "step")
 """Points with a tensor that `nan` can set."""
-KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil")
+KINDS = ("kill", "term", "stop", "segv", "raise", "exit", "sleep", "nan", "gil", "descriptors")
 _SIGNALS = {"kill": signal.SIGKILL, "term": signal.SIGTERM, "stop": signal.SIGSTOP}
 EXIT_CODE = 70
 """The exit code of `exit`."""
@@ -73,6 +74,10 @@ class Fault:
             time.sleep(self.seconds)
         elif self.kind == "gil":
             ctypes.PyDLL(None).usleep(int(self.seconds * 1e6))  # a PyDLL keeps the lock during the call
+        elif self.kind == "descriptors":
+            with suppress(OSError):  # raised when none is left
+                while True:
+                    os.dup(2)
 
 
 def point(name: str, minibatch: int | None = None) -> None:

@@ -17,6 +17,7 @@ from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
 from vpipe.system.files import is_file, is_folder, read_text
+from vpipe.system.ownership import is_ours
 from vpipe.system.units import read_bytes
 
 if TYPE_CHECKING:
@@ -81,7 +82,7 @@ def cached_profile(config: RunConfig) -> Profile:
     directory = Path() if config.directory is None else config.path(config.directory)
     cache = directory / config.log_directory / "cache"
     file = cache / f"profile-{_fingerprint(config)}.json"
-    if is_file(file):
+    if is_file(file) and is_ours(file):
         return read_profile(file)
     from vpipe.train.profiling import profile_config
 

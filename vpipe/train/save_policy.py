@@ -15,6 +15,7 @@ from vpipe.errors import NotWrittenError, PeerError, VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import newest_runs
 from vpipe.system.files import is_file, is_folder
+from vpipe.system.ownership import is_ours
 
 BEST = "best_evaluation_loss"
 
@@ -112,13 +113,17 @@ class SavePolicy:
 
 
 def find_checkpoint(wanted: str, log_directory: Path, report: Callable[[str], None]) -> Path | None:
-    """`auto` is the newest good one of any run, if there is one; else a checkpoint's or a run's folder.
+    """`auto` is the newest good one of any run of this user, if there is one; else a checkpoint's or a run's folder.
 
     `report` is called with each that is skipped, and why.
     """
     if wanted == "auto":
-        found = (checkpoint.newest(run / "checkpoints", report) for run in newest_runs(log_directory))
-        return next((path for path in found if path is not None), None)
+        for run in newest_runs(log_directory):
+            if not is_ours(run / "config.yml"):
+                report(f"{run} is skipped: it belongs to another user; name it to resume from it")
+            elif (good := checkpoint.newest(run / "checkpoints", report)) is not None:
+                return good
+        return None
     path = Path(wanted)
     if is_file(path / "manifest.json"):
         return path

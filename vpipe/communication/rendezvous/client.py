@@ -1,5 +1,6 @@
 """A rank's side of the rendezvous: connections to it, and requests."""
 
+import errno
 import json
 import secrets
 import socket
@@ -113,6 +114,8 @@ class RendezvousClient:
             try:
                 link = self._try(place, deadline)
             except OSError as error:
+                if error.errno == errno.EMFILE:
+                    raise  # it is this rank that cannot
                 if not deadline.left():
                     raise PeerError(
                         f"rank 0 did not open the rendezvous at {place} within {self.timeout:g} s: {error}"
