@@ -76,7 +76,7 @@ def test_files(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
     read = json.loads(capsys.readouterr().out)
     assert read == built | {"name": "a.csv"}
     assert (
-        run(monkeypatch, "gpipe", "--stages", 1, "--minibatches", 1, "--csv", tmp_path / "no" / "a.csv") == 2
+        run(monkeypatch, "gpipe", "--stages", 1, "--minibatches", 1, "--csv", tmp_path / "no" / "a.csv") == 74
     )
     assert "cannot be written" in capsys.readouterr().err
 

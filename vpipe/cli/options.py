@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -11,6 +10,7 @@ import typer
 from rich.table import Table
 
 from vpipe.system.console import show
+from vpipe.system.files import json_text
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -25,7 +25,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 def print_result(value: Any, table: Table, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(value))
+        print(json_text(value, ascii=True))
     else:
         show(table)
 

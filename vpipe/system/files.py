@@ -97,12 +97,15 @@ def _entries(value: Any) -> str:
     return json_text(value)
 
 
-def json_text(value: Any) -> str:
-    """One line of JSON as its standard has it: a number that is not finite, which it has no word for, is null."""
+def json_text(value: Any, *, ascii: bool = False) -> str:
+    """One line of JSON as its standard has it: a number that is not finite, which it has no word for, is null.
+
+    `ascii` is for terminals, which may know no other letters.
+    """
     try:
-        return json.dumps(value, ensure_ascii=False, allow_nan=False)
+        return json.dumps(value, ensure_ascii=ascii, allow_nan=False)
     except ValueError:
-        return json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        return json.dumps(_finite(value), ensure_ascii=ascii, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:
