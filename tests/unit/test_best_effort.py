@@ -9,6 +9,7 @@ import shutil
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
@@ -146,6 +147,19 @@ def test_the_launcher_goes_on_without_its_journal(tmp_path: Path, capsys: pytest
         log.recovered(attempt + 1)
     assert log.effort.failed == 6
     assert capsys.readouterr().err.count("WARNING") == 1
+
+
+def test_the_journal_keeps_its_time_when_the_clock_is_set(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log = FailureLog(tmp_path)
+    real = time.time
+    log.failed(0, FailedRank(0, "killed"), log.now())
+    monkeypatch.setattr(time, "time", lambda: real() - 86_400)
+    log.recovered(1)
+    failed, recovered = map(json.loads, (tmp_path / "failures.jsonl").read_text().splitlines())
+    assert 0 <= recovered["recovered"] - failed["found"] < 3600
+    assert " s after the fault" in capsys.readouterr().err
 
 
 # Whole files

@@ -120,6 +120,7 @@ def test_figures_that_are_no_numbers() -> None:
     assert row[:4] == ["a", "0.0", "–", "0.0"]
     assert rows() == []
     assert rows(result("a", 1.0, loss=math.nan))[0][-1] == "nan"
+    assert rows(result("a", 1.0, loss=None))[0][-1] == "–"
 
 
 def test_one_alone_is_not_the_fastest() -> None:
@@ -132,7 +133,10 @@ def test_plot(tmp_path: Path, count: int) -> None:
     pytest.importorskip("matplotlib")
     path = tmp_path / "comparison.png"
     plot(
-        [result(f"run{n} batch_size={n}", 10.0 * n, losses=[[0, 1.0], [1, math.nan]]) for n in range(count)],
+        [
+            result(f"run{n} batch_size={n}", 10.0 * n, losses=[[0, 1.0], [1, math.nan], [2, None]])
+            for n in range(count)
+        ],
         path,
     )
     assert path.read_bytes().startswith(b"\x89PNG")

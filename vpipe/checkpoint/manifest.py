@@ -14,7 +14,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictStr, Valida
 
 from vpipe.checkpoint.files import file_errors, sha256, sync
 from vpipe.errors import VPipeError
-from vpipe.system.files import LARGE, is_file, is_folder, link_mistake, read_bounded, short_repr
+from vpipe.system.files import LARGE, is_file, is_folder, json_text, link_mistake, read_bounded, short_repr
 
 MANIFEST = "manifest.json"
 VERSION = 1
@@ -89,10 +89,10 @@ class _State(_Part):
 
 
 def as_json(extra: dict[str, Any]) -> dict[str, Any]:
-    """The values as they are read back: lists for tuples, text for keys."""
+    """The values as they are read back: lists for tuples, text for keys, null for numbers that are not finite."""
     try:
-        return json.loads(json.dumps(extra))
-    except (TypeError, ValueError) as error:
+        return json.loads(json_text(extra))
+    except (TypeError, ValueError, RecursionError) as error:
         raise VPipeError(
             f"`extra` of a checkpoint must be what JSON can hold (numbers, text, lists, dictionaries): {error}"
         ) from None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -11,7 +10,7 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, print_result
 from vpipe.errors import VPipeError, printable
-from vpipe.system.files import is_file
+from vpipe.system.files import is_file, json_text
 from vpipe.system.units import show_bytes
 
 app = typer.Typer(help="Show, verify, export and delete checkpoints.", no_args_is_help=True)
@@ -48,7 +47,7 @@ def verify(path: CheckpointPath, as_json: AsJson = False) -> None:
 
     found = {str(one): examine(one) for one in find(path)}
     if as_json:
-        print(json.dumps(found))
+        print(json_text(found, ascii=True))
     else:
         for one, wrong in found.items():
             print(printable(f"{one}: {wrong or 'good'}"))

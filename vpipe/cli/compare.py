@@ -141,7 +141,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
             f"{1000 * result['seconds_per_update']:,.1f}",
             *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
             " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]),
-            f"{result['loss']:.4f}",
+            "–" if result["loss"] is None else f"{result['loss']:.4f}",
             style="bold" if best else None,
         )
     return table
@@ -195,7 +195,11 @@ def _losses(axes: Axes, results: Sequence[Result]) -> None:
     """Against samples, not updates: synchronous updates have many minibatches, asynchronous ones one."""
     for row, result in enumerate(results):
         samples = round(result["samples_per_s"] * result["seconds_per_update"])
-        curve = [((update + 1) * samples, loss) for update, loss in result["losses"] if math.isfinite(loss)]
+        curve = [
+            ((update + 1) * samples, loss)
+            for update, loss in result["losses"]
+            if loss is not None and math.isfinite(loss)
+        ]
         if curve:
             marker = "o" if len(curve) == 1 else None
             axes.plot(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.table import Table
 
 from vpipe.errors import printable
 from vpipe.system.console import show
-from vpipe.system.files import link_mistake
+from vpipe.system.files import json_text, link_mistake
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -30,7 +29,7 @@ AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
 
 def print_result(value: Any, table: Table, as_json: bool) -> None:
     if as_json:
-        print(json.dumps(value))
+        print(json_text(value, ascii=True))
     else:
         show(table)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -46,7 +45,7 @@ def schedule(
     """Draw a schedule, and tell its bubble, its minibatches in flight and its weight versions."""
     from vpipe.schedule import build, check, describe, draw, draw_svg, lower, read_table, write_table
     from vpipe.schedule.facts import show_bubble
-    from vpipe.system.files import read_text, write_text
+    from vpipe.system.files import json_text, read_text, write_text
 
     if name is not None and name.endswith(".csv") and source is None:
         source, name = Path(name), None
@@ -70,7 +69,7 @@ def schedule(
         write_text(svg, draw_svg(plan))
     facts = describe(plan, communication)
     if as_json:
-        print(json.dumps(facts))
+        print(json_text(facts, ascii=True))
         return
     print(draw(plan, width=shutil.get_terminal_size((120, 24)).columns))
     print(f"\n{show_bubble(plan)}")

@@ -37,7 +37,7 @@ def diagnose(folder: Path) -> list[Finding]:
 def diagnose_command(folder: Path, as_json: bool) -> None:
     found = diagnose(folder)
     if as_json:
-        print(json_text([asdict(finding) for finding in found]))
+        print(json_text([asdict(finding) for finding in found], ascii=True))
         return
     console = PlainConsole(soft_wrap=True)
     for finding in found:

@@ -95,8 +95,11 @@ class RankWatch(threading.Thread):
         self._leave.set()
         self.join(5.0)
         self._show()
-        state = STOPPED if isinstance(error, Stopped) else FAILED if error else ENDED
-        self._write_status(self._status(state, str(error or "")))
+        if isinstance(error, Stopped):
+            status = self._status(STOPPED)
+        else:
+            status = self._status(FAILED, str(error)) if error else self._status(ENDED)
+        self._write_status(status)
         if self._requested is not None:
             self._take_back()
 

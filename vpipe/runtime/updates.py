@@ -229,7 +229,7 @@ class Updates:
             span = min(self._window, update + 1)
             raise NonFiniteError(
                 f"{found}: {len(self._faults)} of the last {span} updates were skipped for this, and "
-                f"nonfinite_limit ends the run at {self._most_faults} of {self._window}; {LESS}"
+                f"nonfinite_limit ends the run at {self._most_faults} of {self._window}; {LESS}, or raise the limit"
             )
 
     def _collect_overflow(self, update: int) -> None:

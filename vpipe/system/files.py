@@ -192,16 +192,16 @@ def _entries(value: Any) -> str:
     return json_text(value)
 
 
-def json_text(value: Any) -> str:
+def json_text(value: Any, *, ascii: bool = False) -> str:
     """One line of JSON as its standard has it, that a terminal may show.
 
     A number that is not finite, for which JSON has no word, is null; lone surrogates and control characters are
-    escaped.
+    escaped. `ascii` is for terminals, which may know no other letters.
     """
     try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
+        text = json.dumps(value, ensure_ascii=ascii, allow_nan=False)
     except ValueError:
-        text = json.dumps(_finite(value), ensure_ascii=False, allow_nan=False)
+        text = json.dumps(_finite(value), ensure_ascii=ascii, allow_nan=False)
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else json.dumps(letter)[1:-1] for letter in text)

@@ -78,6 +78,6 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
         if as_json:
             figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
-            print(json_text(figures))
+            print(json_text(figures, ascii=True))
         else:
             print(f"{printable(restored)}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
