@@ -148,7 +148,7 @@ class RunConfig(_Keys):
     """One update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
     stages: Places | None = None
     """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
-    minibatches: Count | None = None
+    minibatches: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
     """Minibatches of an update in a synchronous schedule; twice the number of stages if not given."""
     update_interval: Count | None = None
     """Minibatches of an update in an asynchronous schedule."""

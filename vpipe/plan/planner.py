@@ -14,7 +14,8 @@ from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
-from vpipe.schedule.kind import MOST_FORWARDS, MOST_RANKS, MOST_STAGES, at_least_one, at_most
+from vpipe.schedule.facts import MOST_FORWARDS
+from vpipe.schedule.kind import MOST_RANKS, MOST_STAGES, at_least_one, at_most
 from vpipe.system.units import show_bytes
 
 AUTO = "auto"

@@ -14,9 +14,7 @@ from vpipe.schedule.program import Order, Placement, Schedule
 
 MOST_STAGES = MOST_RANKS = 4096
 MOST_INTERVAL = 10_000
-"""Minibatches of an asynchronous update."""
-MOST_FORWARDS = 10_000_000
-"""Stages times minibatches. Beyond these numbers a schedule is a typing error, and checking it would take hours."""
+"""Minibatches of an asynchronous update. Beyond these numbers a schedule is a typing error."""
 
 
 class PipelineShape(NamedTuple):
@@ -125,7 +123,6 @@ class ScheduleKind:
         at_most("stages, with chunks of each,", positions * chunks, MOST_STAGES)
         if minibatches is not None:
             at_least_one("minibatches", minibatches)
-            at_most("minibatches", minibatches, MOST_FORWARDS // (positions * chunks))
         counts = self._checked_replicas(positions, replicas)
         interval = self._checked_interval(counts, minibatches, update_interval)
         return self.make(PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval))
