@@ -13,9 +13,12 @@ from safetensors.torch import load_file, save_file
 from tests.checkpoints import rewrite
 from tests.unit.test_save_policy import TINY, the_model
 from vpipe import Pipeline, checkpoint, cli
+from vpipe.checkpoint import writing
 from vpipe.checkpoint.files import sha256
 from vpipe.data import build_tokenizer
+from vpipe.errors import VPipeError
 from vpipe.pipeline.threads import run_ranks
+from vpipe.train.save_policy import find_checkpoint
 from vpipe.weights import optimizer_factory
 
 Run = Callable[..., tuple[int, str]]
@@ -134,3 +137,90 @@ def test_export_writes_what_from_pretrained_reads(vpipe: Run, tmp_path: Path) ->
     tokenizer = hf.AutoTokenizer.from_pretrained(str(tmp_path / "model"), local_files_only=True)
     assert tokenizer.decode(tokenizer.encode("a last word", add_special_tokens=False)) == "a last word"
     assert tokenizer.mask_token == "[MASK]"
+
+
+@pytest.fixture
+def linked(saved: Path, tmp_path: Path) -> Path:
+    """A run whose newest checkpoint, and whose oldest, were moved away and linked."""
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    (saved / "step-00000001").rename(run / "checkpoints" / "step-00000001")
+    (saved / "step-00000002").rename(tmp_path / "moved")
+    (run / "checkpoints" / "step-00000002").symlink_to(tmp_path / "moved")
+    (run / "checkpoints" / "step-00000000").symlink_to("nowhere")
+    return run
+
+
+LINK = "step-00000002 is a symbolic link to"
+DANGLING = "step-00000000 is a symbolic link to 'nowhere'"
+
+
+def test_row_31_links_are_reported_by_every_command(
+    vpipe: Run,
+    linked: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    code, said = vpipe("verify", linked)
+    assert code == 1
+    assert LINK in said
+    assert DANGLING in said
+    assert "step-00000001: good" in said
+    for arguments in (
+        ["show", linked],
+        ["prune", linked, "--keep", "1"],
+        ["export", linked, tmp_path / "model"],
+    ):
+        _, said = vpipe(*arguments)
+        assert LINK in said, arguments
+        assert DANGLING in said, arguments
+    assert (tmp_path / "moved" / "manifest.json").is_file()
+    assert (linked / "checkpoints" / "step-00000002").is_symlink(), "no link is deleted"
+    for arguments in (
+        ["report", linked, "-o", tmp_path / "report.html"],
+        ["diagnose", linked],
+        ["top", linked],
+    ):
+        monkeypatch.setattr(sys, "argv", ["vpipe", *map(str, arguments)])
+        with pytest.raises(SystemExit):
+            cli.main()
+        said = capsys.readouterr().err
+        assert LINK in said, arguments
+        assert DANGLING in said, arguments
+
+
+def test_row_31_a_link_that_is_named_itself_is_refused_alike(
+    vpipe: Run, linked: Path, tmp_path: Path
+) -> None:
+    for link in ("step-00000002", "step-00000000"):
+        path = linked / "checkpoints" / link
+        for arguments in (["verify", path], ["show", path], ["export", path, tmp_path / "model"]):
+            code, said = vpipe(*arguments)
+            assert code == 2, arguments
+            assert "is a symbolic link to" in said, arguments
+            assert "name the place where it is" in said
+    assert vpipe("verify", tmp_path / "moved")[0] == 0
+    assert vpipe("verify", linked.parent / "run")[0] == 1
+
+
+def test_row_31_a_run_resumes_from_what_is_no_link(linked: Path) -> None:
+    reports: list[str] = []
+    good = linked / "checkpoints" / "step-00000001"
+    assert find_checkpoint(str(linked), linked.parent, reports.append) == good
+    assert [LINK in line or DANGLING in line for line in reports] == [True, True]
+    (linked / "config.yml").write_text("")
+    assert find_checkpoint("auto", linked.parent, lambda line: None) == good
+    with pytest.raises(VPipeError, match=LINK):
+        checkpoint.read_manifest(linked / "checkpoints" / "step-00000002")
+
+
+def test_a_link_that_has_the_name_of_a_new_checkpoint_gives_way(saved: Path, tmp_path: Path) -> None:
+    (saved / "step-00000002").rename(tmp_path / "moved")
+    (saved / "step-00000002").symlink_to(tmp_path / "moved")
+    folder = saved / ".step-00000002.tmp-0"
+    folder.mkdir()
+    writing._show(folder, saved / "step-00000002", "0")
+    assert not (saved / "step-00000002").is_symlink()
+    assert (tmp_path / "moved" / "manifest.json").is_file()
+    assert sorted(path.name for path in saved.iterdir()) == ["step-00000001", "step-00000002"]

@@ -144,8 +144,8 @@ def simulate(
 def _batch_size(text: str) -> int | str:
     if text == "auto":
         return text
-    if not text.isdecimal():
-        raise VPipeError(f"batch size {text!r} is neither a whole number nor 'auto'")
+    if not text.isdecimal() or len(text) > 9:
+        raise VPipeError(f"batch size {text[:60]!r} is neither a whole number nor 'auto'")
     return int(text)
 
 

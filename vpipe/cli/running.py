@@ -38,8 +38,7 @@ def train(
     from vpipe.config.settings import rank_arguments
 
     chosen = read_run(config, settings)
-    from vpipe.observe.debug import read_scenes  # torch comes with it
-    from vpipe.train.rank import train_rank
+    from vpipe.observe.debug import read_scenes
     from vpipe.train.run import run
 
     if print_config:
@@ -51,7 +50,13 @@ def train(
     arguments += [part for scene in scenes for part in ("--debug", scene)]
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
-    run(chosen, arguments, lambda: train_rank(chosen, resume, scenes), max_restarts=max_restarts)
+
+    def work() -> None:
+        from vpipe.train.rank import train_rank  # torch comes with it: the launcher does without
+
+        train_rank(chosen, resume, scenes)
+
+    run(chosen, arguments, work, max_restarts=max_restarts)
 
 
 @app.command("eval")
@@ -65,12 +70,17 @@ def evaluate(
     from vpipe.config.settings import rank_arguments
 
     chosen = read_run(config, settings)
-    from vpipe.train.rank import evaluate_rank  # torch comes with it
     from vpipe.train.run import run
 
     arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
     arguments += ["--json"] if as_json else []
-    run(chosen, arguments, lambda: evaluate_rank(chosen, resume, as_json))
+
+    def work() -> None:
+        from vpipe.train.rank import evaluate_rank
+
+        evaluate_rank(chosen, resume, as_json)
+
+    run(chosen, arguments, work)
 
 
 @app.command()

@@ -44,7 +44,7 @@ def schedule(
 ) -> None:
     """Draw a schedule, and tell its bubble, its minibatches in flight and its weight versions."""
     from vpipe.schedule import build, check, describe, draw, draw_svg, lower, read_table, write_table
-    from vpipe.schedule.facts import show_bubble
+    from vpipe.schedule.facts import finite, show_bubble
     from vpipe.system.files import json_text, read_text, write_text
 
     if name is not None and name.endswith(".csv") and source is None:
@@ -62,7 +62,7 @@ def schedule(
         plan = build(
             name, stages, minibatches, chunks=chunks, replicas=counts, update_interval=update_interval
         )
-    check(plan)
+    check(finite(plan))
     if csv is not None:
         write_text(csv, write_table(lower(plan) if communication and not plan.lowered else plan))
     if svg is not None:

@@ -24,6 +24,8 @@ from vpipe.schedule import KINDS, read_table
 from vpipe.system.files import check_path, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
+MOST_RANKS = 4096
+MOST_SYNTHETIC = 10_000_000
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
 
 
@@ -48,6 +50,9 @@ Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
+Seconds = Annotated[Real, Field(gt=0, le=1e6)]
+"""At most eleven days: the calls of the system that wait take no more."""
+Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 NotNegative = Annotated[Real, Field(ge=0)]
 OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
@@ -92,13 +97,13 @@ class RunConfig(_Keys):
     """Instead of `model_type`: a Hugging Face `config.json`, or a directory that holds one."""
     hidden_size: Count = 128
     """Width of the model (BERT-large: 1024)."""
-    num_layers: Count = 4
+    num_layers: Layers = 4
     """Layers of the model (BERT-large: 24); for translation, of its encoder and of its decoder."""
     num_heads: Count = 4
     """Attention heads of each layer (BERT-large: 16)."""
     intermediate_size: Count | None = None
     """Width inside the feed-forward layers; four times `hidden_size` if not given."""
-    vocab_size: Annotated[int, Field(strict=True, ge=8)] = 1024
+    vocab_size: Annotated[int, Field(strict=True, ge=8, le=LARGEST)] = 1024
     """Number of different tokens (BERT: 30522)."""
     dropout: Annotated[Real, Field(ge=0, lt=1)] = 0.1
     """Share of the activations that is dropped in training."""
@@ -120,7 +125,7 @@ class RunConfig(_Keys):
     """Share of the samples that is kept apart for evaluation."""
     batch_size: Count = 8
     """Samples of a minibatch."""
-    sequence_length: Annotated[int, Field(strict=True, ge=4)] = 128
+    sequence_length: Annotated[int, Field(strict=True, ge=4, le=LARGEST)] = 128
     """Tokens of a sample."""
 
     # The pipeline
@@ -135,7 +140,7 @@ class RunConfig(_Keys):
     """One update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
     stages: Places | None = None
     """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
-    minibatches: Count | None = None
+    minibatches: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
     """Minibatches of an update in a synchronous schedule; twice the number of stages if not given."""
     update_interval: Count | None = None
     """Minibatches of an update in an asynchronous schedule."""
@@ -143,7 +148,7 @@ class RunConfig(_Keys):
     """Stages on each rank, for the schedule interleaved."""
     replicas: Annotated[list[Places], Field(min_length=1, max_length=4096)] | None = None
     """Number of ranks of each position of the pipeline, such as [2, 1]."""
-    partition: Annotated[list[Count], Field(min_length=1)] | Path_ | None = None
+    partition: Annotated[list[Count], Field(min_length=1, max_length=4096)] | Path_ | None = None
     """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
     wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
     planned before the run. If not given, stages of about equal work."""
@@ -209,7 +214,7 @@ class RunConfig(_Keys):
 
     # Ranks and hosts
 
-    machines: Annotated[list[Machine], Field(min_length=1)] | None = None
+    machines: Annotated[list[Machine], Field(min_length=1, max_length=4096)] | None = None
     """host:GPU of each rank; ranks may share a GPU."""
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
@@ -223,11 +228,11 @@ class RunConfig(_Keys):
     """Singularity or Apptainer image that the ranks run in."""
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
     """Port where the ranks meet; 0: any that is free."""
-    timeout: Positive = 600.0
+    timeout: Seconds = 600.0
     """Seconds that a rank waits for another before it gives up."""
-    rendezvous_limit: Positive = 300.0
+    rendezvous_limit: Seconds = 300.0
     """Seconds within which all ranks must have started."""
-    heartbeat_limit: Annotated[Real, Field(ge=1)] = 10.0
+    heartbeat_limit: Annotated[Real, Field(ge=1, le=1e6)] = 10.0
     """Seconds within which a rank that is stopped, or whose interpreter hangs, is found."""
 
     # Logs, checkpoints, monitoring
@@ -248,7 +253,7 @@ class RunConfig(_Keys):
     """How many of the newest checkpoints stay; the best by evaluation loss stays too."""
     on_save_error: Literal["warn", "stop"] = "warn"
     """Reaction to a checkpoint that cannot be saved, except the last one: a warning, or the end of the run."""
-    hang_limit: Positive = 60.0
+    hang_limit: Seconds = 60.0
     """Seconds that a rank may wait for another before every rank logs its current action, and a sentence says which
     rank the others wait for. The run goes on; `timeout` ends it."""
     prometheus_port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
@@ -273,6 +278,10 @@ class RunConfig(_Keys):
             self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
         if self.max_updates is not None and self.warmup_updates > self.max_updates:
             self._refuse("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
+        if self.replicas is not None and sum(self.replicas) > MOST_RANKS:
+            self._refuse("replicas", f"they add up to {sum(self.replicas)} ranks: give {MOST_RANKS} at most")
+        if self.synthetic_data and (self.max_samples or 0) > MOST_SYNTHETIC:
+            self._refuse("max_samples", f"of synthetic data there are {MOST_SYNTHETIC:,} at most")
         if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
             self._refuse("replicas", f"give one number for each of the {self.stages} stages")
         if self.machines is not None:

@@ -14,7 +14,8 @@ from vpipe.plan.one_schedule import plan_schedule
 from vpipe.plan.result import PlanResult
 from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
-from vpipe.schedule.kind import at_least_one
+from vpipe.schedule.facts import MOST_FORWARDS
+from vpipe.schedule.kind import MOST_RANKS, MOST_STAGES, at_least_one, at_most
 from vpipe.system.units import show_bytes
 
 AUTO = "auto"
@@ -42,6 +43,9 @@ def plan(
     for what, value in numbers.items():
         if value is not None:
             at_least_one(what, value)
+    at_most("ranks", ranks, MOST_RANKS)
+    at_most("stages, with chunks of each,", ranks * (chunks or 1), MOST_STAGES)
+    at_most("minibatches", minibatches or 1, MOST_FORWARDS // ranks)
     if not profile.blocks:
         raise VPipeError("the profile has no blocks: there is nothing to plan")
     kinds = kinds_of(schedule)

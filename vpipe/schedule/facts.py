@@ -18,6 +18,9 @@ from vpipe.schedule.program import Schedule
 from vpipe.schedule.steady import steady_bubble
 from vpipe.schedule.walk import Cost, unit_cost, walk
 
+MOST_FORWARDS = 10_000_000
+"""Stages times minibatches, of a schedule whose actions are all looked at. More would take hours."""
+
 
 class Holding(NamedTuple):
     """The most that one rank of a stage ever holds, and the oldest weights that it ever uses."""
@@ -140,5 +143,10 @@ def finite(schedule: Schedule) -> Schedule:
     if schedule.minibatches is None:
         raise ScheduleError(
             f"schedule {schedule.name!r} has no end: give the number of minibatches to look at"
+        )
+    if schedule.minibatches * schedule.num_stages > MOST_FORWARDS:
+        raise ScheduleError(
+            f"minibatches is {schedule.minibatches}: of {schedule.num_stages} stages "
+            f"{MOST_FORWARDS // schedule.num_stages:,} at most are looked at, one by one"
         )
     return schedule

@@ -12,7 +12,9 @@ from vpipe.errors import ScheduleError
 from vpipe.schedule.facts import splits_backward
 from vpipe.schedule.program import Order, Placement, Schedule
 
-MOST_STAGES = 4096
+MOST_STAGES = MOST_RANKS = 4096
+MOST_INTERVAL = 10_000
+"""Minibatches of an asynchronous update. Beyond these numbers a schedule is a typing error."""
 
 
 class PipelineShape(NamedTuple):
@@ -116,13 +118,13 @@ class ScheduleKind:
         if self.table is not None:
             return self.table
         at_least_one("stages", positions)
-        if positions > MOST_STAGES:
-            raise ScheduleError(f"stages is {positions}: schedules are built for {MOST_STAGES} at most")
+        chunks = self.checked_chunks(chunks)
+        at_most("stages", positions, MOST_STAGES)
+        at_most("stages, with chunks of each,", positions * chunks, MOST_STAGES)
         if minibatches is not None:
             at_least_one("minibatches", minibatches)
         counts = self._checked_replicas(positions, replicas)
         interval = self._checked_interval(counts, minibatches, update_interval)
-        chunks = self.checked_chunks(chunks)
         return self.make(PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval))
 
     def checked_chunks(self, chunks: int | None) -> int:
@@ -138,13 +140,14 @@ class ScheduleKind:
 
     def _checked_replicas(self, positions: int, replicas: Sequence[int] | None) -> tuple[int, ...]:
         counts = (1,) * positions if replicas is None else tuple(replicas)
-        shown = ", ".join(map(str, counts))
+        shown = short_list(counts)
         if len(counts) != positions:
             raise ScheduleError(
                 f"replicas {shown} name {len(counts)} positions, but there are {positions}: give one number for each"
             )
         for position, count in enumerate(counts):
             at_least_one(f"replicas of stage {position}", count)
+        at_most("ranks", sum(counts), MOST_RANKS)
         if self.replicas == "one" and max(counts) > 1:
             raise ScheduleError(
                 f"schedule {self.name!r} has one rank on each position, not {shown}: "
@@ -161,6 +164,7 @@ class ScheduleKind:
         if not self.synchronous:
             if wanted is not None:
                 at_least_one("update_interval", wanted)
+                at_most("update_interval", wanted, MOST_INTERVAL)
             return self.interval(counts, wanted)
         if minibatches is None:
             raise ScheduleError(
@@ -177,6 +181,15 @@ class ScheduleKind:
 def table_kind(schedule: Schedule) -> ScheduleKind:
     """The kind that has this one schedule."""
     return ScheduleKind(schedule.name, schedule.synchronous, lambda shape: schedule, table=schedule)
+
+
+def short_list(counts: Sequence[int]) -> str:
+    return ", ".join(map(str, counts[:20])) + (", ..." if len(counts) > 20 else "")
+
+
+def at_most(what: str, value: int, most: int) -> None:
+    if value > most:
+        raise ScheduleError(f"{what} is {value}: schedules are built for {most:,} at most")
 
 
 def at_least_one(what: str, value: int) -> None:

@@ -31,6 +31,11 @@ def read_table(text: str, name: str = "table") -> Schedule:
         raise ScheduleError(f"{name}: there is no action in the table")
     placement = read_placement(programs, name)
     minibatches = 1 + max(action.minibatch for action in actions)
+    if minibatches > len(actions):
+        raise ScheduleError(
+            f"{name}: minibatch {minibatches - 1} is in a table of {len(actions)} actions: number minibatches from 0 "
+            "on, without gaps"
+        )
     steps = sorted({action.minibatch for action in actions if action.op is Op.STEP})
     if not steps:
         for rank, program in enumerate(programs):

@@ -9,6 +9,7 @@ from functools import partial
 from vpipe.cost import Plan, Profile
 from vpipe.errors import PartitionError, ScheduleError, VPipeError
 from vpipe.schedule import Action, Op, Schedule, kind_of, lower
+from vpipe.schedule.facts import finite
 from vpipe.schedule.program import Exists, Order
 from vpipe.schedule.steady import enough_minibatches
 
@@ -43,7 +44,7 @@ def arrange(plan: Plan, schedule: Schedule | str | None, minibatches: int | None
                 raise ScheduleError(
                     f"schedule {schedule.name!r} has no end: give the number of minibatches to simulate"
                 )
-            schedule = replace(schedule, minibatches=minibatches)
+            schedule = finite(replace(schedule, minibatches=minibatches))
         elif minibatches not in (None, schedule.minibatches):
             raise ScheduleError(
                 f"schedule {schedule.name!r} is written for {schedule.minibatches} minibatches, not "
@@ -79,7 +80,8 @@ def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
     minibatches = (
         minibatches or kind.default_minibatches(positions) or enough_minibatches(ranks, interval or ranks)
     )
-    return kind.build(positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval)
+    made = kind.build(positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval)
+    return finite(made)
 
 
 def _without_messages(order: Order, rank: int, exists: Exists) -> Iterator[Action]:

@@ -146,7 +146,7 @@ def _mode(path: Path) -> int | None:
 
 
 def _kind(mode: int) -> str:
-    kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
+    kinds = {stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket"}
     return kinds.get(stat.S_IFMT(mode), "a device")
 
 

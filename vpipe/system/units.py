@@ -13,7 +13,7 @@ UNITS = (
     | {unit.lower(): 1024**power for power, unit in enumerate(BINARY, 1)}
     | {unit.lower(): 1000**power for power, unit in enumerate(DECIMAL, 1)}
 )
-PATTERN = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)")
+PATTERN = re.compile(r"(\d{1,18}(?:\.\d{1,18})?)\s*([a-z]*)", re.ASCII)
 
 
 def read_bytes(text: str, what: str = "memory") -> int:
@@ -21,7 +21,7 @@ def read_bytes(text: str, what: str = "memory") -> int:
     match = PATTERN.fullmatch(text.strip().lower())
     if match is None or match[2] not in UNITS:
         raise VPipeError(
-            f"{what} {text!r} is not a size: write a number with one of {', '.join((*DECIMAL, *BINARY))}, "
+            f"{what} {text[:60]!r} is not a size: write a number with one of {', '.join((*DECIMAL, *BINARY))}, "
             "such as 11GiB or 500MB, or plain bytes"
         )
     number = match[1]

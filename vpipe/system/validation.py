@@ -22,6 +22,7 @@ _EXPECTED = {
     "dict_type": "an object",
     "string_too_short": "some text",
     "too_short": "a list with something in it",
+    "too_long": "{max_length} entries or fewer",
     "finite_number": "a number that is not infinite",
     "greater_than": "more than {gt:g}",
     "greater_than_equal": "{ge:g} or more",

@@ -20,10 +20,15 @@ from vpipe.launch.watch import FailureLog
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists, is_folder
+from vpipe.system.host_memory import total_memory
+from vpipe.system.units import show_bytes
 from vpipe.train.results import write_interrupted_results
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
+
+LEAST_MEMORY = 100 << 20
+"""Bytes of its own that a process has when it has imported torch."""
 
 
 def run(
@@ -47,6 +52,7 @@ def launch(
     """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
     read_faults(os.environ.get(VARIABLE, ""))
     _check_hosts(config)
+    _check_memory(config)
     stages = _stages_of_ranks(config)
     _check_paths(config)
     directory = None if config.directory is None else config.path(config.directory)
@@ -112,6 +118,16 @@ def _stages_of_ranks(config: RunConfig) -> list[str]:
     schedule = build_schedule(config)
     check_blocks(config, schedule)
     return [" and ".join(f"stage {s}" for s in schedule.stages_of(rank)) for rank in range(config.ranks)]
+
+
+def _check_memory(config: RunConfig) -> None:
+    """Raise for more ranks than can be started here, before they take the memory of everybody else."""
+    needed, memory = config.ranks * LEAST_MEMORY, total_memory()
+    if needed > memory:
+        raise ConfigError(
+            f"{config.source}: the run has {config.ranks} ranks, which need {show_bytes(needed)} before they have any "
+            f"weights, and this host has {show_bytes(memory)}: give fewer stages or replicas"
+        )
 
 
 def _check_hosts(config: RunConfig) -> None:
