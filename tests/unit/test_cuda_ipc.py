@@ -148,6 +148,7 @@ def test_both_ends_learn_whether_a_trial_copy_arrived_both_ways(
         assert list(threads.map(lambda end: end.try_out(), ends)) == [works, works]
     if works:
         assert [end.leftovers() for end in ends] == [[], []]
+        assert [len(end._slots) for end in ends] == [1, 1]  # used again: so was what says that it is free
     for end in ends:
         end.close()
 

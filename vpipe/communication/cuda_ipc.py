@@ -27,7 +27,7 @@ import re
 import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import torch
@@ -46,7 +46,7 @@ SPARE = 64 * 2**20
 
 
 _TRIAL = -1
-"""The stream of the first trial copy; the others have those below, each its own: none waits for room."""
+"""The stream of the first trial copy; what follows has those below, each its own: nothing waits for room."""
 TRIALS, TRIAL_SIZE = 2, 2048
 """Copies, and their elements."""
 
@@ -79,27 +79,24 @@ class CudaIpcChannel(SharedMemoryChannel):
 
         Each copies a pattern to the other, twice, so that the slot is used again after the other's event.
         """
-        trials = [
-            self._try_once(number) for number in range(TRIALS)
-        ]  # also after one that failed: the peer waits
-        arrived = all(trials)
-        verdict = Key(_TRIAL - TRIALS, 0)
-        self.send(verdict, torch.tensor(arrived))
-        return bool(self.receive(verdict, (), torch.bool)) and arrived
+        trials = [self._try_once(number) for number in range(TRIALS)]
+        return all(trials)
 
     def _try_once(self, number: int) -> bool:
-        key, pattern = Key(_TRIAL - number, 0), torch.arange(number, TRIAL_SIZE + number)
+        key, verdict = Key(_TRIAL - 2 * number, 0), Key(_TRIAL - 2 * number - 1, 0)
+        pattern = torch.arange(number, TRIAL_SIZE + number)
         try:
             self.send(key, pattern.to(self.device))
         except (RuntimeError, OSError):
             self._untaken.clear()  # it was not sent
             self.send(key, torch.zeros_like(pattern))  # so that the peer does not wait, and finds it wrong
-        try:
-            arrived = torch.equal(self.receive(key, pattern.shape, pattern.dtype, self.device).cpu(), pattern)
-        except (RuntimeError, OSError):
-            return False  # this process cannot open the peer's memory, or its GPU cannot read it
-        self.release(key)
-        return arrived
+        arrived = False
+        with suppress(RuntimeError, OSError):  # the peer's memory cannot be opened, or our GPU cannot read it
+            found = self.receive(key, pattern.shape, pattern.dtype, self.device)
+            arrived = torch.equal(found.cpu(), pattern)
+            self.release(key)
+        self.send(verdict, torch.tensor(arrived))
+        return bool(self.receive(verdict, (), torch.bool)) and arrived
 
     def send(self, key: Key, tensor: Tensor) -> None:
         if not tensor.is_cuda:

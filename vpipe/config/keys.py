@@ -215,7 +215,7 @@ class RunConfig(_Keys):
     # Ranks and hosts
 
     machines: Annotated[list[Machine], Field(min_length=1, max_length=4096)] | None = None
-    """host:GPU of each rank; ranks may share a GPU."""
+    """host:GPU of each rank, by its number among the GPUs that the rank sees; ranks may share a GPU."""
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
