@@ -38,6 +38,16 @@ from vpipe.errors import PeerError
 from vpipe.pipeline.threads import run_ranks
 
 T = TypeVar("T")
+SCHEDULES: dict[str, dict[str, Any]] = {
+    "gpipe": {"minibatches": 4},
+    "1f1b": {"minibatches": 4},
+    "interleaved": {"minibatches": 4, "chunks": 2},
+    "zb-h1": {"minibatches": 4},
+    "zb-v": {"minibatches": 4},
+    "pipedream": {},
+    "2bw": {},
+}
+"""All of them, with what they need."""
 STREAMS = 64
 """More than a small model has."""
 LOOK = 0.02
