@@ -7,9 +7,12 @@ an asynchronous one, over another channel each.
 from typing import Any
 
 import pytest
+import torch
 
 from tests.multiprocess import tasks
 from tests.multiprocess.against_threads import AgainstThreads
+from tests.multiprocess.pool import Pool
+from vpipe.communication import CommunicationHandler, ProcessWorld
 
 
 def long(*case: Any) -> Any:
@@ -87,3 +90,24 @@ def test_leaving_the_loop_and_training_again(
 ) -> None:
     data, more = tasks.batches(16), tasks.batches(6, first=50)
     against_threads(2, tasks.leave_and_train_again, schedule, data, more, channel=channel)
+
+
+def reduce_small_tensors(channel: str) -> list[list[float]]:
+    """Also of fewer elements than ranks: some parts are empty."""
+    world = ProcessWorld(channel, timeout=600.0)
+    handler = CommunicationHandler(world)
+    handler.register_tensor("gradients")
+    handler.open([], [(0, 1, 2)])
+    begun = [
+        handler.all_reduce("gradients", size, torch.full((size,), 10.0**world.rank), (0, 1, 2))
+        for size in (1, 2, 5)
+    ]
+    found = [reduction.finish().tolist() for reduction in begun]
+    world.all_gather("done", None)
+    handler.close()
+    return found
+
+
+@pytest.mark.parametrize("channel", ["gloo", "shared_memory"])
+def test_sums_of_small_tensors(pool: Pool, channel: str) -> None:
+    assert pool.run(3, reduce_small_tensors, channel) == [[[111.0] * size for size in (1, 2, 5)]] * 3

@@ -7,20 +7,11 @@ import pytest
 import torch
 
 from tests.examples import example, varied
-from tests.fake_nccl import DeadlockError, FakeNccl, OldHub, run_on
+from tests.fake_nccl import SCHEDULES, DeadlockError, FakeNccl, OldHub, run_on
 from vpipe import Pipeline
 from vpipe.weights import optimizer_factory
 
 T = TypeVar("T")
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {"minibatches": 4},
-    "1f1b": {"minibatches": 4},
-    "interleaved": {"minibatches": 4, "chunks": 2},
-    "zb-h1": {"minibatches": 4},
-    "zb-v": {"minibatches": 4},
-    "pipedream": {},
-    "2bw": {"update_interval": 2},
-}
 
 
 def train(hub: OldHub, schedule: str, **options: Any) -> list[list[float]]:

@@ -1,7 +1,9 @@
 """Training over NCCL, as the stand-in keeps its rules: no schedule waits for ever, and all compute the same."""
 
+import os
 from collections.abc import Callable
 from itertools import groupby, pairwise
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,23 +12,15 @@ from torch import Tensor
 
 from tests import models
 from tests.examples import example, varied
-from tests.fake_nccl import FakeHub, joined_pair, run_on
+from tests.fake_nccl import SCHEDULES, FakeHub, joined_pair, run_on
 from vpipe import Pipeline
-from vpipe.communication import InProcessHub, Key
+from vpipe.communication import InProcessHub, Key, ProcessWorld
+from vpipe.communication.nccl import prepare_environment
 from vpipe.errors import PeerError, VPipeError
 from vpipe.pipeline.threads import run_ranks
 from vpipe.schedule import Op, Rules
 from vpipe.weights import optimizer_factory
 
-SCHEDULES: dict[str, dict[str, Any]] = {
-    "gpipe": {"minibatches": 4},
-    "1f1b": {"minibatches": 4},
-    "interleaved": {"minibatches": 4, "chunks": 2},
-    "zb-h1": {"minibatches": 4},
-    "zb-v": {"minibatches": 4},
-    "pipedream": {},
-    "2bw": {"update_interval": 2},
-}
 COUNT = 12
 every_schedule = pytest.mark.parametrize("schedule", SCHEDULES)
 Result = tuple[list[float], dict[str, Tensor] | None]
@@ -148,10 +142,7 @@ REPLICAS = [
 
 @pytest.mark.parametrize(("schedule", "replicas"), REPLICAS)
 def test_replicas(capture_once: None, schedule: str, replicas: tuple[int, ...]) -> None:
-    options = {"update_interval": max(replicas)} if schedule == "2bw" else {}
-    hub = compare(
-        example("sequential"), schedule, sum(replicas), evaluate_and_leave, replicas=replicas, **options
-    )
+    hub = compare(example("sequential"), schedule, sum(replicas), evaluate_and_leave, replicas=replicas)
     lists = {ranks for name, ranks in hub.nccl.communicators if name.startswith("gradients")}
     assert {len(ranks) for ranks in lists} == {count for count in replicas if count > 1}
 
@@ -181,7 +172,7 @@ def test_everything_together(
     if replicas == (2, 1, 1) and schedule in ("interleaved", "zb-v"):
         pytest.skip("these schedules have equal replicas")
     monkeypatch.setattr("vpipe.runtime.prefetch.AHEAD", ahead)
-    model = example(name, layers=4) if name != "unet" else example(name)
+    model = example(name, layers=4) if name == "bert" else example(name)
     options = {} if replicas is None else {"replicas": replicas}
     compare(model, schedule, sum(replicas or (1, 1, 1)), evaluate_and_leave, **options)
 
@@ -332,3 +323,57 @@ def test_all_ranks_make_their_communicators_in_one_order() -> None:
     for names in joined:
         places = [order.index(name) for name in names]
         assert all(before < after for before, after in pairwise(places))
+
+
+# The world
+
+
+@pytest.mark.parametrize(
+    ("channel", "local", "certain"),
+    [("auto", "4", True), ("nccl", "8", True), ("auto", "8", False), ("gloo", "4", False)],
+)
+def test_cuda_is_prepared_where_nccl_is_certain(
+    channel: str, local: str, certain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS"):
+        monkeypatch.setenv(name, "")  # so that it is put back
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", local)
+    prepare_environment(channel)
+    found = [os.environ.get(name) for name in ("CUDA_MODULE_LOADING", "CUDA_DEVICE_MAX_CONNECTIONS")]
+    assert found == (["EAGER", "32"] if certain else [None, None])
+
+
+def test_what_the_user_has_set_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("CUDA_MODULE_LOADING", "LAZY")
+    monkeypatch.setenv("CUDA_DEVICE_MAX_CONNECTIONS", "1")
+    prepare_environment("nccl")
+    assert (os.environ["CUDA_MODULE_LOADING"], os.environ["CUDA_DEVICE_MAX_CONNECTIONS"]) == ("LAZY", "1")
+
+
+@pytest.mark.parametrize(
+    ("groups", "native", "pairs"),
+    [
+        ([(0, 1)], set(), {(0, 2)}),  # one host: CUDA IPC adds them up
+        ([(0, 2)], {(0, 2)}, {(0, 2)}),
+        ([(0, 1, 2)], {(0, 1, 2)}, {(0, 2)}),  # NCCL connects some of them
+        ([(0, 2, 3)], set(), {(0, 2), (2, 0), (0, 3), (3, 0)}),  # but refuses two on one card
+    ],
+)
+def test_nccl_adds_up_where_it_connects_cards(
+    groups: list[tuple[int, ...]],
+    native: set[tuple[int, ...]],
+    pairs: set[tuple[int, int]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Ranks 0 and 1 are on one host, 2 and 3 on one card of another."""
+    monkeypatch.delenv("WORLD_SIZE", raising=False)
+    world: Any = ProcessWorld()
+    world._places = [SimpleNamespace(gpu=gpu) for gpu in ("a", "b", "c", "c")]
+    world._nccl_pairs = {(a, b) for a in range(4) for b in range(4) if (a < 2) != (b < 2)}
+    opened = []
+    world._communicators = SimpleNamespace(open=lambda *what: opened.append(what))
+    world.connect([(0, 2), (0, 1)], groups)
+    assert opened == [(pairs, native)]
