@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +18,7 @@ import pytest
 from tests.end_to_end.command import alive, wait_until_gone
 from tests.waiting import wait_until
 from vpipe.errors import RankFailedError, VPipeError
-from vpipe.launch import local, watch
+from vpipe.launch import helpers, local, watch
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.record.whereabouts import Page
 
@@ -185,6 +185,36 @@ def test_the_watch_blames_who_stands_still_and_nobody_who_works_or_waits(
     )
 
 
+@pytest.mark.parametrize("state", ["T", "S"])
+def test_nobody_is_blamed_when_all_were_suspended(
+    state: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Row 35 of docs/reliability.md: the ranks are stopped, then the launcher for a minute; it is continued first."""
+    now, beat = 1000.0, 1000.0
+    page = Page(bytearray(Page.size(1)))
+    ranks = Ranks([], 1, tmp_path, ["stage 0"], heartbeat_limit=10.0, patience=30.0)
+    ranks.log(0).touch()
+    child: Any = SimpleNamespace(pid=0, poll=lambda: None)
+    found = watch.LauncherWatch([child], page, ranks)
+    monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(page, "beat", lambda rank: beat)
+    monkeypatch.setattr(watch, "_look", lambda rank: (state, 0))
+    for _ in range(40):  # it has seen for 4 s that the rank stands still
+        now += 0.1
+        assert found.failed_rank() is None
+    now += 60.0
+    for _ in range(40):
+        now += 0.1
+        assert found.failed_rank() is None
+    for _ in range(60):  # a rank that then does not go on is blamed
+        now += 0.1
+        failed = found.failed_rank()
+        if failed is not None:
+            assert 4.9 < float(failed.how.partition(" for ")[2].split()[0]) < 10.1
+            return
+    raise AssertionError("it was not found")
+
+
 def test_what_a_rank_has_started_ends_with_it(supervised: Supervised) -> None:
     supervised("kill", "parent")
 
@@ -211,6 +241,63 @@ def test_nothing_outlives_a_killed_launcher(tmp_path: Path) -> None:
         os.kill(launcher.pid, signal.SIGKILL)
         launcher.wait()
     wait_until_gone(str(tmp_path))
+
+
+@pytest.fixture
+def cleanup() -> Iterator[int]:
+    """The launcher's cleanup process; leaving ends it, which must not take for ever."""
+    before = children_of(os.getpid())
+    with local._cleanup_process():
+        (process,) = set(children_of(os.getpid())) - set(before)
+        yield int(process)
+    assert children_of(os.getpid()) == before
+
+
+def stop(process: int) -> None:
+    os.kill(process, signal.SIGSTOP)
+    wait_until(lambda: helpers.state_of(process) == "T", "its stop")
+
+
+def test_a_helper_that_is_stopped_is_named_and_continued(
+    cleanup: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Row 30 of docs/reliability.md."""
+    watching = helpers.HelperWatch(limit=0.5)
+    watching.look()
+    stop(cleanup)
+    wait_until(lambda: watching.look() or helpers.state_of(cleanup) != "T", "its continuation")
+    said = capsys.readouterr().err
+    assert said.startswith(f"warning: the cleanup process (process {cleanup}) was stopped (SIGSTOP) for ")
+    assert said.endswith(" s: it is continued\n")
+
+
+def test_the_launcher_does_not_wait_for_a_helper_that_is_stopped_at_the_end(cleanup: int) -> None:
+    stop(cleanup)
+
+
+def test_a_helper_that_is_gone_is_named_once(cleanup: int, capsys: pytest.CaptureFixture[str]) -> None:
+    os.kill(cleanup, signal.SIGKILL)
+    wait_until(lambda: helpers.state_of(cleanup) == "Z", "its end")
+    watching = helpers.HelperWatch(limit=NEVER)
+    for _ in range(3):
+        watching._looked = 0.0
+        watching.look()
+    assert capsys.readouterr().err == (
+        f"warning: the cleanup process (process {cleanup}) has ended before its time: what the ranks have started "
+        "may outlive a launcher that is killed\n"
+    )
+
+
+def test_a_helper_that_does_not_end_is_killed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(helpers, "END_LIMIT", 0.1)
+    with subprocess.Popen(["sleep", "600"]) as deaf:
+        assert not helpers.end_helper(deaf.pid, "a helper", lambda: deaf.poll() is not None)
+    assert (
+        capsys.readouterr().err
+        == f"warning: a helper (process {deaf.pid}) did not end within 0.1 s: it is killed\n"
+    )
 
 
 def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:

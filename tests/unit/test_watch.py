@@ -1,10 +1,14 @@
 """The watch: what a rank says of itself while it runs, and how a hang is explained."""
 
 import json
+import os
+import socket
+import threading
 import time
 import urllib.request
 from collections.abc import Callable
-from http.server import ThreadingHTTPServer
+from contextlib import closing, suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,10 +20,10 @@ from tests.examples import varied
 from tests.waiting import wait_until
 from vpipe import Pipeline
 from vpipe.errors import ConfigError
-from vpipe.observe import hang, recorder, watch
+from vpipe.observe import hang, prometheus, recorder, watch
 from vpipe.observe.figures import scalars
 from vpipe.observe.hang import GONE, STOPPED, RankState, culprit, explain, fate_of, sentence
-from vpipe.observe.prometheus import exposition, serve
+from vpipe.observe.prometheus import PrometheusEndpoint, exposition
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.screen import picture, top
 from vpipe.observe.watch import RankWatch
@@ -100,7 +104,8 @@ def test_a_hang_is_explained_by_who_waits_for_whom(
         perf_counter=lambda: time.perf_counter() + waited, monotonic=lambda: answering, time=time.time
     )
     monkeypatch.setattr(watch, "time", clock)
-    monkeypatch.setattr(hang, "SILENT", HOURS)  # all ranks speak, if they get a processor
+    monkeypatch.setattr(hang, "time", clock)
+    monkeypatch.setattr(hang, "SILENT", 10 * HOURS)  # all ranks speak, if they get a processor
     places = {0: "0F4", 1: "1RECV_F4"}
 
     def answered(rank: int) -> bool:
@@ -160,20 +165,20 @@ def test_the_last_status_and_the_figures_of_each_stage(
 def test_prometheus_reads_what_the_ranks_said(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, often: None
 ) -> None:
-    made: list[ThreadingHTTPServer] = []
+    made: list[PrometheusEndpoint] = []
     told = ""
 
-    def at_a_free_port(folder: Path, port: int) -> ThreadingHTTPServer:
+    def at_a_free_port(folder: Path, port: int) -> PrometheusEndpoint:
         assert port == 9000
-        made.append(serve(folder, 0))
+        made.append(PrometheusEndpoint(folder, 0))
         return made[0]
 
     def read(pipes: dict[int, Pipeline]) -> None:
         nonlocal told
         wait_until(lambda: [bool(status.totals) for status in read_statuses(tmp_path)] == [True, True])
-        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].server_port}/metrics").read().decode()
+        told = urllib.request.urlopen(f"http://127.0.0.1:{made[0].port}/metrics").read().decode()
 
-    monkeypatch.setattr(recorder, "serve", at_a_free_port)
+    monkeypatch.setattr(recorder, "PrometheusEndpoint", at_a_free_port)
     recorded(tmp_path, at_the_end=read, port=9000)
     assert "# TYPE vpipe_updates_total counter" in told
     assert 'vpipe_updates_total{rank="1"} ' in told
@@ -181,17 +186,57 @@ def test_prometheus_reads_what_the_ranks_said(
     assert 'vpipe_seconds_total{rank="1",kind="wait"} ' in told
     for line in told.splitlines():
         assert line.startswith("# ") or float(line.rpartition(" ")[2]) >= 0
-    assert made[0].fileno() == -1  # it is closed
+    assert made[0]._listener.fileno() == -1  # it is closed
 
 
 def test_a_port_that_is_taken_is_told(tmp_path: Path) -> None:
-    taken = serve(tmp_path, 0)
-    try:
-        with pytest.raises(ConfigError, match="prometheus_port"):
-            serve(tmp_path, taken.server_port)
-    finally:
-        taken.shutdown()
-        taken.server_close()
+    with (
+        closing(PrometheusEndpoint(tmp_path, 0)) as taken,
+        pytest.raises(ConfigError, match="prometheus_port"),
+    ):
+        PrometheusEndpoint(tmp_path, taken.port)
+
+
+def asked(port: int, request: str) -> tuple[str, str]:
+    """The first line of the answer to a request, and its text."""
+    with socket.create_connection(("127.0.0.1", port), HOURS) as link:
+        link.sendall(request.encode())
+        answer = b"".join(iter(lambda: link.recv(4096), b"")).decode()
+    head, _, body = answer.partition("\r\n\r\n")
+    return head.partition("\r\n")[0], body
+
+
+def test_the_endpoint_answers_what_it_has_and_refuses_the_rest(tmp_path: Path) -> None:
+    write_status(status(0, "0F8"), tmp_path)
+    with closing(PrometheusEndpoint(tmp_path, 0)) as endpoint:
+        first, body = asked(endpoint.port, "GET /metrics?x=1 HTTP/1.1\r\nHost: here\r\n\r\n")
+        assert (first, body) == ("HTTP/1.0 200 OK", exposition(read_statuses(tmp_path)))
+        assert asked(endpoint.port, "HEAD / HTTP/1.1\r\n\r\n") == ("HTTP/1.0 200 OK", "")
+        assert asked(endpoint.port, "GET /etc HTTP/1.1\r\n\r\n")[0] == "HTTP/1.0 404 Not Found"
+        assert asked(endpoint.port, "POST / HTTP/1.1\r\n\r\n")[0] == "HTTP/1.0 405 Method Not Allowed"
+        with suppress(ConnectionResetError):
+            assert asked(endpoint.port, "GET /" + "x" * 9000) == ("", "")
+
+
+def test_idle_connections_to_the_endpoint_take_no_thread_and_few_descriptors(tmp_path: Path) -> None:
+    """Row 29 of docs/reliability.md: a further connection takes the place of the oldest."""
+    write_status(status(0, "0F8"), tmp_path)
+    idle: list[socket.socket] = []
+    with closing(PrometheusEndpoint(tmp_path, 0)) as endpoint:
+        threads, before = threading.active_count(), len(os.listdir("/proc/self/fd"))
+        try:
+            for number in range(200):
+                idle.append(socket.create_connection(("127.0.0.1", endpoint.port), HOURS))
+                if number % 2:
+                    idle[-1].sendall(b"GET /metrics")  # and it never ends its request
+            url = f"http://127.0.0.1:{endpoint.port}/metrics"
+            assert b"vpipe_updates_total" in urllib.request.urlopen(url).read()
+            assert threading.active_count() == threads
+            most = before + len(idle) + prometheus.AT_ONCE
+            wait_until(lambda: len(os.listdir("/proc/self/fd")) <= most)
+        finally:
+            for link in idle:
+                link.close()
 
 
 def status(rank: int, place: str, waiting: Waiting | None = None, **more: Any) -> Status:
@@ -234,6 +279,19 @@ def test_a_rank_that_says_nothing_is_the_culprit_though_it_seemed_to_wait(fate: 
     assert guilty is not None
     assert guilty.rank == 1
     assert f"rank 1 {fate}: it was in 1F2" in sentence(found)
+
+
+def test_a_clock_that_is_set_makes_no_rank_silent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The age of a status is counted by a clock that nobody sets, as long as the host has not been started again."""
+    jumped = SimpleNamespace(
+        time=lambda: time.time() + HOURS, monotonic=lambda: 500.0, perf_counter=time.perf_counter
+    )
+    monkeypatch.setattr(hang, "time", jumped)
+    here = socket.gethostname()
+    fresh = replace(status(0, "0F8"), host=here, uptime=499.0, process=os.getpid())
+    assert hang._state(fresh) == RankState(replace(fresh, seconds=32.0))
+    old = hang._state(replace(fresh, uptime=9000.0))  # of an earlier start of the host
+    assert old.fate == hang.SILENCE
 
 
 def test_a_process_that_does_not_exist_is_gone() -> None:

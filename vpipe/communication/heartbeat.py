@@ -19,7 +19,9 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from typing import Any
 
-from vpipe.communication.sockets import TOKEN_LIMIT, connect_peers, own_address
+from vpipe.communication.admission import HANDSHAKE_LIMIT
+from vpipe.communication.peers import connect_peers
+from vpipe.communication.sockets import own_address
 from vpipe.errors import PeerError
 
 _BEAT, _GOODBYE, _FAILURE = b".", b",", b"!"
@@ -157,6 +159,6 @@ def connect_heartbeat(
 ) -> Heartbeat:
     """Connect every pair of ranks; `hosts` are the names of theirs. Every rank calls `gather` once."""
     peers = [peer for peer in range(len(hosts)) if peer != rank]
-    with socket.create_server((own_address(towards), 0), backlog=len(hosts)) as listener:
-        links = connect_peers(rank, peers, listener, "heartbeat", gather, max(limit, 2 * TOKEN_LIMIT))
+    with socket.create_server((own_address(towards), 0), backlog=socket.SOMAXCONN) as listener:
+        links = connect_peers(rank, peers, listener, "heartbeat", gather, max(limit, 2 * HANDSHAKE_LIMIT))
     return Heartbeat(rank, links, hosts, limit)

@@ -18,10 +18,10 @@ import array
 import ctypes
 import mmap
 import os
+import secrets
 import select
 import socket
 import struct
-import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -31,8 +31,9 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.sockets import connect_peers
+from vpipe.communication.peers import connect_peers
 from vpipe.errors import PeerError
+from vpipe.system.deadline import Deadline
 
 HEADER = struct.Struct("<Bxxxiqqq")  # kind, stream, number, slot, bytes of the tensor
 DATA, _TAKEN, _FREE = range(3)
@@ -139,7 +140,7 @@ class SharedMemoryChannel(Channel):
         if self._notices:
             message = b"".join((*self._notices, message))
             self._notices.clear()
-        deadline = time.monotonic() + self.timeout
+        deadline: Deadline | None = None
         try:
             while True:
                 try:
@@ -150,6 +151,7 @@ class SharedMemoryChannel(Channel):
                     return
                 except BlockingIOError:
                     # The socket is full: take in what the peer sends meanwhile, or both would wait for ever.
+                    deadline = deadline or Deadline(self.timeout)
                     self._wait_for(select.POLLOUT | select.POLLIN, deadline, "room in the socket")
                     self._pump()
                 except OSError as error:
@@ -159,7 +161,7 @@ class SharedMemoryChannel(Channel):
                 os.close(descriptor)
 
     def _wait(self, ready: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + self.timeout
+        deadline = Deadline(self.timeout)
         while not ready():
             if self._take_next():
                 continue
@@ -168,10 +170,11 @@ class SharedMemoryChannel(Channel):
             self._send_notices()  # or both would wait for ever
             self._wait_for(select.POLLIN, deadline, what)
 
-    def _wait_for(self, events: int, deadline: float, what: str) -> None:
+    def _wait_for(self, events: int, deadline: Deadline, what: str) -> None:
         self._poll.register(self._link, events)
-        if not self._poll.poll(max(0.0, deadline - time.monotonic()) * 1000):
-            raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
+        while not self._poll.poll(deadline.slice() * 1000):
+            if not deadline.left():
+                raise PeerError(f"waited {self.timeout:g} s for rank {self.peer}: {what}")
 
     def _pump(self) -> None:
         """Take in every message that has arrived."""
@@ -237,6 +240,7 @@ def connect_all(
 ) -> dict[int, socket.socket]:
     """A socket to each of this host's ranks; `gather` is called once by every rank of the world."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind("")  # the kernel gives it an abstract address, which vanishes with the socket
-        listener.listen(len(peers) + 1)
+        # An abstract address, which vanishes with the socket. The kernel has few of its own, which others could use up.
+        listener.bind(f"\0vpipe-{secrets.token_hex(16)}")
+        listener.listen(socket.SOMAXCONN)
         return connect_peers(rank, peers, listener, "shared memory", gather, timeout)

@@ -20,6 +20,7 @@ from functools import partial
 from types import FrameType
 
 from vpipe.errors import ConfigError, RankFailedError, VPipeError
+from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
@@ -36,6 +37,7 @@ POLL = 0.02
 TAIL = 20
 """Lines of its log that are shown when a rank dies and reports no error."""
 _DONE = b"done"
+_CLEANUP = "the cleanup process"
 
 
 @dataclass
@@ -73,7 +75,7 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None
 def listen_here(port: int) -> socket.socket:
     """A socket of the loopback interface, for the ranks to meet at: from now on the port is this job's."""
     try:
-        return socket.create_server(("127.0.0.1", port))
+        return socket.create_server(("127.0.0.1", port), backlog=socket.SOMAXCONN)
     except OSError as error:
         raise ConfigError(
             f"port is {port}: it cannot be used ({error.strerror}): another job or program has it; give another, "
@@ -95,12 +97,13 @@ def _cleanup_process() -> Iterator[Callable[[int], object]]:
         os.close(writing)
         _clean_up(reading)
     try:
-        yield lambda group: os.write(writing, b"%d\n" % group)
+        with helping(child, _CLEANUP, "what the ranks have started may outlive a launcher that is killed"):
+            yield lambda group: os.write(writing, b"%d\n" % group)
         os.write(writing, _DONE)  # the groups are gone, their numbers may soon be those of others
     finally:
         os.close(reading)
         os.close(writing)
-        os.waitpid(child, 0)
+        end_helper(child, _CLEANUP, lambda: os.waitpid(child, os.WNOHANG)[0] == child)
 
 
 def _clean_up(reading: int) -> None:
@@ -176,6 +179,7 @@ def _wait(watch: LauncherWatch, signals: _Signals) -> FailedRank | None:
     """Until all have ended, one has failed, or a second signal to end came; the rank that failed, if one has."""
     children = watch.children
     passed_on, saves = 0, 0
+    helpers = HelperWatch(watch.ranks.heartbeat_limit)
     while any(child.poll() is None for child in children) and len(signals.to_end) < 2:
         failed = watch.failed_rank()
         if failed is not None:
@@ -187,6 +191,7 @@ def _wait(watch: LauncherWatch, signals: _Signals) -> FailedRank | None:
             saves += 1
             # A rank that does not handle the signal yet would die of it.
             _send([child for rank, child in enumerate(children) if watch.page.beat(rank)], signal.SIGUSR1)
+        helpers.look()
         time.sleep(POLL)
     return watch.failed_rank()
 

@@ -1,8 +1,7 @@
 """Several ranks on one GPU: NVIDIA's MPS lets them compute at the same time, each with its share of the card.
 
 The daemon is started for the run alone, in folders of its own, by a guard: a small process that waits for the launcher
-to end, however it ends, and then ends the daemon and removes the folders. If the guard is killed or stopped, the
-launcher does its work.
+to end, however it ends, and then ends the daemon and removes the folders.
 """
 
 from __future__ import annotations
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.launch.helpers import end_helper, helping
 from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
 if TYPE_CHECKING:
@@ -29,15 +29,14 @@ if TYPE_CHECKING:
 
 CONTROL = "nvidia-cuda-mps-control"
 READY = b"ready\n"
+START_LIMIT = 60.0
+"""Seconds within which the daemon must have started."""
+_GUARD = "the guard of MPS"
 QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
-END_LIMIT = 5.0
-"""Seconds that the daemon and its servers have to end, once told to; a client that was killed in the middle of its work
-can leave them hanging."""
-START_LIMIT = 60.0
-"""Seconds that the daemon has to start."""
-GUARD_LIMIT = 15.0
-"""Seconds that the guard has to end all of them; it needs twice END_LIMIT at most."""
+KILL_LIMIT = 4.0
+"""Seconds that the daemon has to answer, and again to be gone: a client that was killed in the middle of its work can
+leave it hanging. Twice as long is less than a helper has to end."""
 
 
 def count_gpus(devices: Path = Path("/dev")) -> int:
@@ -103,23 +102,20 @@ def _daemon() -> Iterator[dict[str, str]]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    started = False
     try:
-        answered, _, _ = select.select([process.stdout], [], [], START_LIMIT)
-        started = bool(answered) and process.stdout.readline() == READY
-        if not started:
+        begun, _, _ = select.select([process.stdout], [], [], START_LIMIT)
+        if not begun or process.stdout.readline() != READY:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
-        yield _variables(folder)
+        with helping(process.pid, _GUARD, f"the daemon of MPS in {folder} ends when the launcher ends it"):
+            yield _variables(folder)
     finally:
         process.stdin.close()
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(GUARD_LIMIT if started else 0)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        in_time = end_helper(process.pid, _GUARD, lambda: process.poll() is not None)
+        if not in_time or process.returncode < 0:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a program that it has called
+            _quit(folder)
         process.stdout.close()
-        if started and folder.exists():
-            _end_daemon(folder)
 
 
 def _variables(folder: Path) -> dict[str, str]:
@@ -141,21 +137,21 @@ def guard(place: str) -> None:
         os.write(sys.stdout.fileno(), READY)
         sys.stdin.buffer.read()
     finally:
-        _end_daemon(folder)
+        _quit(folder)
 
 
-def _end_daemon(folder: Path) -> None:
-    """Tell the daemon to quit, kill what is left of it, and remove its folders."""
+def _quit(folder: Path) -> None:
+    """End the daemon of this folder and its servers, by force if they do not quit, and remove the folder."""
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [CONTROL],
             input=f"quit -t {QUIT_LIMIT}\n".encode(),
             env={**os.environ, **_variables(folder)},
             stdout=subprocess.DEVNULL,
+            timeout=KILL_LIMIT,
             check=False,
-            timeout=END_LIMIT,
         )
-    deadline = time.monotonic() + END_LIMIT
+    deadline = time.monotonic() + KILL_LIMIT
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in left:

@@ -23,6 +23,8 @@ from vpipe.record.whereabouts import Page
 
 IDLE = 0.05
 """Share of a processor below which a process without heartbeats is not at work."""
+PAUSE = 1.0
+"""Seconds between two looks at the ranks, and more: the launcher was stopped, or the machine suspended."""
 FOLLOWER_WAIT = 1.0
 """Seconds after which a rank that blames another one is named itself, if no other has failed."""
 
@@ -65,14 +67,13 @@ class FailureLog:
 
     def failed(self, attempt: int, failed: FailedRank, found: float) -> None:
         """A rank failed, and all others have ended since."""
-        self._failed = found
-        self._write(
-            attempt=attempt, rank=failed.rank, how=failed.how, found=found, ended=round(time.time(), 3)
-        )
+        ended = round(time.time(), 3)
+        self._failed = time.monotonic() - (ended - found)
+        self._write(attempt=attempt, rank=failed.rank, how=failed.how, found=found, ended=ended)
 
     def recovered(self, attempt: int) -> None:
         if self._failed is not None:
-            seconds = time.time() - self._failed
+            seconds = time.monotonic() - self._failed
             print(f"the run trains again, {seconds:.1f} s after the fault", file=sys.stderr, flush=True)
             self._write(attempt=attempt, recovered=round(time.time(), 3))
 
@@ -108,7 +109,7 @@ class LauncherWatch:
         self._logged = [ranks.log(rank).stat().st_size for rank in range(ranks.count)]
         self._seen = [_Seen() for _ in children]
         self._follower_since: float | None = None
-        self._looked = 0.0
+        self._looked = self._resumed = 0.0
 
     def failed_rank(self) -> FailedRank | None:
         """The rank that failed first, once one has."""
@@ -128,6 +129,10 @@ class LauncherWatch:
         now = time.monotonic()
         if now - self._looked < INTERVAL:
             return None
+        if now - self._looked > max(PAUSE, self.ranks.heartbeat_limit / 4):
+            # The launcher itself was stopped, and the ranks perhaps with it: what they missed is not theirs.
+            self._resumed = now
+            self._seen = [_Seen() for _ in self.children]
         self._looked = now
         if self._on_training and all(self.page.place(rank).action for rank in range(len(codes))):
             self._on_training()
@@ -154,7 +159,7 @@ class LauncherWatch:
             seen.idle = None if at_work else seen.idle or seen.at
             seen.ticks, seen.at = ticks, now
         beat = self.page.beat(rank)
-        silent = now - beat if beat else 0.0
+        silent = now - max(beat, self._resumed) if beat else 0.0
         idle = now - seen.idle if seen.idle is not None else 0.0
         if silent > self.ranks.patience or (silent > 0.9 * limit and idle > limit / 2):
             how = f"stuck: its interpreter has not run for {silent:.1f} s"

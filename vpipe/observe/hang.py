@@ -90,9 +90,12 @@ def _state(status: Status, page: Page | None = None) -> RankState:
     """From a rank's own status or, if that is old, from the page and the system."""
     if status.state in (ENDED, FAILED):
         return RankState(status)
-    old = time.time() - status.time
+    here = status.host == socket.gethostname()
+    # A status from before the host was started again is later than the clock is now.
+    counts = here and 0 < status.uptime <= time.monotonic()
+    old = time.monotonic() - status.uptime if counts else time.time() - status.time
     now = replace(status, seconds=status.seconds + old)
-    if old < SILENT or status.host != socket.gethostname():
+    if old < SILENT or not here:
         return RankState(now)
     if page is not None:
         place = page.place(status.rank)

@@ -1,20 +1,31 @@
 """The endpoint for Prometheus on the loopback interface, switched on by `prometheus_port` of a run's configuration.
 
-It reads the last statuses of all ranks (`vpipe.record.status`) on each request; nothing is counted for it.
+It reads the last statuses of all ranks (`vpipe.record.status`) when it is asked; nothing is counted for it. It answers
+anybody on this host, a few at a time and each for a short time.
 """
 
 from __future__ import annotations
 
-import threading
+import asyncio
+import socket
+import time
 from collections.abc import Callable, Iterable, Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+from vpipe.communication.admission import BackgroundTask, CallerLog, TurnedAway, serve_callers
 from vpipe.errors import ConfigError
 from vpipe.record.status import TIMES, Status, read_statuses
 
 ADDRESS = "127.0.0.1"
 CONTENT = "text/plain; version=0.0.4; charset=utf-8"
+AT_ONCE = 16
+"""Connections at a time; for a further one the oldest has to go."""
+LIMIT = 5.0
+"""Seconds that a connection lasts at most."""
+LONGEST = 8192
+"""Bytes of a request that are read at most."""
+FRESH = 0.5
+"""Seconds for which an answer is given again."""
 
 Values = Callable[[Status], Iterable[tuple[str, float | None]]]
 
@@ -66,29 +77,54 @@ def exposition(statuses: list[Status]) -> str:
     return "".join(f"{line}\n" for line in lines)
 
 
-def serve(folder: Path, port: int) -> ThreadingHTTPServer:
-    """Serve `/metrics` of one run in a thread, until it is shut down."""
+class PrometheusEndpoint:
+    """Serves `/metrics` of one run on the loopback interface, from a thread, until it is closed."""
 
-    class Answer(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            if self.path.split("?")[0] not in ("/", "/metrics"):
-                self.send_error(404)
-                return
-            body = exposition(read_statuses(folder)).encode()
-            self.send_response(200)
-            self.send_header("Content-Type", CONTENT)
-            self.send_header("Content-Length", str(len(body)))
-            self.end_headers()
-            self.wfile.write(body)
+    def __init__(self, folder: Path, port: int) -> None:
+        self._folder = folder
+        self._made = -FRESH
+        self._text = ""
+        try:
+            self._listener = socket.create_server((ADDRESS, port))
+        except OSError as error:
+            raise ConfigError(
+                f"prometheus_port is {port}: it cannot be used ({error.strerror}): give another, or 0 for none"
+            ) from None
+        self.port: int = self._listener.getsockname()[1]
+        work = serve_callers(self._listener, self._answer, CallerLog("prometheus_port"), LIMIT, AT_ONCE)
+        self._task = BackgroundTask(work, "vpipe prometheus")
 
-        def log_message(self, format: str, *args: object) -> None:
-            """Requests are not logged."""
+    def close(self) -> None:
+        self._task.close()
+        self._listener.close()
 
-    try:
-        server = ThreadingHTTPServer((ADDRESS, port), Answer)
-    except OSError as error:
-        raise ConfigError(
-            f"prometheus_port is {port}: it cannot be used ({error.strerror}): give another, or 0 for none"
-        ) from None
-    threading.Thread(target=server.serve_forever, name="vpipe prometheus", daemon=True).start()
-    return server
+    async def _answer(self, link: socket.socket) -> bool:
+        """One request, and the connection is closed: HTTP/1.0."""
+        loop = asyncio.get_running_loop()
+        request = b""
+        while b"\r\n\r\n" not in request and b"\n\n" not in request:
+            more = await loop.sock_recv(link, LONGEST - len(request))
+            if not more:
+                raise ConnectionResetError
+            request += more
+            if len(request) == LONGEST:
+                raise TurnedAway(f"its request has more than {LONGEST} bytes")
+        method, _, rest = request.decode("latin-1").partition(" ")
+        path = rest.partition(" ")[0].partition("?")[0]
+        if method not in ("GET", "HEAD"):
+            status, body = "405 Method Not Allowed", "only GET\n"
+        elif path not in ("/", "/metrics"):
+            status, body = "404 Not Found", "see /metrics\n"
+        else:
+            status, body = "200 OK", self._exposition()
+        written = body.encode()
+        head = f"HTTP/1.0 {status}\r\nContent-Type: {CONTENT}\r\nContent-Length: {len(written)}\r\n\r\n"
+        await loop.sock_sendall(link, head.encode() + (b"" if method == "HEAD" else written))
+        return False
+
+    def _exposition(self) -> str:
+        """Made once for all who ask within a moment: a flood of requests costs the training little."""
+        now = time.monotonic()
+        if now - self._made >= FRESH:
+            self._made, self._text = now, exposition(read_statuses(self._folder))
+        return self._text

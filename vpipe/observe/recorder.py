@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
-from vpipe.observe.prometheus import serve
+from vpipe.observe.prometheus import PrometheusEndpoint
 from vpipe.observe.screen import ProgressReport
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
@@ -62,7 +62,8 @@ class Recorder:
         self._watch = RankWatch(
             pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self.show
         )
-        self._endpoint = serve(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
+        serves = prometheus_port and pipe.rank == 0
+        self._endpoint = PrometheusEndpoint(folder, prometheus_port) if serves else None
 
     def say(self, line: str) -> None:
         self.log.line(line)
@@ -138,8 +139,7 @@ class Recorder:
     def close(self) -> None:
         self._watch.close(self.error)
         if self._endpoint is not None:
-            self._endpoint.shutdown()
-            self._endpoint.server_close()
+            self._endpoint.close()
         self._progress.close()
         self.log.close()
         if self._metrics is not None:

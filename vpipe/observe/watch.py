@@ -115,6 +115,7 @@ class RankWatch(threading.Thread):
             process=os.getpid(),
             host=socket.gethostname(),
             time=time.time(),
+            uptime=time.monotonic(),
             state=state,
             error=error,
             place=str(place),

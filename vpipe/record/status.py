@@ -38,6 +38,8 @@ class Status:
     host: str
     time: float
     """`time.time()` when it was written."""
+    uptime: float = 0.0
+    """`time.monotonic()` then: readers of the same host use it, since the other clock may be set."""
     state: str = RUNNING
     error: str = ""
     updates: int = 0

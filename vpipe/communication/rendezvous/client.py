@@ -9,14 +9,29 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from vpipe.communication.rendezvous.handshake import Introduction, RefusedError, introduce
+from vpipe.communication.handshake import (
+    ImpostorError,
+    Introduction,
+    NoHandshakeError,
+    RefusedError,
+    TurnedAwayError,
+    introduce,
+)
+from vpipe.communication.peers import CONNECT_LIMIT
 from vpipe.communication.rendezvous.server import LARGEST, LENGTH, framed
 from vpipe.communication.sockets import receive_exactly
 from vpipe.errors import PeerError
+from vpipe.system.deadline import Deadline
 
 GRACE = 10.0
 """Seconds that an answer may be late; then rank 0, which gives it, is taken for stuck."""
 RETRY = 0.1
+_REFUSED = {
+    NoHandshakeError: "what answers at {place} is no rendezvous of vpipe: give the job another port",
+    TurnedAwayError: "the rendezvous at {place} belongs to another job and turned rank {rank} away: "
+    "give each job a port of its own, and all ranks of a job the same VPIPE_SECRET",
+    ImpostorError: "what answers at {place} does not know this job's secret: nothing is sent to it",
+}
 
 
 class RendezvousAddress(NamedTuple):
@@ -68,8 +83,9 @@ class RendezvousClient:
         try:
             link.settimeout(timeout + GRACE)
             link.sendall(message)
-            (length,) = LENGTH.unpack(receive_exactly(link, LENGTH.size))
-            answer = json.loads(receive_exactly(link, length))
+            deadline = Deadline(timeout + GRACE)
+            (length,) = LENGTH.unpack(receive_exactly(link, LENGTH.size, deadline))
+            answer = json.loads(receive_exactly(link, length, deadline))
         except TimeoutError:
             raise PeerError(f"rank 0, which serves the rendezvous, did not answer at {what!r}") from None
         except OSError as error:
@@ -87,13 +103,13 @@ class RendezvousClient:
 
     def _connect(self) -> socket.socket:
         """Rank 0 may still be starting: until the timeout, it is tried again."""
-        deadline = time.monotonic() + self.timeout
+        deadline = Deadline(self.timeout)
         while True:
             place = self._find()
             try:
-                link = self._try(place, max(RETRY, deadline - time.monotonic()))
+                link = self._try(place, deadline)
             except OSError as error:
-                if time.monotonic() > deadline:
+                if not deadline.left():
                     raise PeerError(
                         f"rank 0 did not open the rendezvous at {place} within {self.timeout:g} s: {error}"
                     ) from None
@@ -103,17 +119,21 @@ class RendezvousClient:
                 self._links.add(link)
                 return link
 
-    def _try(self, place: RendezvousAddress, timeout: float) -> socket.socket:
-        link = socket.create_connection((place.host, place.port), timeout)
+    def _try(self, place: RendezvousAddress, deadline: Deadline) -> socket.socket:
+        link = socket.create_connection(
+            (place.host, place.port), max(RETRY, min(CONNECT_LIMIT, deadline.left()))
+        )
         try:
             if link.getsockname() == link.getpeername():
                 raise ConnectionRefusedError("no server listens there")  # a port that called itself
-            link.settimeout(timeout)
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-            introduce(link, place.secret, self._me, str(place))
-        except (OSError, RefusedError):
+            introduce(link, place.secret, self._me, deadline)
+        except OSError:
             link.close()
             raise
+        except RefusedError as error:
+            link.close()
+            raise type(error)(_REFUSED[type(error)].format(place=place, rank=self._me.rank)) from None
         return link
 
 

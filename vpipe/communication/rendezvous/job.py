@@ -150,7 +150,7 @@ def _listener(address: str, port: int) -> socket.socket:
         found, problem = [], error.strerror or str(error)
     for family, _, _, _, where in found:
         try:
-            return socket.create_server(where[:2], family=family, backlog=128)
+            return socket.create_server(where[:2], family=family, backlog=socket.SOMAXCONN)
         except OSError as error:
             if error.errno == errno.EADDRINUSE:
                 raise PeerError(

@@ -1,6 +1,6 @@
 """The server of the rendezvous: rank 0 keeps values that the ranks of a job exchange at the start, for nobody else.
 
-One thread serves all ranks. A caller first proves that it knows the job's secret (`handshake`); until then nothing
+One thread serves all ranks. A caller first proves that it knows the job's secret (`admission.py`); until then nothing
 that it sends is interpreted, and soon it is turned away. Its requests are JSON with their length in front:
 
     {"op": "gather", "key": ..., "value": ..., "timeout": ...}    everybody's value, when all have come
@@ -12,44 +12,20 @@ A rank whose connections have ended is gone: a rank that waits for it is answere
 
 import asyncio
 import json
-import logging
-import secrets
 import socket
 import struct
-import threading
 from collections import defaultdict
 from collections.abc import Iterable
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
-from vpipe.communication.rendezvous.handshake import (
-    CHALLENGE,
-    INTRODUCTION_BYTES,
-    check_proof,
-    greeting,
-    refusal,
-)
+from vpipe.communication.admission import BackgroundTask, CallerLog, TurnedAway, serve_members, shown
+from vpipe.communication.handshake import Introduction
+from vpipe.system.deadline import Deadline
 
 LENGTH = struct.Struct(">I")
 LARGEST = 16 << 20
 """Bytes of a message at most."""
-HANDSHAKE_LIMIT = 5.0
-"""Seconds that a caller has to prove that it belongs to the job."""
-STRANGERS = 64
-"""Callers that have not proved it yet, at most; for a further one the oldest has to go."""
-QUEUE = 128
-"""Callers that the kernel keeps for us until they are accepted."""
-LOGGED = 20
-"""Strangers that are logged at most: more could fill the disk."""
-
-CROWDED = "too many others are waiting"
-
-log = logging.getLogger("vpipe.rendezvous")
-
-
-class _TurnedAway(Exception):
-    """The reason why a caller is not served, for the log."""
 
 
 @dataclass(eq=False)
@@ -60,6 +36,7 @@ class _Waiting:
     rank: int
     op: str
     key: str
+    timer: asyncio.Task[None] | None = None
 
 
 class Rendezvous:
@@ -67,99 +44,62 @@ class Rendezvous:
 
     def __init__(self, listener: socket.socket, size: int, secret: bytes) -> None:
         self._size = size
-        self._secret = secret
         self._values: dict[str, str] = {}
         self._gathered: defaultdict[str, dict[int, str]] = defaultdict(dict)
-        self._callers: dict[asyncio.StreamReader, int | None] = {}  # the rank of each; None: a stranger
+        self._connected: dict[asyncio.Task[None], int] = {}  # what serves a connection ▶ the rank at its end
         self._waiting: list[_Waiting] = []
         self._processes: dict[int, bytes] = {}  # rank ▶ the process that it is
-        self._turned_away = 0
-        self._loop = asyncio.new_event_loop()
-        self._closing = asyncio.Event()
-        self._thread = threading.Thread(
-            target=self._run, args=(listener,), name="vpipe rendezvous", daemon=True
-        )
-        self._thread.start()
+        self._turned_away = CallerLog("rendezvous")
+        self._task = BackgroundTask(self._serve(listener, secret), "vpipe rendezvous")
 
     def close(self) -> None:
-        with suppress(RuntimeError):  # the loop is closed already
-            self._loop.call_soon_threadsafe(self._closing.set)
-        self._thread.join()
+        self._task.close()
 
-    def _run(self, listener: socket.socket) -> None:
+    async def _serve(self, listener: socket.socket, secret: bytes) -> None:
         try:
-            self._loop.run_until_complete(self._serve(listener))
+            with listener:
+                await serve_members(listener, secret, "rendezvous", self._check, self._welcome)
         finally:
-            self._loop.close()
-
-    async def _serve(self, listener: socket.socket) -> None:
-        # Accept one caller at a time: ranks of a large job are introduced before many more have come.
-        server = await asyncio.start_server(self._serve_caller, sock=listener, backlog=1)
-        listener.listen(QUEUE)
-        await self._closing.wait()
-        server.close()
-        self._waiting.clear()
-        for reader in self._callers:
-            reader.feed_eof()
-        while self._callers:
+            for waiting in list(self._waiting):
+                self._drop(waiting)
+            left = list(self._connected)
+            for task in left:
+                task.cancel()
+            await asyncio.gather(*left, return_exceptions=True)
             await asyncio.sleep(0)  # until all connections are closed
 
-    # Callers
+    # Ranks
 
-    async def _serve_caller(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        address = _shown(writer.get_extra_info("peername"))
+    def _check(self, who: Introduction) -> str:
+        if who.rank >= self._size or self._processes.setdefault(who.rank, who.process) != who.process:
+            return f"rank {who.rank} is here already, or there is none"
+        return ""
+
+    def _welcome(self, who: Introduction, link: socket.socket) -> None:
+        task = asyncio.get_running_loop().create_task(self._serve_rank(who.rank, link))
+        self._connected[task] = who.rank
+        task.add_done_callback(self._hung_up)
+
+    def _hung_up(self, task: asyncio.Task[None]) -> None:
+        del self._connected[task]
+        self._answer_waiting()
+
+    async def _serve_rank(self, rank: int, link: socket.socket) -> None:
+        reader, writer = await asyncio.open_connection(sock=link)
         try:
-            rank = await self._introduction(reader, writer)
             while True:
                 (length,) = LENGTH.unpack(await reader.readexactly(LENGTH.size))
                 if length > LARGEST:
-                    raise _TurnedAway(f"it announced a message of {length} bytes")
+                    raise TurnedAway(f"it announced a message of {length} bytes")
                 self._take(writer, rank, await reader.readexactly(length))
-        except _TurnedAway as error:
-            self._log_stranger(address, str(error))
-        except (OSError, asyncio.IncompleteReadError):  # it has gone
-            if self._callers.get(reader) is None and not self._closing.is_set():
-                self._log_stranger(address, "it hung up before it had proved that it belongs to the job")
+        except TurnedAway as error:
+            self._turned_away.add(shown(link), str(error))
+        except (OSError, asyncio.IncompleteReadError):
+            pass  # it has gone
         finally:
-            self._callers.pop(reader, None)
+            for waiting in [waiting for waiting in self._waiting if waiting.caller is writer]:
+                self._drop(waiting)
             writer.close()
-            self._waiting = [waiting for waiting in self._waiting if waiting.caller is not writer]
-            self._answer_waiting()
-
-    async def _introduction(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> int:
-        """The rank of a caller, once it has proved that it belongs to the job."""
-        strangers = [known for known, rank in self._callers.items() if rank is None]
-        if len(strangers) >= STRANGERS:
-            del self._callers[strangers[0]]
-            strangers[0].set_exception(_TurnedAway(CROWDED))
-        self._callers[reader] = None
-        challenge = secrets.token_bytes(CHALLENGE)
-        writer.write(greeting(challenge))
-        try:
-            proof = await asyncio.wait_for(reader.readexactly(INTRODUCTION_BYTES), HANDSHAKE_LIMIT)
-        except asyncio.TimeoutError:
-            raise _TurnedAway(
-                f"it did not prove within {HANDSHAKE_LIMIT:g} s that it belongs to the job"
-            ) from None
-        if reader not in self._callers:
-            raise _TurnedAway(CROWDED)  # while its proof arrived; it will try again
-        checked = check_proof(self._secret, challenge, proof)
-        if checked is None:
-            writer.write(refusal())
-            raise _TurnedAway("it does not know the job's secret")
-        who, answer = checked
-        if who.rank >= self._size or self._processes.setdefault(who.rank, who.process) != who.process:
-            writer.write(refusal())
-            raise _TurnedAway(f"rank {who.rank} is here already, or there is none")
-        self._callers[reader] = who.rank
-        writer.write(answer)
-        return who.rank
-
-    def _log_stranger(self, address: str, why: str) -> None:
-        self._turned_away += 1
-        if self._turned_away <= LOGGED:
-            more = "; further ones are not logged" if self._turned_away == LOGGED else ""
-            log.warning("rendezvous: %s was turned away: %s%s", address, why, more)
 
     # Requests
 
@@ -172,12 +112,18 @@ class Rendezvous:
                     self._gathered[key][rank] = request["value"]
                 waiting = _Waiting(caller, rank, op, str(key))
                 self._waiting.append(waiting)
-                self._loop.call_later(float(request["timeout"]), self._answer_waiting, waiting)
+                deadline = Deadline(float(request["timeout"]))
+                waiting.timer = asyncio.get_running_loop().create_task(self._expire(waiting, deadline))
             else:
                 caller.write(framed({"value": self._change(op, key, request["value"])}))
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise _TurnedAway(f"it sent no valid request: {error!r}") from None
+            raise TurnedAway(f"it sent no valid request: {error!r}") from None
         self._answer_waiting()
+
+    async def _expire(self, waiting: _Waiting, deadline: Deadline) -> None:
+        while left := deadline.slice():
+            await asyncio.sleep(left)
+        self._answer_waiting(waiting)
 
     def _change(self, op: str, key: str, value: Any) -> Any:
         if op == "set":
@@ -194,15 +140,20 @@ class Rendezvous:
 
     def _answer_waiting(self, late: _Waiting | None = None) -> None:
         """Answer the requests for which all has come, or a rank never will, or whose time is up."""
-        gone = self._processes.keys() - set(self._callers.values())
+        gone = self._processes.keys() - set(self._connected.values())
         # Rank 0 comes last: when it has its answer, it may end, and this thread with it.
         for waiting in sorted(self._waiting, key=lambda waiting: waiting.rank, reverse=True):
             answer = self._ready(waiting, gone, waiting is late)
             if answer is not None:
-                self._waiting.remove(waiting)
+                self._drop(waiting)
                 waiting.caller.write(framed(answer))
         for key in [key for key, values in self._gathered.items() if len(values) == self._size]:
             del self._gathered[key]  # all have been answered
+
+    def _drop(self, waiting: _Waiting) -> None:
+        self._waiting.remove(waiting)
+        if waiting.timer is not None:
+            waiting.timer.cancel()
 
     def _ready(self, waiting: _Waiting, gone: set[int], late: bool) -> dict[str, Any] | None:
         here: Iterable[int]
@@ -227,7 +178,3 @@ def framed(message: Any) -> bytes:
     """A message as it travels."""
     written = json.dumps(message).encode()
     return LENGTH.pack(len(written)) + written
-
-
-def _shown(address: Any) -> str:
-    return f"{address[0]}:{address[1]}" if isinstance(address, tuple) else "a local process"
