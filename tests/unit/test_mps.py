@@ -89,7 +89,7 @@ def test_the_guard_kills_a_daemon_that_does_not_quit(tmp_path: Path) -> None:
 def test_a_guard_that_stands_still_at_the_start_is_reported(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("sleep 600")
+    install("exec sleep 600")
     monkeypatch.setattr(mps, "START_LIMIT", 0.2)
     monkeypatch.setattr(helpers, "END_LIMIT", 0.2)
     monkeypatch.setattr(mps, "KILL_LIMIT", 0.2)
