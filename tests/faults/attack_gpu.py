@@ -138,7 +138,7 @@ def attack(
     job = Job(folder, "--max-restarts", 100, new=True)
     faults: list[str] = []
     try:
-        assert job.wait(job.trains, HANG), "the run did not begin"
+        assert job.wait(job.trains, 2 * HANG), f"the run did not begin: {job.output()}"
         for strike in STRIKES[schedule]:
             if time.monotonic() > deadline:
                 seen.append(Seen(schedule, strike, faults=["not tried: no time was left"]))
