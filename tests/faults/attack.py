@@ -166,7 +166,7 @@ class Attack:
         drawn = dict(zip((A, B), ranks, strict=True))
         made = tuple(Blow(drawn.get(b.target, b.target), b.signal, b.pause) for b in blows)
         strike = Strike(self.schedule, self.channel, moment, made)
-        told, said, attempt = len(self.job.failures), len(self.job.output()), self._ranks_alive()
+        told, said, attempt = len(self.job.failures), self.job.marks(), self._ranks_alive()
         hit: list[Blow] = []
         if moment == "restart":
             before = Blow(self.drawn.choice(ranks), SIGKILL)
@@ -235,10 +235,12 @@ class Attack:
         elif not job.wait_for_end(10.0):
             strike.wrong.append(f"left of it: {job.alive()}")
 
-    def _judge(self, strike: Strike, hit: Sequence[Blow], told: int, said: int, began: float) -> None:
+    def _judge(
+        self, strike: Strike, hit: Sequence[Blow], told: int, said: Sequence[int], began: float
+    ) -> None:
         job = self.job
         lines = [line for line in job.failures[told:] if "rank" in line]
-        output = job.output()[said:]
+        output = job.output(said)
         struck = {blow.target: [] for blow in hit}  # type: dict[str, list[Signals]]
         for blow in hit:
             struck[blow.target].append(blow.signal)

@@ -90,9 +90,17 @@ class Job:
             return [line for run in self.runs for line in failures(run)]
         return []
 
-    def output(self) -> str:
-        """What launcher and ranks have written to the terminal until now."""
-        return "".join(said.read_text(errors="replace") for said in self.said if said.exists())
+    def output(self, since: Sequence[int] = ()) -> str:
+        """What launcher and ranks have written to the terminal, from these marks on."""
+        starts = since or [0] * len(self.said)
+        return "".join(text[start:] for text, start in zip(self._texts(), starts, strict=True))
+
+    def marks(self) -> list[int]:
+        """How much has been written until now."""
+        return [len(text) for text in self._texts()]
+
+    def _texts(self) -> list[str]:
+        return [said.read_text(errors="replace") if said.exists() else "" for said in self.said]
 
     def trains(self) -> bool:
         """Whether it has made an update."""
