@@ -409,12 +409,13 @@ def attack(
     moments = deal(drawn, MOMENTS)
     places = deal(drawn, [(schedule, channel) for schedule in schedules for channel in channels])
     references = References(folder)
+    deadline = time.monotonic() + 60 * minutes
     found: list[Strike] = []
     ends: dict[tuple[str, str], list[list[str]]] = {}
     with ExitStack() as stack:
         hosts = stack.enter_context(two_hosts()).names if GLOO in channels else []
         number = 0
-        while len(found) < rounds:
+        while len(found) < rounds and time.monotonic() < deadline:
             number += 1
             schedule, channel = next(places)
             run = Attack(folder / f"run{number}", schedule, channel, drawn, hosts)
@@ -479,6 +480,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedules", nargs="*", default=[*KINDS, TABLE])
     parser.add_argument("--channels", nargs="*", default=[SHARED, GLOO], choices=[SHARED, GLOO])
+    parser.add_argument("--minutes", type=float, default=600.0, help="no run begins later")
     parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
     signal(SIGTERM, lambda *_: sys.exit(1))  # nothing is left of an attack that is cut short
@@ -487,7 +489,13 @@ def main() -> None:
     with tempfile.TemporaryDirectory(prefix="attack-") as name:
         folder = Path(name).resolve()
         found, ends = attack(
-            arguments.rounds, arguments.seed, arguments.schedules, arguments.channels, folder, isolated
+            arguments.rounds,
+            arguments.seed,
+            arguments.schedules,
+            arguments.channels,
+            folder,
+            isolated,
+            arguments.minutes,
         )
     tables = as_tables(found, ends)
     print(tables)

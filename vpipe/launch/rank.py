@@ -15,11 +15,11 @@ import sys
 import threading
 import time
 import traceback
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError
+from vpipe.launch.helpers import state_of
 from vpipe.record.whereabouts import Whereabouts, launchers_page
 
 LAUNCHED = "VPIPE_RUN_FOLDER"
@@ -49,7 +49,7 @@ def end_with_launcher() -> None:
     faulthandler.enable()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if not Path("/proc", os.environ[LAUNCHER]).exists():
+        if state_of(int(os.environ[LAUNCHER])) in ("", "Z"):
             os._exit(FAILED)  # it died before the kernel knew
 
 
