@@ -398,7 +398,13 @@ def deal(drawn: random.Random, deck: Sequence[Any]) -> Iterator[Any]:
 
 
 def attack(
-    rounds: int, seed: int, schedules: Sequence[str], channels: Sequence[str], folder: Path, isolated: bool
+    rounds: int,
+    seed: int,
+    schedules: Sequence[str],
+    channels: Sequence[str],
+    folder: Path,
+    isolated: bool,
+    minutes: float,
 ) -> tuple[list[Strike], dict[tuple[str, str], list[list[str]]]]:
     """The strikes, and what was wrong with each run in the end, by schedule and channel.
 
