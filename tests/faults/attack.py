@@ -255,8 +255,9 @@ class Attack:
                 strike.wrong.append(f"the wrong rank is named: {output[-600:]!r}")
         if lines:
             strike.named = not strike.wrong
-        elif job.ended and any(blow.target.startswith("rank") and blow.signal in KILLS for blow in hit):
-            pass  # it had ended, or its launcher was struck too
+        elif self.channel == SHARED and not job.ended and any(fells(blow) for blow in hit):
+            strike.named = False
+            strike.wrong.append("no rank is named")
         if "Traceback" in output and SIGINT not in [blow.signal for blow in hit] and not agents(hit):
             strike.wrong.append(f"a traceback: {output[output.index('Traceback') :][:1500]}")
         if job.ended:
@@ -306,6 +307,11 @@ class Attack:
 def harmless(blow: Blow) -> bool:
     """Whether no rank ends of it."""
     return blow.target == CLEANUP
+
+
+def fells(blow: Blow) -> bool:
+    """Whether it ends a rank that does nothing about it."""
+    return blow.target.startswith("rank") and not blow.pause and blow.signal in (*KILLS, SIGSTOP)
 
 
 def agents(hit: Sequence[Blow]) -> bool:
