@@ -46,7 +46,7 @@ from tests.faults.outside import (
     send,
     within,
 )
-from tests.faults.runs import final_weights, half_done, write_config
+from tests.faults.runs import final_weights, half_done, shared_memory, write_config
 from tests.own_schedule import OWN
 from vpipe.schedule import KINDS
 
@@ -444,7 +444,7 @@ def attack(
                 run.close()
             within(5.0, lambda: not open_sockets())
             run.wrong += [f"a socket is left: {name}" for name in open_sockets() if isolated]
-            run.wrong += [f"shared memory is left: {p.name}" for p in Path("/dev/shm").iterdir() if isolated]
+            run.wrong += [f"shared memory is left: {name}" for name in shared_memory() if isolated]
             run.wrong += [f"a process is left: {process}" for process in alive(str(run.folder))]
             ends.setdefault((schedule, channel), []).append(run.wrong)
             for text in run.wrong:
