@@ -15,128 +15,37 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from signal import (
-    SIGABRT,
-    SIGCONT,
-    SIGHUP,
-    SIGINT,
-    SIGKILL,
-    SIGQUIT,
-    SIGSEGV,
-    SIGSTOP,
-    SIGTERM,
-    Signals,
-    signal,
-)
-from statistics import median
+from signal import SIGCONT, SIGINT, SIGKILL, SIGTERM, Signals, signal
 from typing import Any
+
+from tests.faults.strikes import (
+    DECKS,
+    GLOO,
+    MOMENTS,
+    SHARED,
+    A,
+    B,
+    Blow,
+    Strike,
+    agents,
+    as_tables,
+    expected_codes,
+    explained,
+    fells,
+    harmless,
+)
+from tests.faults.undisturbed import HANG, TABLE, References, lineage, make_folder, ranks_of
 
 from tests.end_to_end.command import alive
 from tests.faults.hosts import two_hosts
-from tests.faults.outside import (
-    CLEANUP,
-    LAUNCHER,
-    Job,
-    TorchrunJob,
-    gone,
-    isolate,
-    open_sockets,
-    send,
-    within,
-)
-from tests.faults.runs import final_weights, half_done, shared_memory, write_config
-from tests.own_schedule import OWN
+from tests.faults.outside import LAUNCHER, Job, TorchrunJob, gone, isolate, open_sockets, send, within
+from tests.faults.runs import final_weights, half_done, shared_memory
 from vpipe.schedule import KINDS
 
-SHARED, GLOO = "shared memory", "gloo"
-LIMIT = 3.0
-"""The ranks' `heartbeat_limit`, in seconds."""
-HANG = 120.0
-"""Seconds within which a run trains again or has ended, whatever else this machine does."""
 STRIKES = 6
 """Strikes at one run."""
-UPDATES = 60
 BEGIN, END = "<!-- measured by make attack -->\n", "<!-- end of attack -->\n"
-TABLE = "own.csv"
-"""A schedule that a user wrote."""
-
-KILLS = (SIGKILL, SIGSEGV, SIGABRT, SIGQUIT, SIGHUP)
-ASKS = (SIGTERM, SIGINT)
-
-
-@dataclass(frozen=True)
-class Blow:
-    """One signal to one process; `pause`: seconds after which SIGCONT follows."""
-
-    target: str
-    signal: Signals
-    pause: float = 0.0
-
-    def __str__(self) -> str:
-        return f"{self.signal.name}, SIGCONT" if self.pause else self.signal.name
-
-
-A, B = "rank A", "rank B"
-"""Two ranks that are drawn for each strike."""
-BOTH = (
-    *((Blow(A, number),) for number in (*KILLS, *ASKS, SIGSTOP)),
-    (Blow(A, SIGSTOP, 0.3 * LIMIT),),
-    (Blow(A, SIGKILL), Blow(B, SIGKILL)),
-    (Blow(A, SIGSTOP), Blow(B, SIGKILL)),
-    (Blow(A, SIGSEGV), Blow(B, SIGTERM)),
-)
-DECKS: dict[str, tuple[tuple[Blow, ...], ...]] = {
-    SHARED: (
-        *BOTH,
-        *((Blow(LAUNCHER, number),) for number in (*KILLS, *ASKS)),
-        (Blow(LAUNCHER, SIGSTOP, 2 * LIMIT),),
-        (Blow(LAUNCHER, SIGSTOP), Blow(LAUNCHER, SIGKILL)),
-        (Blow(LAUNCHER, SIGKILL), Blow(A, SIGSTOP)),
-        (Blow(LAUNCHER, SIGTERM), Blow(A, SIGKILL)),
-        (Blow(CLEANUP, SIGKILL), Blow(LAUNCHER, SIGKILL)),
-        *((Blow(CLEANUP, number), Blow(A, SIGKILL)) for number in (SIGKILL, SIGSTOP, SIGSEGV)),
-        (Blow(CLEANUP, SIGTERM),),
-    ),
-    GLOO: (
-        *BOTH,
-        *((Blow("agent 0", number),) for number in (SIGTERM, SIGKILL)),
-        *((Blow("agent 1", number),) for number in (SIGINT, SIGKILL)),
-    ),
-}
-MOMENTS = ("start", "training", "training", "saving", "restart")
-
-
-@dataclass
-class Strike:
-    """What is done at one moment, and what was seen of it."""
-
-    schedule: str
-    channel: str
-    moment: str
-    blows: tuple[Blow, ...]
-    found: float | None = None
-    gone: float | None = None
-    again: float | None = None
-    named: bool | None = None
-    """Whether a culprit was named, and the right one."""
-    outcome: str = ""
-    wrong: list[str] = field(default_factory=list)
-
-    def __str__(self) -> str:
-        blows = " and ".join(f"{blow.target} {blow}" for blow in self.blows)
-        seconds = " ".join("-" if s is None else f"{s:.1f}" for s in (self.found, self.gone, self.again))
-        wrong = "".join(f"\n    WRONG: {text}" for text in self.wrong)
-        return (
-            f"{self.schedule}, {self.channel}, at {self.moment}: {blows}: {self.outcome} ({seconds} s){wrong}"
-        )
-
-    @property
-    def what(self) -> tuple[str, str, str]:
-        """The row of the table that it counts in."""
-        targets = [re.sub(r" (\d+|A|B)$", "", blow.target) for blow in self.blows]
-        return self.channel, " and ".join(targets), " and ".join(str(blow) for blow in self.blows)
 
 
 class Attack:
@@ -241,7 +150,7 @@ class Attack:
         job = self.job
         lines = [line for line in job.failures[told:] if "rank" in line]
         output = job.output(said)
-        struck = {blow.target: [] for blow in hit}  # type: dict[str, list[Signals]]
+        struck: dict[str, list[Signals]] = {blow.target: [] for blow in hit}
         for blow in hit:
             struck[blow.target].append(blow.signal)
         for line in lines:
@@ -304,99 +213,6 @@ class Attack:
         self.job.kill()
 
 
-def harmless(blow: Blow) -> bool:
-    """Whether no rank ends of it."""
-    return blow.target == CLEANUP
-
-
-def fells(blow: Blow) -> bool:
-    """Whether it ends a rank that does nothing about it."""
-    return blow.target.startswith("rank") and not blow.pause and blow.signal in (*KILLS, SIGSTOP)
-
-
-def agents(hit: Sequence[Blow]) -> bool:
-    return any(blow.target.startswith("agent") for blow in hit)
-
-
-def explained(how: str, signals: Sequence[Signals]) -> bool:
-    """Whether a rank that got these signals fails like this."""
-    names = [f"killed by {number.name}" for number in signals]
-    names += ["stopped (SIGSTOP)"] * (SIGSTOP in signals) + ["KeyboardInterrupt", "Aborted"] * (
-        SIGINT in signals
-    )
-    return how.startswith(tuple(names))
-
-
-def expected_codes(hit: Sequence[Blow]) -> set[int]:
-    """Exit codes of a launcher after these blows; 0 if it was at its end."""
-    codes = {0}
-    for blow in hit:
-        if blow.target == LAUNCHER:
-            codes |= {-blow.signal} if blow.signal in KILLS else set()
-            codes |= {75, 128 + blow.signal, -blow.signal} if blow.signal in (*ASKS, SIGHUP) else set()
-        elif blow.target.startswith("agent"):
-            codes |= {1, -SIGTERM, -blow.signal, 128 + blow.signal, 128 + SIGTERM}
-        elif blow.signal in ASKS:
-            codes.add(75)
-    return codes
-
-
-def lineage(folder: Path, asked: Sequence[int]) -> tuple[int, ...]:
-    """Of the updates after which it was asked to end, those from which it was resumed."""
-    logs = [run / "output.log.0" for run in sorted(folder.glob("runs/2*"))]
-    text = "".join(log.read_text(errors="replace") for log in logs if log.exists())
-    resumed = [int(n) for n in re.findall(r"resumed from \S+ after (\d+) updates", text)]
-    kept: list[int] = []
-    for number in resumed:
-        kept = [other for other in kept if other < number] + [number]
-    return tuple(number for number in kept if number in asked)
-
-
-def ranks_of(schedule: str, channel: str) -> int:
-    """Three, but two hosts have a rank each, and the model is too small for six stages."""
-    chunked = schedule in KINDS and KINDS[schedule].chunks > 1
-    return 2 if channel == GLOO or chunked or schedule == TABLE else 3
-
-
-def make_folder(folder: Path, schedule: str, ranks: int) -> None:
-    folder.mkdir()
-    (folder / TABLE).write_text(OWN + "\n")
-    keys: dict[str, Any] = {
-        "schedule": schedule,
-        "max_updates": UPDATES,
-        "epochs": 1000,
-        "checkpoint_interval": 4,
-    }
-    keys |= {"print_frequency": 1, "heartbeat_limit": LIMIT, "evaluation_interval": 15}
-    write_config(folder, ranks, **keys)
-
-
-class References:
-    """Weights of runs that nobody has struck."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self._known: dict[tuple[Any, ...], dict[str, str]] = {}
-
-    def weights(self, schedule: str, ranks: int, asked: tuple[int, ...]) -> dict[str, str]:
-        """After all updates. To end and be resumed changes nothing, but where the pipeline is drained for it."""
-        if schedule in KINDS and KINDS[schedule].synchronous:
-            asked = ()
-        key = (schedule, ranks, asked)
-        if key not in self._known:
-            folder = self.folder / f"clean{len(self._known)}"
-            make_folder(folder, schedule, ranks)
-            for updates in (*asked, UPDATES):
-                job = Job(folder, "--resume", "auto", "--set", f"max_updates={updates}")
-                try:
-                    assert job.wait_for_end(2 * HANG), job.output()
-                    assert job.codes == [0], job.output()
-                finally:
-                    job.kill()
-            self._known[key] = final_weights(job.runs[-1])
-        return self._known[key]
-
-
 def deal(drawn: random.Random, deck: Sequence[Any]) -> Iterator[Any]:
     """Cards without end; each as often as every other."""
     while True:
@@ -450,40 +266,6 @@ def attack(
             for text in run.wrong:
                 print(f"WRONG: {schedule}, {channel} (run{number}): {text}", flush=True)
     return found, ends
-
-
-def as_tables(found: Sequence[Strike], ends: dict[tuple[str, str], list[list[str]]]) -> str:
-    lines = [
-        "| channel | struck | signal | strikes | found after (s) | all gone after (s) | trains again after (s) "
-        "| culprit right | as it should |",
-        "|---|---|---|---|---|---|---|---|---|",
-    ]
-    for what in sorted({strike.what for strike in found}, key=lambda what: (what[0] != SHARED, what[1:])):
-        some = [strike for strike in found if strike.what == what]
-        named = [strike.named for strike in some if strike.named is not None]
-        lines.append(
-            f"| {' | '.join(what)} | {len(some)} | {_span([s.found for s in some])} | {_span([s.gone for s in some])} "
-            f"| {_span([s.again for s in some])} | {f'{sum(named)} of {len(named)}' if named else ''} "
-            f"| {sum(not s.wrong for s in some)} of {len(some)} |"
-        )
-    lines += [
-        "",
-        "| schedule | channel | runs | strikes | ended with the weights of a clean run, nothing left |",
-    ]
-    lines += ["|---|---|---|---|---|"]
-    for (schedule, channel), wrong in sorted(ends.items()):
-        struck = sum((s.schedule, s.channel) == (schedule, channel) for s in found)
-        lines.append(
-            f"| {schedule} | {channel} | {len(wrong)} | {struck} | {sum(not w for w in wrong)} of {len(wrong)} |"
-        )
-    return "\n".join(lines) + "\n"
-
-
-def _span(values: Sequence[float | None]) -> str:
-    known = sorted(value for value in values if value is not None)
-    if not known:
-        return ""
-    return f"{known[0]:.1f}" if len(known) == 1 else f"{median(known):.1f} (at most {known[-1]:.1f})"
 
 
 def main() -> None:

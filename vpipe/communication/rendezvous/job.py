@@ -120,6 +120,10 @@ def _beside_torch(
         try:
             host, where, drawn = json.loads(store.get(_NAME))
             return RendezvousAddress(str(host), int(where), secret or str(drawn).encode())
+        except dist.DistNetworkError:
+            raise PeerError(
+                f"torch's store at {address}:{port} has gone: its torchrun ended or was killed"
+            ) from None
         except (RuntimeError, dist.DistError):
             raise PeerError(f"rank 0 did not come to the rendezvous within {timeout:g} s") from None
         except (ValueError, TypeError) as error:
