@@ -19,6 +19,10 @@ from pathlib import Path
 from signal import SIGCONT, SIGINT, SIGKILL, SIGTERM, Signals, signal
 from typing import Any
 
+from tests.end_to_end.command import alive
+from tests.faults.hosts import two_hosts
+from tests.faults.outside import LAUNCHER, Job, TorchrunJob, gone, isolate, open_sockets, send, within
+from tests.faults.runs import final_weights, half_done, shared_memory
 from tests.faults.strikes import (
     DECKS,
     GLOO,
@@ -36,11 +40,6 @@ from tests.faults.strikes import (
     harmless,
 )
 from tests.faults.undisturbed import HANG, TABLE, References, lineage, make_folder, ranks_of
-
-from tests.end_to_end.command import alive
-from tests.faults.hosts import two_hosts
-from tests.faults.outside import LAUNCHER, Job, TorchrunJob, gone, isolate, open_sockets, send, within
-from tests.faults.runs import final_weights, half_done, shared_memory
 from vpipe.schedule import KINDS
 
 STRIKES = 6

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tests.faults.strikes import GLOO, LIMIT
-
 from tests.faults.outside import Job
 from tests.faults.runs import final_weights, write_config
+from tests.faults.strikes import GLOO, LIMIT
 from tests.own_schedule import OWN
 from vpipe.schedule import KINDS
 
