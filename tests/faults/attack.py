@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from signal import SIGCONT, SIGINT, SIGKILL, SIGTERM, Signals, signal
+from signal import SIG_DFL, SIGCONT, SIGINT, SIGKILL, SIGQUIT, SIGTERM, Signals, default_int_handler, signal
 from typing import Any
 
 from tests.end_to_end.command import alive
@@ -276,6 +276,8 @@ def main() -> None:
     parser.add_argument("--minutes", type=float, default=600.0, help="no run begins later")
     parser.add_argument("--docs", type=Path)
     arguments = parser.parse_args()
+    for number in (SIGINT, SIGQUIT):  # which a shell lets its background processes ignore, and these theirs
+        signal(number, default_int_handler if number == SIGINT else SIG_DFL)
     signal(SIGTERM, lambda *_: sys.exit(1))  # nothing is left of an attack that is cut short
     isolated = isolate()
     began = time.monotonic()

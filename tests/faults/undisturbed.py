@@ -44,7 +44,12 @@ def make_folder(folder: Path, schedule: str, ranks: int) -> None:
         "epochs": 1000,
         "checkpoint_interval": 4,
     }
-    keys |= {"print_frequency": 1, "heartbeat_limit": LIMIT, "evaluation_interval": 15}
+    keys |= {
+        "print_frequency": 1,
+        "heartbeat_limit": LIMIT,
+        "rendezvous_limit": 30,
+        "evaluation_interval": 15,
+    }
     write_config(folder, ranks, **keys)
 
 
