@@ -194,6 +194,11 @@ class Attack:
                 break
             self.go_on()
         self._note_stops()
+        if not self.job.runs:
+            self.wrong.append(
+                f"it ended with {self.job.codes} before it had a folder: {self.job.output()[-800:]!r}"
+            )
+            return
         last = self.job.runs[-1]
         asked = lineage(self.folder, self.asked)
         if set(self.job.codes) != {0}:

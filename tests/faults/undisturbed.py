@@ -50,6 +50,9 @@ def make_folder(folder: Path, schedule: str, ranks: int) -> None:
         "rendezvous_limit": 30,
         "evaluation_interval": 15,
     }
+    if schedule not in KINDS or not KINDS[schedule].synchronous:
+        # An evaluation drains the pipeline, and only a run that ends by itself evaluates where it ends.
+        keys["evaluation_interval"] = 0
     write_config(folder, ranks, **keys)
 
 
