@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test test-long test-all coverage fuzz faults soak bench docs clean
+.PHONY: setup train check test test-long test-all coverage fuzz faults attack soak bench docs clean
 
 PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -32,6 +32,9 @@ test-all: test test-long
 
 faults: setup
 	$(BIN)/python -m tests.faults.matrix --docs docs/reliability.md  # every rank x every point: some minutes
+
+attack: setup
+	$(BIN)/python -m tests.faults.attack --rounds 200 --docs docs/reliability.md  # signals from outside: half an hour
 
 soak: setup
 	$(BIN)/python -m tests.faults.soak --faults 200

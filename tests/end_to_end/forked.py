@@ -37,10 +37,14 @@ class Forked:
         environment: dict[str, str],
         listener: socket.socket | None = None,
         prepare: Callable[[], None] | None = None,
+        said: Sequence[str] = (),
     ) -> None:
-        """`listener` is for a rank that nobody launches to inherit; `prepare` is called in the process, first."""
+        """`listener` is for a rank that nobody launches to inherit; `prepare` is called in the process, first.
+
+        `said` are the files for its output and its errors, if not some of our own.
+        """
         self._folder = tempfile.TemporaryDirectory(prefix="vpipe-said-")
-        self._said = [str(Path(self._folder.name, name)) for name in ("out", "err")]
+        self._said = list(said) or [str(Path(self._folder.name, name)) for name in ("out", "err")]
         begin = (list(arguments), str(cwd), environment, self._said, listener, prepare)
         self._process = server_context().Process(target=_command, args=begin)
         self._process.start()

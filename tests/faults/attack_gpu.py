@@ -121,9 +121,6 @@ def attack(
 ) -> tuple[list[Seen], list[str]]:
     """One run under all strikes of its schedule; what was seen of each, and what was wrong in the end."""
     folder.mkdir()
-    temporary = folder / "t"  # short: the daemon's sockets are in it
-    temporary.mkdir()
-    os.environ["TMPDIR"] = str(temporary)
     machines = ["localhost:0"] * RANKS
     endless = {"max_updates": None, "epochs": 100_000, "checkpoint_interval": 20, "print_frequency": 10}
     write_config(
@@ -141,20 +138,20 @@ def attack(
     job = Job(folder, "--max-restarts", 100, new=True)
     faults: list[str] = []
     try:
-        assert job.wait(lambda: "Iteration" in job.log(0), HANG), "the run did not begin"
+        assert job.wait(job.trains, 2 * HANG), f"the run did not begin: {job.output()}"
         for strike in STRIKES[schedule]:
             if time.monotonic() > deadline:
                 seen.append(Seen(schedule, strike, faults=["not tried: no time was left"]))
                 continue
-            if job.code is not None:
-                faults.append(f"the run has ended with code {job.code}: {job.output()[-500:]!r}")
+            if job.ended:
+                faults.append(f"the run has ended with code {job.codes}: {job.output()[-500:]!r}")
                 break
             time.sleep(drawn.uniform(0.3, 2.0))
             one = Seen(schedule, strike, memory=gpu_memory())
             seen.append(one)
             if strike.targets == (LAUNCHER,):
                 job = _launcher_killed(job, one, before)
-            elif not all(target in job.processes() for target in strike.targets):
+            elif not all(target in job.alive() for target in strike.targets):
                 one.faults.append("not tried: there is no such process")
             else:
                 _struck(job, one)
@@ -164,7 +161,7 @@ def attack(
             _compare(folder, job, updates, faults)
     finally:
         job.kill()
-    if left := sorted(path.name for path in temporary.iterdir() if path.name.startswith("vpipe")):
+    if left := sorted(path.name for path in job.temporary.iterdir() if path.name.startswith("vpipe")):
         faults.append(f"left in the folder for temporary files: {left}")
     back, now = memory_is_back(before)
     print(f"{schedule}: GPU memory in use before {before} MiB, afterwards {now} MiB", flush=True)
@@ -175,7 +172,7 @@ def attack(
 
 def _struck(job: Job, one: Seen) -> None:
     strike = one.strike
-    processes = job.processes()
+    processes = job.alive()
     told = len(job.failures)
     at = time.time()
     send(strike.signal, [processes[target] for target in strike.targets])
@@ -191,8 +188,8 @@ def _struck(job: Job, one: Seen) -> None:
     if not job.wait(lambda: len(job.failures) > told, HANG):
         one.faults.append(f"no fault was found within {HANG:g} s")
         return
-    if job.code is not None:
-        one.faults.append(f"the run ended with code {job.code}: {job.output()[-500:]!r}")
+    if job.ended:
+        one.faults.append(f"the run ended with code {job.codes}: {job.output()[-500:]!r}")
         return
     failed = job.failures[told]
     one.found, one.ended = failed["found"] - at, failed["ended"] - at
@@ -206,8 +203,8 @@ def _struck(job: Job, one: Seen) -> None:
     if not job.wait(lambda: any("recovered" in line for line in job.failures[told + 1 :]), HANG):
         one.faults.append(f"it does not train again within {HANG:g} s")
         return
-    if job.code is not None:
-        one.faults.append(f"the run ended with code {job.code}: {job.output()[-500:]!r}")
+    if job.ended:
+        one.faults.append(f"the run ended with code {job.codes}: {job.output()[-500:]!r}")
         return
     back = next(line["recovered"] for line in job.failures[told + 1 :] if "recovered" in line)
     one.again = back - at
@@ -219,16 +216,16 @@ def _struck(job: Job, one: Seen) -> None:
 def _launcher_killed(job: Job, one: Seen, before: int | None) -> Job:
     """Nothing is left of it, and the GPU's memory is free; another one then goes on."""
     at = time.time()
-    send(one.strike.signal, [job.pid])
+    send(one.strike.signal, [job.alive()[LAUNCHER]])
     if not job.wait_for_end(HANG):
-        one.faults.append(f"left after {HANG:g} s: {job.processes()}")
+        one.faults.append(f"left after {HANG:g} s: {job.alive()}")
     one.found = one.ended = time.time() - at
     back, now = memory_is_back(before)
     if not back:
         one.faults.append(f"{now} MiB of the GPU are in use, {before} before the run")
     job.kill()
     again = Job(job.folder, "--max-restarts", 100, "--resume", "auto", new=True)
-    if not again.wait(lambda: "Iteration" in again.log(0), HANG) or again.code is not None:
+    if not again.wait(again.trains, HANG) or again.ended:
         one.faults.append("it cannot be resumed")
     one.again = time.time() - at
     return again
@@ -236,28 +233,27 @@ def _launcher_killed(job: Job, one: Seen, before: int | None) -> Job:
 
 def _stop(job: Job, faults: list[str]) -> int | None:
     """Ask it to end; the number of its updates."""
-    if job.code is not None:
+    if job.ended:
         return None
-    send(SIGTERM, [job.pid])
+    send(SIGTERM, [job.alive()[LAUNCHER]])
     if not job.wait_for_end(HANG):
-        faults.append(f"asked to end, it is there after {HANG:g} s: {job.processes()}")
+        faults.append(f"asked to end, it is there after {HANG:g} s: {job.alive()}")
         return None
-    if job.code != 75 or job.run is None:
-        faults.append(f"asked to end, it ends with code {job.code}: {job.output()[-1000:]!r}")
+    if job.codes != [75] or not job.runs:
+        faults.append(f"asked to end, it ends with code {job.codes}: {job.output()[-1000:]!r}")
         return None
-    return int(max((job.run / "checkpoints").glob("step-*")).name.partition("-")[2])
+    return int(max((job.runs[-1] / "checkpoints").glob("step-*")).name.partition("-")[2])
 
 
 def _compare(folder: Path, job: Job, updates: int, faults: list[str]) -> None:
-    assert job.run is not None
-    struck = final_weights(job.run)
+    struck = final_weights(job.runs[-1])
     clean = Job(folder, "--set", f"max_updates={updates}", new=True)
     try:
-        if not clean.wait_for_end(300.0) or clean.code != 0 or clean.run is None:
+        if not clean.wait_for_end(300.0) or clean.codes != [0]:
             faults.append(
-                f"the clean run of {updates} updates ended with {clean.code}: {clean.output()[-1000:]!r}"
+                f"the clean run of {updates} updates ended with {clean.codes}: {clean.output()[-1000:]!r}"
             )
-        elif final_weights(clean.run) != struck:
+        elif final_weights(clean.runs[-1]) != struck:
             faults.append(f"the weights after {updates} updates are not those of a clean run")
         else:
             print(f"the weights after {updates} updates are those of a clean run, to the bit", flush=True)
@@ -269,7 +265,7 @@ def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument(
-        "--seconds", type=float, default=270.0, help="no strike begins later than two thirds of it"
+        "--seconds", type=float, default=270.0, help="no strike begins in the last fifth of them"
     )
     parser.add_argument("--schedules", nargs="*", default=list(STRIKES))
     arguments = parser.parse_args()
@@ -280,7 +276,7 @@ def main() -> None:
     faults: list[str] = []
     with tempfile.TemporaryDirectory(prefix="at-") as name:
         for number, schedule in enumerate(arguments.schedules, 1):
-            deadline = began + arguments.seconds * (2 * number - 1) / (2 * len(arguments.schedules))
+            deadline = began + 0.8 * arguments.seconds * number / len(arguments.schedules)
             # CUDA graphs where there is a GPU, in one of them.
             graphs = schedule == "1f1b" and os.environ.get("VPIPE_DEVICE") != "cpu"
             more, wrong = attack(

@@ -310,3 +310,36 @@ def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyP
         now += local.AGAIN + 0.1
         os.kill(os.getpid(), signal.SIGTERM)
         assert signals.to_end == [signal.SIGINT, signal.SIGTERM]
+
+
+def test_a_rank_that_starts_when_its_launcher_has_died_ends(tmp_path: Path) -> None:
+    """Also if nobody has waited for the launcher yet: it is still listed among the processes."""
+    code = "from vpipe.launch.rank import end_with_launcher; end_with_launcher(); print('goes on')"
+    with subprocess.Popen(["true"]) as launcher:
+        wait_until(
+            lambda: Path(f"/proc/{launcher.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+        )
+        environment = os.environ | {"PYTHONPATH": str(REPOSITORY), "VPIPE_LAUNCHER": str(launcher.pid)}
+        rank = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, check=False)
+    assert (rank.returncode, rank.stdout) == (1, b"")
+
+
+AGENT = """
+import subprocess, sys
+rank = "from vpipe.launch.rank import end_with_launcher; end_with_launcher(); print('begun', flush=True)"
+subprocess.run([sys.executable, "-c", rank + "; import time; time.sleep(600)"], cwd=sys.argv[1])
+"""
+
+
+def test_a_rank_of_torchrun_ends_with_its_agent(tmp_path: Path) -> None:
+    environment = os.environ | {"PYTHONPATH": str(REPOSITORY)}
+    environment.pop("VPIPE_LAUNCHER", None)
+    with subprocess.Popen(
+        [sys.executable, "-c", AGENT, str(tmp_path)], env=environment, stdout=subprocess.PIPE
+    ) as agent:
+        try:
+            assert agent.stdout is not None
+            assert agent.stdout.readline() == b"begun\n"
+        finally:
+            agent.kill()
+    wait_until_gone(str(tmp_path))

@@ -1,5 +1,7 @@
 """The device of a rank, the channel between two ranks, and ranks that share a GPU; no GPU is needed."""
 
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ import torch
 
 from vpipe.communication.choice import CUDA_IPC, GLOO, NCCL, SHARED_MEMORY, STAGED, RankLocation, choose_kind
 from vpipe.errors import PeerError, VPipeError
-from vpipe.launch import mps
+from vpipe.launch import helpers, mps
 from vpipe.system.device import choose_device, limit_memory
 from vpipe.system.environment import ALLOCATOR, DEVICE, GPU_SHARE
 
@@ -129,3 +131,32 @@ def test_without_the_daemon_ranks_take_turns_and_are_warned(
     with mps.sharing([0, 0, 1]) as environments:
         assert [environment[GPU_SHARE] for environment in environments] == ["2", "2", "1"]
     assert "2 ranks share GPU 0, one after the other" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("guard", [None, signal.SIGSTOP, signal.SIGKILL])
+def test_the_daemon_lives_as_long_as_the_run(
+    guard: signal.Signals | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a program in its place that writes down how it was called; also if its guard was stopped, or killed."""
+    calls = tmp_path / "calls"
+    program = tmp_path / mps.CONTROL
+    program.write_text(
+        f'#!/bin/sh\necho "$@" $CUDA_MPS_PIPE_DIRECTORY >> {calls}\n[ "$1" = -d ] || cat >> {calls}\n'
+    )
+    program.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    for name in ALLOCATOR:
+        monkeypatch.delenv(name, raising=False)
+    with mps.sharing([0, 0, 0, 0]) as environments:
+        assert all(environment[ALLOCATOR[0]] == "expandable_segments:True" for environment in environments)
+        folder = Path(environments[0]["CUDA_MPS_PIPE_DIRECTORY"])
+        assert folder.is_dir()
+        assert {environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for environment in environments} == {"25"}
+        if guard is not None:
+            (process,) = helpers._helpers
+            os.kill(process, guard)
+    started, ended, said = calls.read_text().splitlines()
+    assert started == f"-d {folder}"
+    assert ended == str(folder)
+    assert said.startswith("quit")
+    assert not folder.parent.exists()

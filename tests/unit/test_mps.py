@@ -1,4 +1,4 @@
-"""The daemon of MPS and its guard; programs that write down how they were called stand in for NVIDIA's."""
+"""A daemon of MPS that does not quit, and its guard; a shell script stands in for NVIDIA's program."""
 
 import os
 import shutil
@@ -13,7 +13,6 @@ import pytest
 from tests.end_to_end.command import alive, wait_until_gone
 from tests.waiting import wait_until
 from vpipe.launch import helpers, mps
-from vpipe.system.environment import ALLOCATOR
 
 Install = Callable[[str], None]
 
@@ -33,25 +32,6 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
     return write
 
 
-def test_the_daemon_lives_as_long_as_the_run(
-    install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = tmp_path / "calls"
-    install(f'echo "$@" $CUDA_MPS_PIPE_DIRECTORY >> {calls}; [ "$1" = -d ] || cat >> {calls}')
-    for name in ALLOCATOR:
-        monkeypatch.delenv(name, raising=False)
-    with mps.sharing([0, 0, 0, 0]) as environments:
-        assert all(environment[ALLOCATOR[0]] == "expandable_segments:True" for environment in environments)
-        folder = Path(environments[0]["CUDA_MPS_PIPE_DIRECTORY"])
-        assert folder.is_dir()
-        assert {environment["CUDA_MPS_ACTIVE_THREAD_PERCENTAGE"] for environment in environments} == {"25"}
-    started, ended, said = calls.read_text().splitlines()
-    assert started == f"-d {folder}"
-    assert ended == str(folder)
-    assert said.startswith("quit")
-    assert not folder.parent.exists()
-
-
 @pytest.fixture
 def stubborn(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A daemon whose server goes on when it is told to quit, and that never answers."""
@@ -59,8 +39,8 @@ def stubborn(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     shutil.copy("/bin/sleep", server)
     install(f'if [ "$1" = -d ]; then setsid {server} 600 & else {server} 600; fi')
     monkeypatch.setattr(mps, "QUIT_LIMIT", 0)
-    monkeypatch.setattr(mps, "END_LIMIT", 0.2)
-    monkeypatch.setattr(helpers, "END_LIMIT", 0.5)
+    monkeypatch.setattr(mps, "KILL_LIMIT", 0.2)
+    monkeypatch.setattr(helpers, "END_LIMIT", 0.2)
 
 
 def guard_process(folder: Path) -> int:
@@ -86,7 +66,7 @@ def test_a_guard_that_is_gone_or_stopped_leaves_no_daemon(number: signal.Signals
 def test_the_guard_kills_a_daemon_that_does_not_quit(tmp_path: Path) -> None:
     folder = tmp_path / "vpipe-mps-x"
     folder.mkdir()
-    code = "import sys; from vpipe.launch import mps; mps.QUIT_LIMIT = mps.END_LIMIT = 0.2; mps.guard(sys.argv[1])"
+    code = "import sys; from vpipe.launch import mps; mps.QUIT_LIMIT = mps.KILL_LIMIT = 0.2; mps.guard(sys.argv[1])"
     repository = str(Path(__file__).parents[2])
     with subprocess.Popen(
         [sys.executable, "-c", code, str(folder)],
@@ -109,8 +89,10 @@ def test_the_guard_kills_a_daemon_that_does_not_quit(tmp_path: Path) -> None:
 def test_a_guard_that_stands_still_at_the_start_is_reported(
     install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    install("sleep 600")
+    install("exec sleep 600")
     monkeypatch.setattr(mps, "START_LIMIT", 0.2)
+    monkeypatch.setattr(helpers, "END_LIMIT", 0.2)
+    monkeypatch.setattr(mps, "KILL_LIMIT", 0.2)
     with pytest.raises(mps.VPipeError, match="did not start"), mps.sharing([0, 0]):
         pass
     wait_until_gone(str(tmp_path))

@@ -37,9 +37,9 @@ START_LIMIT = 60.0
 _GUARD = "the guard of MPS"
 QUIT_LIMIT = 2
 """Seconds that the daemon gives its clients when it has to end."""
-END_LIMIT = 4.0
-"""Seconds that the daemon and its servers have to end, once told to; a client that was killed in the middle of its work
-can leave them hanging."""
+KILL_LIMIT = 4.0
+"""Seconds that the daemon has to answer, and again to be gone: a client that was killed in the middle of its work can
+leave it hanging. Twice as long is less than a helper has to end."""
 
 
 def visible_gpus(devices: Path = Path("/dev")) -> list[str]:
@@ -122,24 +122,20 @@ def _daemon() -> Iterator[dict[str, str]]:
     )
     assert process.stdin is not None
     assert process.stdout is not None
-    started = False
     try:
-        answered, _, _ = select.select([process.stdout], [], [], START_LIMIT)
-        started = bool(answered) and process.stdout.readline() == READY
-        if not started:
+        begun, _, _ = select.select([process.stdout], [], [], START_LIMIT)
+        if not begun or process.stdout.readline() != READY:
             raise VPipeError(f"{CONTROL} did not start: see {folder}, or give each rank a GPU of its own")
         with helping(process.pid, _GUARD, f"the daemon of MPS in {folder} ends when the launcher ends it"):
             yield _variables(folder)
     finally:
         process.stdin.close()
-        if started:
-            end_helper(process.pid, _GUARD, lambda: process.poll() is not None)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        in_time = end_helper(process.pid, _GUARD, lambda: process.poll() is not None)
+        if not in_time or process.returncode < 0:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)  # a program that it has called
+            _quit(folder)
         process.stdout.close()
-        if started and folder.exists():
-            _end_daemon(folder)
 
 
 def _renumbered(environment: Mapping[str, str]) -> dict[str, str]:
@@ -173,21 +169,21 @@ def guard(place: str) -> None:
         os.write(sys.stdout.fileno(), READY)
         sys.stdin.buffer.read()
     finally:
-        _end_daemon(folder)
+        _quit(folder)
 
 
-def _end_daemon(folder: Path) -> None:
-    """Tell the daemon to quit, kill what is left of it, and remove its folders."""
+def _quit(folder: Path) -> None:
+    """End the daemon of this folder and its servers, by force if they do not quit, and remove the folder."""
     with suppress(subprocess.TimeoutExpired):
         subprocess.run(
             [CONTROL],
             input=f"quit -t {QUIT_LIMIT}\n".encode(),
             env={**os.environ, **_variables(folder)},
             stdout=subprocess.DEVNULL,
+            timeout=KILL_LIMIT,
             check=False,
-            timeout=END_LIMIT,
         )
-    deadline = time.monotonic() + END_LIMIT
+    deadline = time.monotonic() + KILL_LIMIT
     while (left := _processes_of(folder)) and time.monotonic() < deadline:
         time.sleep(0.02)
     for process in left:

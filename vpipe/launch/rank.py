@@ -16,11 +16,11 @@ import threading
 import time
 import traceback
 from contextlib import suppress
-from pathlib import Path
 from types import FrameType
 from typing import NoReturn
 
 from vpipe.errors import PeerError, VPipeError, printable
+from vpipe.launch.helpers import state_of
 from vpipe.record.whereabouts import Whereabouts, launchers_page
 from vpipe.system.descriptors import exhausted
 
@@ -28,6 +28,8 @@ LAUNCHED = "VPIPE_RUN_FOLDER"
 """Set for a rank: the folder of its run."""
 LAUNCHER = "VPIPE_LAUNCHER"
 """Set for a rank: the process that started it."""
+TORCHRUN = "TORCHELASTIC_RUN_ID"
+"""Set for a rank that torchrun's agent started."""
 
 FAILED, MISTAKE, PEER_FAILED, ASKED = 1, 2, 3, 75
 """Exit codes of a rank: an exception; a user's mistake, reported in one line; another rank failed; a signal asked it to
@@ -47,11 +49,11 @@ _reporting = threading.Lock()
 
 
 def end_with_launcher() -> None:
-    """Be killed by the kernel if the launcher dies, however that happens."""
+    """Be killed by the kernel if the launcher, or torchrun's agent, dies, however that happens."""
     faulthandler.enable()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG
-        if not Path("/proc", os.environ[LAUNCHER]).exists():
+        if LAUNCHER in os.environ and state_of(int(os.environ[LAUNCHER])) in ("", "Z"):
             os._exit(FAILED)  # it died before the kernel knew
 
 

@@ -15,7 +15,7 @@ from vpipe.config.file import AUTO
 from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
-from vpipe.launch.rank import LAUNCHED, end_with_launcher
+from vpipe.launch.rank import LAUNCHED, TORCHRUN, end_with_launcher
 from vpipe.launch.watch import FailureLog
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.faults import VARIABLE, read_faults
@@ -41,7 +41,7 @@ def run(
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
         launch(config, arguments, max_restarts=max_restarts)
         return
-    if LAUNCHED in os.environ:
+    if LAUNCHED in os.environ or TORCHRUN in os.environ:
         end_with_launcher()
     work()
 

@@ -198,7 +198,7 @@ class Trainer:
 
     def _train(self, recorder: Recorder, saves: SavePolicy) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
-        config, pipe = self.config, self.pipe
+        pipe = self.pipe
         pace = Pace(pipe, recorder.say)
 
         def record(update: int, loss: float) -> None:
@@ -209,10 +209,13 @@ class Trainer:
         # Where it was drained for an evaluation is part of what a resumed run must do alike.
         self.evaluated = self.position_found.get("evaluated", pipe.updates)
         try:
+            # To save drains the pipeline, some updates further: an evaluation within them came right after the save.
+            if self._evaluation_is_due(pipe.updates) and pipe.updates < self.position.updates:
+                self._evaluate(recorder, saves)
             for update, _ in pipe.train(self.position.batches(pipe.updates)):
                 if update + 1 == self.position.updates:
                     continue
-                if config.evaluation_interval and update + 1 - self.evaluated >= config.evaluation_interval:
+                if self._evaluation_is_due(update + 1):
                     self._evaluate(recorder, saves)
                 if saves.due(update + 1):
                     recorder.pause()
@@ -221,6 +224,10 @@ class Trainer:
             remove()
         if not self._stops:
             self._evaluate(recorder, saves)
+
+    def _evaluation_is_due(self, done: int) -> bool:
+        interval = self.config.evaluation_interval
+        return bool(interval) and done - self.evaluated >= interval
 
     def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()

@@ -121,6 +121,10 @@ class RendezvousClient:
                         f"rank 0 did not open the rendezvous at {place} within {self.timeout:g} s: {error}"
                     ) from None
                 time.sleep(RETRY)
+            except RefusedError:
+                if self._find() == place:
+                    raise
+                # It was the address of an earlier attempt, whose port another program has by now.
             else:
                 self._own.link = link
                 self._links.add(link)

@@ -80,6 +80,10 @@ class Job(NamedTuple):
             self.rendezvous.close()
 
 
+_NAME = "vpipe/rendezvous"
+"""Where rank 0 publishes the address in torch's store. Every attempt of a job writes it anew: torchrun's agents have no
+number of the attempt that is the same for all of them, each counts only the restarts that it began itself."""
+
 _joined: dict[tuple[str, ...], Job] = {}  # the one of this process
 
 
@@ -111,8 +115,6 @@ def _open(rank: int, size: int, timeout: float) -> tuple[Callable[[], Rendezvous
 def _beside_torch(
     address: str, port: int, secret: bytes, rank: int, size: int, timeout: float
 ) -> tuple[Callable[[], RendezvousAddress], Rendezvous | None]:
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    name = f"vpipe/rendezvous/{attempt}"
     try:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout))
     except (RuntimeError, dist.DistError) as error:
@@ -121,8 +123,12 @@ def _beside_torch(
 
     def find() -> RendezvousAddress:
         try:
-            host, where, drawn = json.loads(store.get(name))
+            host, where, drawn = json.loads(store.get(_NAME))
             return RendezvousAddress(str(host), int(where), secret or str(drawn).encode())
+        except dist.DistNetworkError:
+            raise PeerError(
+                f"torch's store at {address}:{port} has gone: its torchrun ended or was killed"
+            ) from None
         except (RuntimeError, dist.DistError):
             raise PeerError(f"rank 0 did not come to the rendezvous within {timeout:g} s") from None
         except (ValueError, TypeError) as error:
@@ -137,7 +143,7 @@ def _beside_torch(
     listener = _listener(host, 0)
     drawn = "" if secret else secrets.token_hex(32)
     rendezvous = Rendezvous(listener, size, secret or drawn.encode())
-    store.set(name, json.dumps([host, listener.getsockname()[1], drawn]))
+    store.set(_NAME, json.dumps([host, listener.getsockname()[1], drawn]))
     return find, rendezvous
 
 
