@@ -7,7 +7,7 @@ import os
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from itertools import combinations
+from itertools import combinations, permutations
 from pathlib import Path
 from time import perf_counter
 from typing import Any
@@ -224,7 +224,7 @@ def connected(
     channels = world.channels(8, device)
 
     def connect() -> None:
-        world.open_streams(5)
+        world.connect(permutations(range(world.size), 2), ())
 
     try:
         yield channels, connect

@@ -45,11 +45,13 @@ def all_reduce() -> tuple[list[float], bool, bool]:
     made = communicators()
     made.open([], [(0,)])
     tensor = torch.arange(1000.0, device=GPU)
+    tensor.add_(1.0).mul(2.0).sub_(1.0)  # a kernel that is loaded at its first use may wait for an idle GPU
+    made.all_reduce(torch.ones(1000, device=GPU), (0,)).wait()
+    torch.cuda.synchronize()
     torch.cuda._sleep(LONG)
-    tensor.add_(1.0)
     work = made.all_reduce(tensor, (0,))
     work.wait()
-    doubled = tensor * 2.0
+    doubled = tensor.mul(2.0)
     early = work.is_completed()
     torch.cuda.synchronize()
     late = work.is_completed()

@@ -15,6 +15,7 @@ from vpipe import Pipeline
 from vpipe.launch import mps
 
 ROOT = Path(__file__).parents[2]
+PACKAGES = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
 LIMIT = 200.0
 """Seconds that only a hang reaches."""
 NAMES = ("index", "uuid")
@@ -33,7 +34,7 @@ def test_a_run_on_the_visible_card(how: str, tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "vpipe", "train", "run.yml"],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT), mps.VISIBLE: name_of(how)},
+        env={**os.environ, "PYTHONPATH": PACKAGES, mps.VISIBLE: name_of(how)},
         capture_output=True,
         text=True,
         timeout=LIMIT,
@@ -55,7 +56,7 @@ def test_ranks_that_know_their_card_by_different_names() -> None:
                 env={
                     **os.environ,
                     **share,
-                    "PYTHONPATH": str(ROOT),
+                    "PYTHONPATH": PACKAGES,
                     mps.VISIBLE: name_of(how),
                     "RANK": str(rank),
                     "WORLD_SIZE": "2",

@@ -4,22 +4,31 @@ from typing import Any
 
 import pytest
 
-from vpipe.communication import ProcessWorld, world
+from vpipe.communication import HOST, ProcessWorld
+from vpipe.communication.nccl import Communicators
 from vpipe.errors import PeerError
 
 
-class Recorded:
-    """A group of NCCL, or the heartbeats."""
+class Group:
+    """One of NCCL."""
 
-    def __init__(self, name: str, calls: list[str]) -> None:
-        self.name, self.calls = name, calls
-
-    def close(self) -> None:
-        self.calls.append(f"end of {self.name}")
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
 
     def shutdown(self) -> None:
         """Waits for all transfers; those with a rank that failed never end."""
-        self.calls.append(f"wait for {self.name}")
+        self.calls.append("wait for transfers")
+
+    def abort(self) -> None:
+        self.calls.append("transfers are aborted")
+
+
+class Beats:
+    def __init__(self, calls: list[str]) -> None:
+        self.calls = calls
+
+    def close(self) -> None:
+        self.calls.append("end of heartbeats")
 
 
 @pytest.fixture
@@ -30,11 +39,10 @@ def calls() -> list[str]:
 @pytest.fixture
 def ours(calls: list[str], monkeypatch: pytest.MonkeyPatch) -> ProcessWorld:
     monkeypatch.delenv("WORLD_SIZE", raising=False)
-    monkeypatch.setattr(world, "_abandoned", [])
     made: Any = ProcessWorld()
-    made._group_backend = "nccl"
-    made._groups = [Recorded("transfers", calls)]
-    made._heartbeat = Recorded("heartbeats", calls)
+    made._communicators = Communicators(0, 1, lambda name, ranks: Group(calls), HOST)  # type: ignore[arg-type,return-value]
+    made._communicators._groups[0,] = Group(calls)
+    made._heartbeat = Beats(calls)
     return made
 
 
@@ -45,10 +53,8 @@ def test_heartbeats_end_after_everything_that_may_wait(ours: ProcessWorld, calls
 
 
 def test_after_a_failure_nothing_is_waited_for(ours: ProcessWorld, calls: list[str]) -> None:
-    group = ours._groups[0]
     try:
         raise PeerError("rank 1 is gone")
     except PeerError:
         ours.close()
-    assert calls == ["end of heartbeats"]
-    assert world._abandoned == [group]  # to free it would wait too
+    assert calls == ["transfers are aborted", "end of heartbeats"]
