@@ -1,5 +1,7 @@
 """Code that the exporter cannot follow by itself: LayerDrop, checks of values, the CTC loss, sizes of images."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -84,9 +86,7 @@ def test_the_ctc_loss_is_torchs(reduction: str, infinite: bool) -> None:
 
 
 def mlp(widths: list[int]) -> nn.Module:
-    layers = [
-        layer for a, b in zip(widths, widths[1:], strict=False) for layer in (nn.Linear(a, b), nn.ReLU())
-    ]
+    layers = [layer for a, b in pairwise(widths) for layer in (nn.Linear(a, b), nn.ReLU())]
 
     class Model(nn.Module):
         def __init__(self) -> None:
