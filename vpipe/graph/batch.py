@@ -198,7 +198,10 @@ class FieldCheck:
         if isinstance(size, int):
             if got != size:
                 why = (
-                    "capture with a larger example for another" if size == 1 else "the model fixes this size"
+                    "capture with a larger example for another"
+                    if size == 1
+                    else "the captured graph has this size fixed: the model needs it, or torch.export could not keep it"
+                    " free, as with LSTMs and Mamba; pad or cut every batch to it"
                 )
                 raise BatchError(f"{place}, expected {size} ({why})")
             return

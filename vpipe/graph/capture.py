@@ -1,8 +1,8 @@
 """Capture of a model as a graph, from an example batch.
 
-`torch.export` runs the model once on fake tensors, in training mode, with all sizes of the batch symbolic; if that
-fails, with only the number of samples symbolic, then with none. Of an `nn.Sequential` that cannot be exported at all,
-each child becomes one operation (`opaque.py`).
+`torch.export` runs the model once on fake tensors, in training mode, with all sizes of the batch symbolic (of images
+only their number); if that fails, with only the number of samples symbolic, then with none. Of an `nn.Sequential` that
+cannot be exported at all, each child becomes one operation (`opaque.py`).
 """
 
 from __future__ import annotations
@@ -16,12 +16,14 @@ import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import numpy
 import torch
 from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vpipe.errors import CaptureError, VPipeError
 from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
+from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
 from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.loss import LossModule
@@ -74,12 +76,12 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
 
 def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
     """The first export that succeeds: all sizes symbolic, the number of samples only, none."""
-    every = [dict.fromkeys(range(t.ndim), Dim.AUTO) for t in tensors]
+    every = [dict.fromkeys(range(1 if _is_image(t) else t.ndim), Dim.AUTO) for t in tensors]
     samples = [{0: Dim.AUTO} if t.ndim else {} for t in tensors]
     first: Exception | None = None
     for dynamic in (every, samples, None):
         try:
-            with _quiet():
+            with _quiet(), CaptureMode():
                 shapes = None if dynamic is None else (dynamic,)
                 return torch.export.export(module, (tensors,), dynamic_shapes=shapes, strict=False)
         except Exception as error:
@@ -89,6 +91,15 @@ def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
             first = first or error
     assert first is not None
     raise first
+
+
+def _is_image(tensor: Tensor) -> bool:
+    """Samples, channels, height, width; or a video's, with frames.
+
+    Height and width stay fixed: models divide them into patches and windows, which takes the exporter a minute and
+    more with symbols.
+    """
+    return tensor.ndim in (4, 5) and tensor.is_floating_point()
 
 
 @contextlib.contextmanager
@@ -135,6 +146,11 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
             "rewrite that line without control flow that depends on the data (torch.where, torch.cond),"
             " or give the model as an nn.Sequential, whose children need not be captured"
         )
+    elif any("numpy" in Path(frame.filename).parts for frame in traceback.extract_tb(error.__traceback__)):
+        fix = (
+            "that line computes with numpy, which a graph cannot hold: use torch there, or switch it off (masks of"
+            " SpecAugment: mask_time_prob and mask_feature_prob 0)"
+        )
     else:
         fix = "run the model once on the example batch to see whether they fit each other"
     name = type(error).__name__
@@ -145,13 +161,11 @@ def _explain(error: Exception, model: nn.Module) -> CaptureError:
 
 def _place(error: BaseException) -> str:
     """The innermost line of the user's model in the error's traceback."""
-    ours = Path(__file__).parent
-    torch_home = Path(torch.__file__).parent
+    others = (Path(__file__).parent, Path(torch.__file__).parent, Path(numpy.__file__).parent)
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not Path(frame.filename).is_relative_to(torch_home)
-        and not Path(frame.filename).is_relative_to(ours)
+        if not any(Path(frame.filename).is_relative_to(other) for other in others)
         and Path(frame.filename).exists()
     ]
     if not frames:

@@ -13,7 +13,7 @@ Values that every layer reads (an encoder's output, a position bias) cross all c
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate, takewhile
 
 from torch import fx
@@ -23,8 +23,11 @@ from vpipe.graph.trace import Trace
 
 # The peaks on both sides of a cut have to be this many times as high as the cut.
 _PROMINENCE = 1.25
-# A cut is left out if cuts on both sides are cheaper by this factor.
+# A cut is left out if cuts nearby on both sides are cheaper by this factor. Nearby: between the two lie at most so many
+# matrix products, or at most this share of the model's.
 _DOMINANCE = 1.5
+_NEARBY_PRODUCTS = 6
+_NEARBY_SHARE = 0.25
 # A value that is twice unread for this many matrix products and then read again belongs to all layers: a residual is
 # unread once, until the end of its half layer.
 _LONG_WAIT = 6
@@ -136,18 +139,26 @@ def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[i
         for offset, count in enumerate(counts)
         if order.allowed[start + offset] and (count == 1 or _is_prominent(costs, offset))
     ]
-    lowest_before = list(accumulate((costs[offset] for offset in cheap), min, initial=before))
-    lowest_behind = list(accumulate((costs[offset] for offset in reversed(cheap)), min, initial=behind))[::-1]
+    borders = {start - 1: before, **{start + offset: costs[offset] for offset in cheap}, end: behind}
     cuts = {
-        start + offset: costs[offset]
-        for i, offset in enumerate(cheap)
-        if _DOMINANCE * max(lowest_before[i], lowest_behind[i + 1]) >= costs[offset]
+        start + offset: costs[offset] for offset in cheap if not _is_dominated(order, borders, start + offset)
     }
     # Of cuts with no matrix product between them only the cheapest: the others would cut a norm off its layer.
     best: dict[int, float] = {order.products[start - 1] if start else 0: before, order.products[end]: behind}
     for cut, cost in cuts.items():
         best[order.products[cut]] = min(cost, best.get(order.products[cut], math.inf))
     return {cut: cost for cut, cost in cuts.items() if cost == best[order.products[cut]]}
+
+
+def _is_dominated(order: CutOrder, costs: Mapping[int, float], cut: int) -> bool:
+    """Whether cuts nearby on both sides are much cheaper; `costs` are in the order of the cuts."""
+    cheaper = [other for other, cost in costs.items() if _DOMINANCE * cost < costs[cut]]
+    before = max((other for other in cheaper if other < cut), default=None)
+    behind = min((other for other in cheaper if other > cut), default=None)
+    if before is None or behind is None:
+        return False
+    between = order.products[behind] - (order.products[before] if before >= 0 else 0)
+    return between <= max(_NEARBY_PRODUCTS, _NEARBY_SHARE * order.products[-1])
 
 
 def _is_prominent(costs: Sequence[int], offset: int) -> bool:

@@ -38,7 +38,9 @@ def balanced_partition(weights: Sequence[int], stages: int) -> tuple[int, ...]:
         raise PartitionError(f"{stages} stages: give at least one")
     if stages > blocks:
         raise PartitionError(
-            f"{stages} stages, but the model has only {blocks} blocks; use at most {blocks} stages"
+            f"{stages} stages, but the model has only {blocks} blocks; use at most {blocks} stages (chunks of a rank"
+            " count too). Blocks lie between the cheapest cuts and have enough to compute (`vpipe blocks` lists them):"
+            " more layers give more of them, and every child of an nn.Sequential is one"
         )
     before = [0, *accumulate(weights)]
     best: Best = {0: (0, 0, ())}

@@ -54,6 +54,13 @@ class EagerModel:
         self.opaque = graph.trace.boundaries is not None
         stage_of = {block: stage.index for stage in stages for block in stage.blocks}
         self.draws = [b.index for b in graph.blocks for n in b.nodes if is_random(n, graph.trace.root)]
+        self.draws_single_numbers = any(
+            is_random(node, graph.trace.root)
+            and node in graph.trace.specs
+            and not graph.trace.specs[node].shape
+            for block in graph.blocks
+            for node in block.nodes
+        )
         self.reads = _reads(graph, stage_of)
         self.children = _children(graph, stage_of) if self.opaque else {}
         self.slots = _slots(self.module, model)
@@ -125,7 +132,10 @@ class _Follow(TorchFunctionMode):
             return function(*args, **kwargs)
         before = self._random_state()
         result = function(*args, **kwargs)
-        if not torch.equal(before, self._random_state()):
+        if function is torch.rand and not result.ndim and not self.eager.draws_single_numbers:
+            # Drawn only to decide whether a layer is skipped, which capture has left out (`graph/capture_mode.py`).
+            self._restore(before)
+        elif not torch.equal(before, self._random_state()):
             self.drawn += 1
             self._seed_next()
         # A call that returns no tensor reads only a size or a dtype.
@@ -138,6 +148,10 @@ class _Follow(TorchFunctionMode):
         """The state of the generator that the model draws from."""
         device = self.eager.device
         return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+    def _restore(self, state: Tensor) -> None:
+        device = self.eager.device
+        torch.cuda.set_rng_state(state, device) if device.type == "cuda" else torch.set_rng_state(state)
 
     def check_end(self) -> None:
         """Raise unless both runs have drawn, and read tied parameters, equally often: counting needs that."""
