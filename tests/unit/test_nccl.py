@@ -283,10 +283,15 @@ def test_a_message_that_is_wanted_first_is_received_behind_those_sent_before_it(
     assert b.leftovers() == []
 
 
-def test_a_tensor_of_another_type_than_expected_is_a_mistake() -> None:
-    _, b = send_some(1)
-    with pytest.raises(AssertionError, match=r"is torch.float32, not torch.float16"):
-        b.receive(Key(0, 0), (4,), torch.float16)
+def test_what_nccl_cannot_start_names_the_peer() -> None:
+    a, _ = joined_pair(buffer=8, timeout=1.0)
+
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("NCCL error: unhandled system error\nLast error:")
+
+    a._communicators._up = SimpleNamespace(send=refuse)
+    with pytest.raises(PeerError, match=r"NCCL could not start a message to rank 1: NCCL error: unhandled"):
+        a.send(Key(0, 0), torch.ones(1))
 
 
 def test_announcements_that_fill_the_socket_wait_for_the_peer() -> None:

@@ -64,10 +64,13 @@ class ExchangedAllReduce:
         for rank in self._ranks:
             if rank != handler.rank:
                 handler.send(self._name, total, self._number, rank, backward=True)
-        sums = [
-            total if rank == handler.rank else self._receive(rank, part, backward=True)
-            for rank, part in zip(self._ranks, self._parts, strict=True)
-        ]
+        sums = []
+        for rank, part in zip(self._ranks, self._parts, strict=True):
+            if rank == handler.rank:
+                sums.append(total)
+            else:
+                sums.append(self._receive(rank, part, backward=True))
+                handler.confirm(self._name, self._number, rank)  # our part is in that sum
         whole = torch.cat(sums)
         handler.release(owner)
         return whole

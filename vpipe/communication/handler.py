@@ -110,7 +110,7 @@ class CommunicationHandler:
             channel.release(key)
 
     def confirm(self, tensor_name: str, minibatch: int, to: int) -> None:
-        """The activation that was sent has been used there: its gradient came back."""
+        """What was sent has been used there: its answer, such as its gradient, came back."""
         self._channels[to].confirm(self._key(tensor_name, minibatch, False))
 
     def all_reduce(self, name: str, number: int, tensor: Tensor, ranks: tuple[int, ...]) -> AllReduce:

@@ -48,19 +48,7 @@ ABORT_LIMIT = 5.0
 _abandoned: list[Any] = []  # groups after a failure, which would wait if they were freed
 _PAUSE = 1
 """Milliseconds between two looks at a transfer whose end nobody reports."""
-_ANNOUNCEMENT = struct.Struct("<iqqB")  # stream, number, elements, type
-_DTYPES = (
-    torch.float32,
-    torch.float16,
-    torch.bfloat16,
-    torch.float64,
-    torch.int64,
-    torch.int32,
-    torch.int16,
-    torch.int8,
-    torch.uint8,
-    torch.bool,
-)
+_ANNOUNCEMENT = struct.Struct("<iqq")  # stream, number, bytes
 
 
 class NcclWork(Protocol):
@@ -122,14 +110,17 @@ class Communicators:
         one.tolist()  # the connections are there when the messages have passed
 
     def send(self, tensor: Tensor, peer: int) -> NcclWork:
-        return self._group(self.rank, peer).send([tensor], peer, 0)
+        group = self._group(self.rank, peer)
+        return _posted(lambda: group.send([tensor], peer, 0), f"a message to rank {peer}")
 
     def receive(self, tensor: Tensor, peer: int) -> NcclWork:
-        return self._group(peer, self.rank).recv([tensor], peer, 0)
+        group = self._group(peer, self.rank)
+        return _posted(lambda: group.recv([tensor], peer, 0), f"a message from rank {peer}")
 
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork:
         """Replace the tensor by its sum over the ranks."""
-        return self._groups[ranks].allreduce([tensor])
+        group = self._groups[ranks]
+        return _posted(lambda: group.allreduce([tensor]), f"a sum over ranks {list(ranks)}")
 
     def reduces(self, ranks: tuple[int, ...]) -> bool:
         return ranks in self._groups
@@ -162,6 +153,13 @@ def _abort(groups: Sequence[NcclGroup]) -> None:
         group.abort()
 
 
+def _posted(post: Callable[[], NcclWork], what: str) -> NcclWork:
+    try:
+        return post()
+    except RuntimeError as error:  # what torch raises for NCCL's errors, and for a rank that does not come
+        raise PeerError(f"NCCL could not start {what}: {str(error).splitlines()[0]}") from error
+
+
 class _Sent(NamedTuple):
     stream: int
     work: NcclWork
@@ -185,9 +183,7 @@ class NcclChannel(Channel):
         self._sent: deque[_Sent] = deque()  # not known to be done
         self._untaken: Counter[int] = Counter()  # of these, by stream
         self._unread = b""
-        self._announced: dict[
-            Key, tuple[int, torch.dtype]
-        ] = {}  # in order: what the peer posts and we did not yet
+        self._announced: dict[Key, int] = {}  # bytes of what the peer has posted and we have not, in order
         self._posted: dict[Key, tuple[NcclWork | None, Tensor]] = {}  # not taken yet
         self._lost = False
 
@@ -199,12 +195,11 @@ class NcclChannel(Channel):
         self._let_go()
         if self._untaken[key.stream] >= self.buffer:
             self._wait(lambda: self._has_room(key.stream), f"room to send {key}", _PAUSE)
-        flat = tensor.detach().contiguous().view(-1)
-        if flat.numel():
-            work = self._communicators.send(flat, self.peer)
-            self._sent.append(_Sent(key.stream, work, flat))
+        data = tensor.detach().contiguous().view(-1).view(torch.uint8)  # NCCL does not know all types
+        if data.numel():
+            self._sent.append(_Sent(key.stream, self._communicators.send(data, self.peer), data))
             self._untaken[key.stream] += 1
-        self._announce(_ANNOUNCEMENT.pack(*key, flat.numel(), _DTYPES.index(flat.dtype)))
+        self._announce(_ANNOUNCEMENT.pack(*key, data.numel()))
 
     def expect(self, key: Key, shape: Sequence[int], dtype: torch.dtype, device: torch.device = HOST) -> None:
         self._post_ahead()
@@ -217,12 +212,11 @@ class NcclChannel(Channel):
             self._wait(lambda: key in self._announced, f"message {key}")
             while key not in self._posted:
                 self._post_next()
-        work, tensor = self._posted.pop(key)
+        work, data = self._posted.pop(key)
         if work is not None:
             work.wait()
         self._post_ahead()
-        assert tensor.dtype == dtype, f"{key} from rank {self.peer} is {tensor.dtype}, not {dtype}"
-        return tensor.view(tuple(shape))
+        return data.view(dtype).view(tuple(shape))
 
     def confirm(self, key: Key) -> None:
         self._let_go()
@@ -259,10 +253,10 @@ class NcclChannel(Channel):
     def _post_next(self) -> None:
         """Post the receive of the first message that was announced."""
         key = next(iter(self._announced))
-        count, dtype = self._announced.pop(key)
-        tensor = torch.empty(count, dtype=dtype, device=self._communicators.device)
-        work = self._communicators.receive(tensor, self.peer) if count else None
-        self._posted[key] = (work, tensor)
+        count = self._announced.pop(key)
+        data = torch.empty(count, dtype=torch.uint8, device=self._communicators.device)
+        work = self._communicators.receive(data, self.peer) if count else None
+        self._posted[key] = (work, data)
 
     def _announce(self, message: bytes) -> None:
         while message:
@@ -301,8 +295,8 @@ class NcclChannel(Channel):
             self._lost = not received  # what was announced before may still be received
             self._unread += received
         whole = len(self._unread) // _ANNOUNCEMENT.size * _ANNOUNCEMENT.size
-        for stream, number, count, dtype in _ANNOUNCEMENT.iter_unpack(self._unread[:whole]):
-            self._announced[Key(stream, number)] = (count, _DTYPES[dtype])
+        for stream, number, count in _ANNOUNCEMENT.iter_unpack(self._unread[:whole]):
+            self._announced[Key(stream, number)] = count
         self._unread = self._unread[whole:]
 
     def _peer_is_gone(self) -> PeerError:
