@@ -10,6 +10,7 @@ import typer
 from vpipe.cli.options import AsJson, Config, Settings, read_run, warn_of_links
 from vpipe.errors import printable
 from vpipe.system.best_effort import survive_lost_output
+from vpipe.system.console import announce
 
 app = typer.Typer()
 
@@ -36,11 +37,15 @@ def train(
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
+    from vpipe.observe.debug import read_scenes
+    from vpipe.train.run import run
+
+    def work() -> None:
+        from vpipe.train.rank import train_rank  # with torch: for a rank, not for the launcher
+
+        train_rank(chosen, resume, scenes)
 
     chosen = read_run(config, settings)
-    from vpipe.observe.debug import read_scenes  # torch comes with it
-    from vpipe.train.rank import train_rank
-    from vpipe.train.run import run
 
     if print_config:
         print(resolved_yaml(chosen), end="")
@@ -51,7 +56,7 @@ def train(
     arguments += [part for scene in scenes for part in ("--debug", scene)]
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
-    run(chosen, arguments, lambda: train_rank(chosen, resume, scenes), max_restarts=max_restarts)
+    run(chosen, arguments, work, max_restarts=max_restarts)
 
 
 @app.command("eval")
@@ -63,14 +68,17 @@ def evaluate(
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
-
-    chosen = read_run(config, settings)
-    from vpipe.train.rank import evaluate_rank  # torch comes with it
     from vpipe.train.run import run
 
+    def work() -> None:
+        from vpipe.train.rank import evaluate_rank  # with torch: for a rank, not for the launcher
+
+        evaluate_rank(chosen, resume, as_json)
+
+    chosen = read_run(config, settings)
     arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
     arguments += ["--json"] if as_json else []
-    run(chosen, arguments, lambda: evaluate_rank(chosen, resume, as_json))
+    run(chosen, arguments, work)
 
 
 @app.command()
@@ -96,21 +104,27 @@ def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has, what would not work on it, and why."""
     from vpipe.cli.doctor import print_facts
 
+    announce("examining this machine")
     print_facts(as_json)
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="The folders of one or more runs.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the report goes.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Where the report goes; default: into the run's folder, or beside it."
+        ),
+    ] = None,
 ) -> None:
     """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
-    from vpipe.observe.report import write_report
+    announce(f"reading {', '.join(map(str, runs))}")
+    from vpipe.observe.report import report_path, write_report
 
     for run in runs:
         warn_of_links(run)
+    output = output or report_path(runs)
     write_report(runs, output)
     print(printable(f"report {output}"))
 
@@ -133,6 +147,7 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""
+    announce(f"reading {run}")
     from vpipe.observe.diagnosis import diagnose_command
 
     warn_of_links(run)

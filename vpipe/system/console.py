@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -19,6 +20,14 @@ class PlainConsole(Console):
 
     def render_str(self, text: str, **options: Any) -> Text:
         return super().render_str(printable(text, lines=True), **options)
+
+
+def announce(text: str) -> None:
+    """Say what is being done, before it takes its time: a command that is silent for seconds seems to hang.
+
+    On the standard error, so that a command's output stays its result.
+    """
+    print(printable(f"{text} ..."), file=sys.stderr, flush=True)
 
 
 def show(table: Table) -> None:

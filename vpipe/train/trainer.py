@@ -42,7 +42,13 @@ from vpipe.weights import learning_rate_policy
 class Trainer:
     """One rank's part of a run. Every rank makes one and calls the same methods."""
 
-    def __init__(self, config: RunConfig, world: World | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        """`announce` is called, on rank 0, with what begins and takes its time."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if config.deterministic:
             make_deterministic()
@@ -70,6 +76,8 @@ class Trainer:
         self.rank = self.world.rank
         self.device = self._take_device()
         self.folder = self._agree_on_folder()
+        say = announce if announce is not None and self.rank == 0 else _ignore
+        say("building the model and reading the data")
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
@@ -77,6 +85,7 @@ class Trainer:
         self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
+        say("capturing the model and cutting it into stages")
         self.pipe = self._build_pipeline()
         try:
             check_plan(config, self.pipe.layout.graph.plan_fingerprint)
@@ -301,6 +310,10 @@ class Trainer:
         cap = self.config.gpu_memory
         agree(self.world, "memory", lambda: limit_memory(device, None if cap is None else read_bytes(cap)))
         return device
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def named_gpu(config: RunConfig, rank: int) -> str | None:
