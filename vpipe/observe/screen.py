@@ -18,6 +18,7 @@ from vpipe.errors import ConfigError, printable
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.record.run_folder import check_run_folder
 from vpipe.record.status import RUNNING, TIMES, Status, time_shares
+from vpipe.schedule.palette import DARK
 from vpipe.system.console import PlainConsole
 from vpipe.system.units import show_bytes
 
@@ -107,7 +108,8 @@ def summary_table(summary: dict[str, Any]) -> Table:
 
 EVERY = 1.0
 WIDTH = 30
-STYLES = dict(zip(TIMES, ("blue", "green", "yellow", "magenta", "bright_black"), strict=True))
+COLOURS = ("forward", "backward", "update", "send", "quiet")
+STYLES = dict(zip(TIMES, (DARK[name] for name in COLOURS), strict=True))
 LETTERS = dict(zip(TIMES, "FBUs·", strict=True))
 """The letters of a bar, so that it can be read without colours."""
 

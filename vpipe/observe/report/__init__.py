@@ -13,9 +13,10 @@ from vpipe.errors import ConfigError, printable
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
 from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
+from vpipe.schedule.palette import css
 from vpipe.system.files import write_text
 
-SCRIPTS = ("format.js", "lanes.js", "timeline.js", "details.js", "charts.js", "page.js")
+SCRIPTS = ("format.js", "lanes.js", "timeline.js", "stacked.js", "details.js", "charts.js", "page.js")
 """In the order in which they are read; each defines functions for the later ones."""
 POINTS = 2000
 """Of a curve; a longer one is thinned out."""
@@ -24,6 +25,23 @@ SHOWN = (
     "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
 )  # fmt: skip
 """Keys of summary.json that the page shows."""
+INCIDENTAL = frozenset((
+    "log_directory", "print_frequency", "verbose_frequency", "timeout", "hang_limit", "heartbeat_limit",
+    "rendezvous_limit", "prometheus_port", "port", "wandb", "mlflow",
+))  # fmt: skip
+"""Keys that make no run another."""
+IN_A_NAME = 3
+"""Keys at most by which runs are named."""
+LONGEST_VALUE = 24
+"""Letters of a value in a name."""
+
+
+def report_path(run_folders: Sequence[Path]) -> Path:
+    """Where the report goes if nobody says it: into the run's folder; of several runs, beside the last one's."""
+    last = run_folders[-1]
+    return (
+        last / "report.html" if len(run_folders) == 1 else last.parent / f"report-{last.resolve().name}.html"
+    )
 
 
 def write_report(run_folders: Sequence[Path], output: Path) -> None:
@@ -32,14 +50,21 @@ def write_report(run_folders: Sequence[Path], output: Path) -> None:
         raise ConfigError("there is nothing to report: name the folder of one or more runs")
     for folder in run_folders:
         check_run_folder(folder)
-    names = _labels(run_folders)
-    runs = [run_data(folder, name) for folder, name in zip(run_folders, names, strict=True)]
+    runs = [run_data(folder, name) for folder, name in zip(run_folders, _labels(run_folders), strict=True)]
+    differing = differing_keys([run["config"] for run in runs])
+    names = [run["name"] for run in runs]
+    if len(runs) > 1:
+        names = told_apart(names, [run["config"] for run in runs], differing)
+    for run, name in zip(runs, names, strict=True):
+        run["folder"], run["name"] = run["name"], name
     page = _part("report.html")
     # JSON inside a script element: no "<" in it can end the element. The data goes in last: marks in it are left alone.
-    data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps({"runs": runs, "differing": differing}, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     for mark, text in (
         ("{{title}}", escape(printable(" · ".join(names)))),
-        ("{{style}}", _part("report.css")),
+        ("{{style}}", _part("report.css").replace("{{palette}}", css(":root"))),
         ("{{scripts}}", "\n".join(f"<script>\n{_part(name)}</script>" for name in SCRIPTS)),
         ("{{data}}", data),
     ):
@@ -95,6 +120,27 @@ def _labels(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ConfigError(f"{folders[0]}: a run is named more than once: name each run once")
+
+
+def differing_keys(configs: Sequence[dict[str, str]]) -> list[str]:
+    """The keys whose values differ between runs, without those that make no run another."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if key not in INCIDENTAL and len({config.get(key) for config in configs}) > 1]
+
+
+def told_apart(names: Sequence[str], configs: Sequence[dict[str, str]], keys: Sequence[str]) -> list[str]:
+    """Names that say what differs between runs, such as `schedule gpipe`.
+
+    Where that is nothing, much, or the same for two runs, the given names, which differ, are added or stay.
+    """
+    if not 0 < len(keys) <= IN_A_NAME:
+        return list(names)
+    made = [", ".join(f"{key} {_cut(config.get(key, 'default'))}" for key in keys) for config in configs]
+    return [f"{new} ({old})" if made.count(new) > 1 else new for new, old in zip(made, names, strict=True)]
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}…"
 
 
 def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:
