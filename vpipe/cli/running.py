@@ -88,6 +88,9 @@ def compare(
     sweep: Annotated[
         list[str] | None, typer.Option(help="A key with several values, such as batch_size=8,16,32.")
     ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Times that each is run, all of them in turns: a b a b.")
+    ] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture (PNG) of speed and loss to this file.")
     ] = None,
@@ -96,7 +99,7 @@ def compare(
     """Run several configurations one after the other on the same data, and compare them."""
     from vpipe.cli.compare import compare_runs
 
-    compare_runs(configs, settings or [], sweep or [], plot, as_json)
+    compare_runs(configs, settings or [], sweep or [], plot, as_json, turns)
 
 
 @app.command()
