@@ -10,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vpipe.errors import printable
+from vpipe.system.narrow import fitted
 
 
 class PlainConsole(Console):
@@ -32,4 +33,5 @@ def announce(text: str) -> None:
 
 def show(table: Table) -> None:
     # Names are long; a file or a pipe has no width that they must fit into.
-    PlainConsole(width=None if Console().is_terminal else 200).print(table)
+    console = PlainConsole(width=None if Console().is_terminal else 200)
+    console.print(fitted(table, console))
