@@ -11,9 +11,18 @@ from typing import Any, NamedTuple
 import pytest
 
 from vpipe.errors import ConfigError
-from vpipe.observe.report import POINTS, differing_keys, report_path, thinned, told_apart, write_report
+from vpipe.observe.report import (
+    POINTS,
+    differing_keys,
+    report_path,
+    run_data,
+    thinned,
+    told_apart,
+    write_report,
+)
 from vpipe.observe.report.lanes import ACTIONS, timeline
 from vpipe.record.events import Events, StageBytes, read_events
+from vpipe.record.run_folder import write_resumed
 from vpipe.schedule import Action, Op
 from vpipe.schedule.palette import DARK
 
@@ -163,6 +172,23 @@ def test_runs_are_named_by_what_differs_between_them() -> None:
         "partition [1, 2, 3, 4, 5, 6, 7, 8,…",
         "partition default",
     ]
+
+
+def test_a_resumed_run_continues_the_curves_of_the_run_before(tmp_path: Path) -> None:
+    for name, losses in (("a", [0, 1, 2, 3, 4]), ("b", [3, 4, 5]), ("c", [5, 6])):
+        folder = make_run(tmp_path / name)
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["losses"] = [[update, 10.0 * ord(name) + update] for update in losses]
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").unlink()
+    write_resumed(tmp_path / "b", tmp_path / "a" / "checkpoints" / "step-00000003", 3)
+    write_resumed(tmp_path / "c", tmp_path / "b" / "checkpoints" / "step-00000005", 5)
+    (run,) = embedded(report([tmp_path / "c"], tmp_path / "report.html"))["runs"]
+    assert [update for update, _ in run["losses"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [chr(int(loss // 10)) for _, loss in run["losses"]] == list("aaabbcc")
+    assert run["resumed"] == [["b", 5], ["a", 3]]
+    write_resumed(tmp_path / "a", tmp_path / "c" / "checkpoints" / "step-00000007", 7)  # round and round
+    assert len(run_data(tmp_path / "c", "c")["resumed"]) == 2
 
 
 def test_a_report_goes_beside_its_run(tmp_path: Path) -> None:

@@ -188,7 +188,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
     table.add_column("run", no_wrap=True)
     for column in ("samples/s", "quartiles", "ratio", "ms/update", "sending", "bubble", "of limit"):
         table.add_column(column, justify="right", no_wrap=column == "quartiles")
-    table.add_column("peak GiB of each stage")
+    table.add_column("peak GiB of each stage", overflow="fold")
     table.add_column("loss", justify="right")
     for result in results:
         speed = result["samples_per_s"]
@@ -217,9 +217,13 @@ def caption(results: Sequence[Result]) -> str | None:
         text = f"{turns} turns of each, the median shown; turns of one run differ by up to {spread:.0%}"
     else:
         text = "one after the other, each once, not side by side: what else the machine did may differ (--turns 3)"
-    known = [result["quartiles"] for result in results if result.get("quartiles")]
+    ranges = [
+        (min(result["turns"]), max(result["turns"])) if turns > 1 else result.get("quartiles")
+        for result in results
+    ]
+    known = [each for each in ranges if each]
     if len(known) == len(results) and max(low for low, _ in known) <= min(high for _, high in known):
-        text += "; the quartiles of all overlap: the differences may be chance"
+        text += f"; {'turns' if turns > 1 else 'quartiles'} of all overlap: the differences may be chance"
     return text
 
 

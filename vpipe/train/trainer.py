@@ -21,7 +21,7 @@ from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
-from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder
+from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
 from vpipe.system.device import limit_memory, make_deterministic
@@ -83,6 +83,7 @@ class Trainer:
         self.data = agree(self.world, "data", self._read_data)
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
         self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
+        self.resumed_from: Path | None = None  # the checkpoint
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
         say("capturing the model and cutting it into stages")
@@ -102,6 +103,7 @@ class Trainer:
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
             self.position_found = checkpoint.load(self.pipe, Path(path), report)
+            self.resumed_from = Path(path)
             self.position.resume(self.position_found, self.pipe.updates, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:
@@ -187,6 +189,10 @@ class Trainer:
         )
         if self.rank == 0:
             write_description(pipe, config, self.data, self.folder, recorder.effort)
+            before = self.resumed_from
+            if before is not None and before.absolute().parents[1] != self.folder.absolute():
+                with recorder.effort.writing(self.folder):
+                    write_resumed(self.folder, before, pipe.updates)
         described = describe(pipe, config, type(self.model).__name__, self.position)
         for line in (described, *notes, restored):
             if line is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -12,7 +13,14 @@ from typing import Any
 from vpipe.errors import ConfigError, printable
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
-from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import (
+    check_run_folder,
+    earlier_runs,
+    read_keys,
+    read_metrics,
+    read_object,
+    read_stages,
+)
 from vpipe.schedule.palette import css
 from vpipe.system.files import write_text
 
@@ -80,9 +88,6 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     """Everything that the page shows of a run; parts that the folder has no file for are None or empty."""
     summary = read_object(folder / "summary.json")
     plan = read_object(folder / "plan.json")
-    metrics = read_metrics(folder)
-    train = [line for line in metrics if line.get("kind") == "train"]
-    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
     stages = read_stages(folder)
     found = {
@@ -91,9 +96,8 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
         "plan": plan,
         "blocks": summary.get("blocks") or plan.get("blocks") or [],
         "config": read_keys(folder / "config.yml"),
-        "losses": _losses(summary, train),
-        "evaluations": _curve(evaluations, "loss"),
-        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+        "resumed": [[before.resolve().name, updates] for before, updates in earlier_runs(folder)],
+        **_curves(folder, summary),
         "timeline": timeline(ranks),
         "predicted": predicted(folder, ranks),
         "memory": memory_lines(ranks),
@@ -141,6 +145,28 @@ def told_apart(names: Sequence[str], configs: Sequence[dict[str, str]], keys: Se
 
 def _cut(value: str) -> str:
     return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}…"
+
+
+def _curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """Loss, evaluations and speed; those of a resumed run begin with those of the runs that it goes on from."""
+    curves = _own_curves(folder, summary)
+    for before, updates in earlier_runs(folder):
+        for name, points in _own_curves(before, read_object(before / "summary.json")).items():
+            first = curves[name][0][0] if curves[name] else math.inf
+            kept = [p for p in points if isinstance(p[0], int | float) and p[0] <= updates and p[0] < first]
+            curves[name] = kept + curves[name]
+    return {name: thinned(points) for name, points in curves.items()}
+
+
+def _own_curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
+    metrics = read_metrics(folder)
+    train = [line for line in metrics if line.get("kind") == "train"]
+    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
+    return {
+        "losses": _losses(summary, train),
+        "evaluations": _curve(evaluations, "loss"),
+        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+    }
 
 
 def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:

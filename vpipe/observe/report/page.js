@@ -133,6 +133,7 @@ function showRun(chosen) {
   const { schedule, ranks } = run.summary;
   byId("title").textContent = run.name;
   const facts = [run.folder !== run.name && run.folder, schedule && `schedule ${schedule}`, ranks && `${ranks.length} ranks`, run.config.model_type];
+  for (const [before, updates] of run.resumed) facts.push(`resumed from ${before} after ${updates} updates`);
   byId("subtitle").textContent = facts.filter(Boolean).join(" · ");
   [...byId("runs").children].forEach((button, place) => button.setAttribute("aria-pressed", place === chosen));
   showFigures(run);
