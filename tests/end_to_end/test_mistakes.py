@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.announced import besides_announcements
 from tests.end_to_end.command import end, rank_process, start, vpipe, wait_for_line, wait_until_gone
 from tests.end_to_end.tiny import POEM, TINY
 from tests.waiting import TIMEOUT
@@ -27,7 +28,7 @@ def mistaken(tmp_path: Path) -> Callable[..., str]:
         ended = vpipe("train", *(arguments or ["run.yml"]), cwd=tmp_path, prepare=prepare)
         assert ended.code == 2, ended.said
         assert "Traceback" not in ended.said
-        (line,) = [line for line in ended.err.splitlines() if line]
+        (line,) = besides_announcements(ended.err)
         assert line.startswith("error: ")
         wait_until_gone(str(tmp_path))
         return line

@@ -10,6 +10,7 @@ import torch
 import yaml
 from safetensors.torch import load_file, save_file
 
+from tests.announced import besides_announcements
 from tests.checkpoints import rewrite
 from tests.unit.test_save_policy import TINY, the_model
 from vpipe import Pipeline, checkpoint, cli
@@ -34,7 +35,9 @@ def vpipe(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -
         with pytest.raises(SystemExit) as ended:
             cli.main()
         reported = capsys.readouterr()
-        return int(ended.value.code or 0), reported.out + reported.err
+        return int(ended.value.code or 0), reported.out + "".join(
+            f"{line}\n" for line in besides_announcements(reported.err)
+        )
 
     return run
 

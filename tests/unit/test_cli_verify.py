@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.announced import besides_announcements
 from vpipe.cli import main
 from vpipe.stage import Stage
 
@@ -98,6 +99,6 @@ def test_mistakes_are_one_line(
     assert run(monkeypatch, config, *arguments) == 2
     captured = capsys.readouterr()
     assert captured.out == ""
-    assert captured.err.startswith("error: ")
-    assert message in captured.err
-    assert captured.err.count("\n") == 1
+    (line,) = besides_announcements(captured.err)
+    assert line.startswith("error: ")
+    assert message in line

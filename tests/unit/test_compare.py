@@ -1,15 +1,32 @@
 """The comparison of runs: variants, table, picture."""
 
 import io
+import json
 import math
+import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vpipe.cli.compare import Result, Variant, compare_runs, comparison_table, plot, split_values, variants
+from tests.unit.test_report import Samples
+from vpipe.cli.compare import (
+    Result,
+    Variant,
+    caption,
+    compare_runs,
+    comparison_table,
+    plot,
+    speed_quartiles,
+    split_values,
+    variants,
+)
+from vpipe.config import RunConfig
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.record.events import Events
+from vpipe.schedule import Action, Op
 from vpipe.system.console import PlainConsole
 
 A, B = Path("configs/a.yml"), Path("configs/b.yml")
@@ -111,13 +128,13 @@ def test_nothing_or_the_same_twice() -> None:
 def test_table() -> None:
     slow, fast = rows(result("gpipe", 100.0), result("vpipe[x]", 134.0))
     memory = "1.00 0.50"
-    assert slow == ["gpipe", "100.0", "1.00x", "160.0", "12.5%", "25.0%", "90.0%", memory, "2.5000"]
-    assert fast[:3] == ["vpipe[x]", "134.0 *", "1.34x"]
+    assert slow == ["gpipe", "100.0", "–", "1.00x", "160.0", "12.5%", "25.0%", "90.0%", memory, "2.5000"]
+    assert fast[:4] == ["vpipe[x]", "134.0 *", "–", "1.34x"]
 
 
 def test_figures_that_are_no_numbers() -> None:
     (row,) = rows(result("a", 0.0))
-    assert row[:4] == ["a", "0.0", "–", "0.0"]
+    assert row[:5] == ["a", "0.0", "–", "–", "0.0"]
     assert rows() == []
     assert rows(result("a", 1.0, loss=math.nan))[0][-1] == "nan"
     assert rows(result("a", 1.0, loss=None))[0][-1] == "–"
@@ -126,6 +143,62 @@ def test_figures_that_are_no_numbers() -> None:
 def test_one_alone_is_not_the_fastest() -> None:
     assert rows(result("a", 5.0))[0][1] == "5.0"
     assert [row[1] for row in rows(result("a", 5.0), result("b", 5.0))] == ["5.0", "5.0"]
+
+
+def test_the_caption_says_how_much_the_figures_can_be_trusted() -> None:
+    assert caption([result("a", 1.0)]) is None
+    apart = [result("a", 10.0, quartiles=[9.0, 11.0]), result("b", 20.0, quartiles=[19.0, 21.0])]
+    assert str(caption(apart)).startswith("one after the other, each once, not side by side")
+    assert "chance" not in str(caption(apart))
+    near = [apart[0], result("b", 11.0, quartiles=[10.5, 12.0])]
+    assert str(caption(near)).endswith("; quartiles of all overlap: the differences may be chance")
+    in_turns = [result("a", 10.0, turns=[10.0, 9.0, 11.7]), result("b", 20.0, turns=[20.0, 20.0, 21.0])]
+    assert caption(in_turns) == "3 turns of each, the median shown; turns of one run differ by up to 30%"
+    in_turns[1]["turns"] = [11.0, 20.0, 21.0]
+    assert str(caption(in_turns)).endswith("; turns of all overlap: the differences may be chance")
+
+
+def test_variants_are_run_in_turns_and_linked_in_one_report(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Without ranks: a stand-in writes what a run leaves."""
+    speeds = iter([10.0, 30.0, 14.0, 20.0, 12.0, 25.0])
+    ran: list[str] = []
+
+    def stand_in(config: RunConfig, arguments: Sequence[str], *, quiet: bool) -> Path:
+        folder = tmp_path / "runs" / f"{len(ran)}"
+        folder.mkdir(parents=True)
+        ran.append(config.chosen_schedule)
+        (folder / "summary.json").write_text(json.dumps(result("", next(speeds))))
+        (folder / "config.yml").write_text(f"schedule: {config.chosen_schedule}\n")
+        return folder
+
+    monkeypatch.setattr("vpipe.train.run.launch", stand_in)
+    monkeypatch.setattr("vpipe.cli.compare.busy_cores", lambda: float(os.cpu_count() or 1))
+    monkeypatch.setattr("vpipe.cli.compare.find_spec", lambda name: None)
+    file = tmp_path / "run.yml"
+    file.write_text("stages: 2\n")
+    compare_runs([file], [], ["schedule=gpipe,1f1b"], None, as_json=True, turns=3)
+    assert ran == ["gpipe", "1f1b"] * 3
+    said = capsys.readouterr()
+    slow, fast = json.loads(said.out)
+    assert (slow["samples_per_s"], slow["turns"]) == (12.0, [10.0, 14.0, 12.0])
+    assert (fast["samples_per_s"], fast["turns"]) == (25.0, [30.0, 20.0, 25.0])
+    assert said.err.count("cores busy: the speed of this run says little") == 6
+    assert "2 of 2, turn 3 of 3: run schedule=1f1b ..." in said.err
+    page = tmp_path / "runs" / "comparison-5.html"
+    assert said.err.endswith(f"report {page}\n")
+    assert '"name":"schedule gpipe"' in page.read_text()
+
+
+def test_quartiles_are_those_of_the_updates(tmp_path: Path) -> None:
+    ring, time = Events(0), 0.0
+    for update, took in enumerate([1.0, 1.0, 2.0, 2.0, 4.0, 4.0, 4.0, 4.0]):
+        time += took
+        ring.add(Action(0, Op.STEP, update), time - 0.1, time, 0.0, 0, 0, update, False)
+    ring.write(tmp_path, {}, Samples("process", [], []))
+    assert speed_quartiles(tmp_path, result("a", 2.0)) == pytest.approx([16 / 4, 16 / 2])
+    assert speed_quartiles(tmp_path / "none", result("a", 2.0)) is None
 
 
 @pytest.mark.parametrize("count", [0, 1, 3, 16])

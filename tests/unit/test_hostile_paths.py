@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
+from tests.announced import besides_announcements
 from tests.end_to_end.tiny import TINY
 from vpipe.cli import main
 from vpipe.config.settings import PATHS
@@ -84,7 +85,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatc
         main()
     said = capsys.readouterr()
     assert ended.value.code == 2, said
-    (line,) = said.err.splitlines()
+    (line,) = besides_announcements(said.err)
     assert line.startswith("error: ")
     assert line.isprintable()
     return line

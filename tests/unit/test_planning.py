@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.announced import besides_announcements
 from vpipe.cli import main
 from vpipe.config import RunConfig
 from vpipe.config.arguments import check_plan
@@ -105,7 +106,7 @@ def test_mistakes(
     message: str,
 ) -> None:
     assert vpipe(monkeypatch, "plan", *arguments) == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = besides_announcements(capsys.readouterr().err)
     assert line.startswith("error: ")
     assert message in line
 
@@ -117,7 +118,7 @@ def test_a_cap_below_the_weights_alone(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert vpipe(monkeypatch, "plan", config, "--memory", "10kB") == 2
-    (line,) = capsys.readouterr().err.splitlines()
+    (line,) = besides_announcements(capsys.readouterr().err)
     assert "nothing fits a memory of 10000 bytes" in line
     assert "are missing on stage" in line
     assert "what would fit: a memory of" in line

@@ -11,10 +11,20 @@ from typing import Any, NamedTuple
 import pytest
 
 from vpipe.errors import ConfigError
-from vpipe.observe.report import POINTS, thinned, write_report
+from vpipe.observe.report import (
+    POINTS,
+    differing_keys,
+    report_path,
+    run_data,
+    thinned,
+    told_apart,
+    write_report,
+)
 from vpipe.observe.report.lanes import ACTIONS, timeline
 from vpipe.record.events import Events, StageBytes, read_events
+from vpipe.record.run_folder import write_resumed
 from vpipe.schedule import Action, Op
+from vpipe.schedule.palette import DARK
 
 BROWSER = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 STEPS = (
@@ -145,6 +155,48 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     assert [run["name"] for run in runs] == ["a/run", "b/run"]
 
 
+def test_runs_are_named_by_what_differs_between_them() -> None:
+    configs = [
+        {"schedule": "gpipe", "stages": "2", "log_directory": "a"},
+        {"schedule": "1f1b", "stages": "2", "log_directory": "b"},
+        {"schedule": "1f1b", "stages": "2", "log_directory": "c"},
+    ]
+    keys = differing_keys(configs)
+    assert keys == ["schedule"]
+    names = told_apart(["x", "y", "z"], configs, keys)
+    assert names == ["schedule gpipe", "schedule 1f1b (y)", "schedule 1f1b (z)"]
+    assert told_apart(["x", "y"], configs[1:], differing_keys(configs[1:])) == ["x", "y"]
+    assert told_apart(["x", "y", "z"], configs, ["a", "b", "c", "d"]) == ["x", "y", "z"]
+    long = [{"partition": "[1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11]"}, {}]
+    assert told_apart(["x", "y"], long, ["partition"]) == [
+        "partition [1, 2, 3, 4, 5, 6, 7, 8,…",
+        "partition default",
+    ]
+
+
+def test_a_resumed_run_continues_the_curves_of_the_run_before(tmp_path: Path) -> None:
+    for name, losses in (("a", [0, 1, 2, 3, 4]), ("b", [3, 4, 5]), ("c", [5, 6])):
+        folder = make_run(tmp_path / name)
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["losses"] = [[update, 10.0 * ord(name) + update] for update in losses]
+        (folder / "summary.json").write_text(json.dumps(summary))
+        (folder / "metrics.jsonl").unlink()
+    write_resumed(tmp_path / "b", tmp_path / "a" / "checkpoints" / "step-00000003", 3)
+    write_resumed(tmp_path / "c", tmp_path / "b" / "checkpoints" / "step-00000005", 5)
+    (run,) = embedded(report([tmp_path / "c"], tmp_path / "report.html"))["runs"]
+    assert [update for update, _ in run["losses"]] == [1, 2, 3, 4, 5, 6, 7]
+    assert [chr(int(loss // 10)) for _, loss in run["losses"]] == list("aaabbcc")
+    assert run["resumed"] == [["b", 5], ["a", 3]]
+    write_resumed(tmp_path / "a", tmp_path / "c" / "checkpoints" / "step-00000007", 7)  # round and round
+    assert len(run_data(tmp_path / "c", "c")["resumed"]) == 2
+
+
+def test_a_report_goes_beside_its_run(tmp_path: Path) -> None:
+    one, other = tmp_path / "runs" / "one", tmp_path / "runs" / "other"
+    assert report_path([one]) == one / "report.html"
+    assert report_path([one, other]) == tmp_path / "runs" / "report-other.html"
+
+
 def test_of_a_long_record_the_end_is_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert ACTIONS >= 8 * 10_000
     monkeypatch.setattr("vpipe.observe.report.lanes.ACTIONS", 20)
@@ -258,7 +310,7 @@ def test_the_page_shows_what_metrics_has(tmp_path: Path) -> None:
     assert "2.5 (2)" in result["last"]
 
 
-def test_predicted_stands_below_measured_on_the_same_scale(tmp_path: Path) -> None:
+def test_simulated_stands_below_measured_on_the_same_scale(tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     (run,) = embedded(report([make_run(tmp_path / "run", minibatches=8)], page))["runs"]
     predicted = run["predicted"]
@@ -270,6 +322,7 @@ def test_predicted_stands_below_measured_on_the_same_scale(tmp_path: Path) -> No
     assert forward == pytest.approx([2250.0] * 4)
     assert predicted["minibatches"] == 4
     assert predicted["source"] == "the medians of its own actions"
+    assert predicted["word"] == "simulated"
     script = """
       const measured = timeline.lanes[0], other = timeline.predictedLanes[0];
       const name = (lane, i) => timeline.nameOf(lane, i);
@@ -288,9 +341,10 @@ def test_predicted_stands_below_measured_on_the_same_scale(tmp_path: Path) -> No
     result = asked(page, script)
     assert result["measured"] == pytest.approx(result["predicted"])
     assert result["name"] == "0F1"
-    assert result["tip"].startswith("0F1 forward, predicted")
+    assert result["tip"].startswith("0F1 forward, simulated")
     assert "measured2.00 ms" in result["tip"]
     assert result["actions"] == 2 * (4 + 4 + 1)  # two updates of four minibatches: F, B, and an update
+    assert result["note"].startswith("Simulated, not predicted: ")  # nothing of it was known before the run
     assert "medians of its own actions" in result["note"]
 
 
@@ -320,7 +374,7 @@ def test_memory_over_time_stands_against_prediction_and_cap(opened: tuple[dict[s
     )  # one minibatch in flight, one version
     assert run["memory"][0]["process"] == [[0.0, 2**20], [0.02, 2**21]]
     assert "cap 8.0 KiB" in shown
-    assert "predicted peak" in shown
+    assert "simulated peak" in shown
 
 
 def test_a_frame_of_a_long_record_draws_what_the_screen_can_show(tmp_path: Path) -> None:
@@ -352,7 +406,9 @@ def test_several_runs_stand_side_by_side(tmp_path: Path) -> None:
     folders = [make_run(tmp_path / "a"), make_run(tmp_path / "b", ranks=4, loss=1.5)]
     report(folders, page)
     shown = browse(page, "byId('runs').children[1].click();")
-    assert '<h1 id="title">b</h1>' in shown
+    assert '<h1 id="title">stages 4</h1>' in shown
+    assert "stages 2 and stages 4 coincide" not in shown
+    assert shown.count('<div class="stack">') == 2
     assert '<td class="number best">1.5000</td>' in shown
     assert '<td class="setting">stages</td><td class="number">2</td><td class="number">4</td>' in shown
     assert len(re.findall(r'data-rank="\d"', shown)) == 4
@@ -369,3 +425,38 @@ def test_the_page_does_without_a_part(missing: str, tmp_path: Path) -> None:
     page = tmp_path / "report.html"
     report([folder], page)
     browse(page)
+
+
+def test_curves_that_coincide_are_named_and_the_page_has_no_width_of_its_own(tmp_path: Path) -> None:
+    page = tmp_path / "report.html"
+    for number, schedule in enumerate(("gpipe", "1f1b")):
+        folder = make_run(tmp_path / f"run{number}", minibatches=30)
+        (folder / "config.yml").write_text(f"schedule: {schedule}\n")
+        summary = json.loads((folder / "summary.json").read_text())
+        summary["losses"] = [[update, 3.0 - update / 20] for update in range(20)]
+        (folder / "summary.json").write_text(json.dumps(summary))
+    report([tmp_path / "run0", tmp_path / "run1"], page)
+    script = """
+      const paths = () => byId("loss").querySelectorAll("path").length, before = paths();
+      byId("smoothing").value = 0.5; byId("smoothing").dispatchEvent(new Event("input"));
+      const chart = document.querySelector("[data-memory] svg"), box = chart.getBoundingClientRect();
+      chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2 }));
+      const memory = document.querySelector("[data-memory] figcaption").textContent;
+      byId("theme").click(); byId("theme").click();
+      document.body.style.width = "360px";
+      redraw(); showCurves(DATA.runs, 0);
+      const boxes = [...document.querySelectorAll("section, svg, canvas")].map((each) => each.getBoundingClientRect());
+      const reach = Math.max(...boxes.map((each) => each.width));
+      return { note: document.querySelector(".coincide").textContent, before, after: paths(), memory, reach,
+        dark: colour("card"), axis: [...byId("loss").querySelectorAll(".axis")].map((each) => each.textContent),
+        marks: [mark(6.4e6, ticks(6.3e6, 6.5e6, 1).step, 6.5e6), mark(0, 5e5, 1e6),
+          byteMark(byteTicks(3e6, 4)[1], 3e6)] };
+    """
+    result = asked(page, script)
+    assert result["note"] == "schedule gpipe and schedule 1f1b coincide: their curves lie on each other."
+    assert (result["before"], result["after"]) == (2, 4)  # the raw curves stay, pale
+    assert re.fullmatch(r"rank 0 [\d.]+ (B|KiB) at [\d.]+ ms", result["memory"])
+    assert result["dark"] == DARK["card"]
+    assert result["axis"] == ["updates", "loss"]
+    assert result["marks"] == ["6.4 s", "0.0 s", "1 MiB"]
+    assert result["reach"] <= 360

@@ -6,19 +6,31 @@ import pytest
 
 from tests.schedules import NAMES
 from vpipe.schedule import Op, build, draw, draw_svg
+from vpipe.schedule.draw import Rows
+from vpipe.schedule.walk import walk
 
 
 def test_long_schedules_are_drawn_in_strips() -> None:
     assert draw(build("1f1b", 2, 3), width=33).splitlines() == [
         "time    0              5",
-        "rank 0  F0 F1 ·  ·  B0─── F2 B1─",
-        "rank 1  ·  F0 B0─── F1 B1─── F2",
+        "rank 0  F0 F1 ·  ·  B0─── F2",
+        "rank 1  ·  F0 B0─── F1 B1───",
         "",
-        "time    8",
-        "rank 0  ── ·  B2───*",
-        "rank 1  B2───*·  ·",
+        "time             10",
+        "rank 0  B1─── ·  B2───*",
+        "rank 1  F2 B2───*·  ·",
         "",
         "F forward  B backward  I input gradient  W weight gradient  * update  · idle",
+    ]
+
+
+def test_a_strip_ends_between_actions_or_at_a_round_time() -> None:
+    lines = draw(build("gpipe", 4, 12), width=80).splitlines()
+    assert not any(line.startswith("rank") and line[8] == "─" for line in lines)
+    schedule = build("1f1b", 4, 32)
+    rows = Rows(schedule, walk(schedule))
+    assert [cut for cut in rows.cuts(18)[:-1] if cut % 5] == [
+        cut for cut in rows.cuts(18)[:-1] if all(units.get(cut) != "" for units in rows.units) and cut % 5
     ]
 
 

@@ -12,6 +12,7 @@ from vpipe.observe.screen import picture
 from vpipe.record.run_folder import read_lines, read_metrics
 from vpipe.record.status import Status, write_status
 from vpipe.record.thinning import LINES, POINTS, Curve, is_written
+from vpipe.system.console import PlainConsole
 
 UPDATES = 10_000_000
 
@@ -95,4 +96,4 @@ def test_the_files_of_a_long_run_are_read_in_bounded_memory(long_run: Path) -> N
     assert [found[0]["update"], found[-1]["update"]] == [1, max(reports(UPDATES)[::10])]
     assert len(run_data(long_run, "run")["losses"]) <= POINTS
     assert {finding.topic: finding.grade for finding in diagnose(long_run)}["loss"] == "fine"
-    picture(long_run)
+    picture(long_run, PlainConsole(width=160))

@@ -38,6 +38,7 @@ from vpipe.record.status import (
 )
 from vpipe.schedule import build, lower
 from vpipe.system.best_effort import LogFile
+from vpipe.system.console import PlainConsole
 from vpipe.system.files import replace_text
 from vpipe.weights import optimizer_factory
 
@@ -305,7 +306,7 @@ def test_the_grid_of_a_late_place_is_drawn_with_its_own_minibatches(tmp_path: Pa
     text = explain(tmp_path, schedule)
     assert "[0F9004] << here" in text
     assert "B9002" in text
-    assert picture(tmp_path)  # a table of the same
+    assert picture(tmp_path, PlainConsole(width=120))  # a table of the same
 
 
 def with_watch(folder: Path, use: Callable[[RankWatch], Any]) -> Any:

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, print_result
 from vpipe.errors import VPipeError, printable
+from vpipe.system.console import announce
 from vpipe.system.files import is_file, json_text
 from vpipe.system.units import show_bytes
 
@@ -23,6 +24,7 @@ CheckpointPath = Annotated[
 @app.command()
 def show(path: CheckpointPath, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds, or list those of a run."""
+    _announce_reading(path)
     from vpipe.checkpoint.inspection import describe, find, warn
 
     found = find(path)
@@ -43,6 +45,7 @@ def show(path: CheckpointPath, as_json: AsJson = False) -> None:
 @app.command()
 def verify(path: CheckpointPath, as_json: AsJson = False) -> None:
     """Check sizes, SHA-256 and that all numbers are finite. Exits with 1 if anything is wrong."""
+    _announce_reading(path)
     from vpipe.checkpoint.inspection import examine, find
 
     found = {str(one): examine(one) for one in find(path)}
@@ -64,6 +67,7 @@ def export(
     ] = None,
 ) -> None:
     """Write a directory that `from_pretrained` of transformers reads: weights, configuration, the run's tokenizer."""
+    _announce_reading(path)
     from vpipe.checkpoint import export_pretrained
     from vpipe.checkpoint.inspection import newest_whole
     from vpipe.config.file import read_config
@@ -94,10 +98,15 @@ def prune(
     keep: Annotated[int, typer.Option(help="How many of the newest stay; the best stays too.")],
 ) -> None:
     """Delete the oldest checkpoints of a run, and files of interrupted saves older than an hour."""
+    _announce_reading(path)
     from vpipe.checkpoint.inspection import prune_run
 
     for deleted in prune_run(path, keep):
         print(printable(f"deleted {deleted}"))
+
+
+def _announce_reading(path: Path) -> None:
+    announce(f"reading the checkpoints of {path}")  # torch is imported for it, which takes seconds
 
 
 def show_one(described: dict[str, Any]) -> Table:

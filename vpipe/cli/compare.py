@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import sys
 from collections import Counter
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
 from pathlib import Path
+from statistics import quantiles
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -18,18 +20,27 @@ from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError, printable
+from vpipe.launch.mps import gpus_of
+from vpipe.schedule.palette import SERIES_LIGHT
+from vpipe.system.console import announce
 from vpipe.system.files import LARGE, read_json
+from vpipe.system.host_memory import busy_cores, usable_cores
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
+    from vpipe.config import RunConfig
+
 GIB = 2**30
-# Okabe and Ito's colours, which colour-blind readers can distinguish; further curves repeat them, dashed.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 STYLES = ("-", "--", ":")
+"""Of curves; where the colours are used up, they are repeated with the next one."""
+
+BUSY = 0.15
+"""Share of a machine's cores that others may keep busy before a comparison warns."""
 
 Result = dict[str, Any]
-"""A run's `summary.json`, and its `label`."""
+"""A run's `summary.json`, its `label`, the `quartiles` of its samples/s from update to update, and `turns`: the
+samples/s of each time that it was run. Of several turns the figures are those of the middle one by speed."""
 
 
 @dataclass(frozen=True)
@@ -47,8 +58,10 @@ def compare_runs(
     sweeps: Sequence[str],
     picture: Path | None,
     as_json: bool,
+    turns: int = 1,
 ) -> None:
-    """Train the variants one after the other, each in its own ranks, and print their figures."""
+    """Train the variants in turns, each in its own ranks, and print their figures."""
+    from vpipe.observe.report import write_report
     from vpipe.train.run import launch
 
     can_plot = find_spec("matplotlib") is not None
@@ -57,16 +70,60 @@ def compare_runs(
     chosen = variants(configs, sweeps, settings)
     # All are read before anything is trained.
     runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]
-    results = []
-    for number, (variant, config) in enumerate(zip(chosen, runs, strict=True), 1):
-        print(f"{number} of {len(chosen)}: {variant.label}", file=sys.stderr)
-        folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
-        results.append(read_json(folder / "summary.json", most=LARGE) | {"label": variant.label})
+    made: list[list[tuple[Result, Path]]] = [[] for _ in chosen]
+    for turn in range(turns):
+        for number, (variant, config) in enumerate(zip(chosen, runs, strict=True)):
+            counted = f", turn {turn + 1} of {turns}" if turns > 1 else ""
+            announce(f"{number + 1} of {len(chosen)}{counted}: {variant.label}")
+            warn_of_load(config)
+            folder = launch(config, ["train", *rank_arguments(variant.path, variant.settings)], quiet=True)
+            summary = read_json(folder / "summary.json", most=LARGE)
+            made[number].append(
+                (summary | {"label": variant.label, "quartiles": speed_quartiles(folder, summary)}, folder)
+            )
+    chosen_runs = [middle(each) for each in made]
+    results = [result for result, _ in chosen_runs]
     print_result(results, comparison_table(results), as_json)
     if can_plot:
         picture = picture or folder.parent / f"comparison-{folder.name}.png"
         plot(results, picture)
         print(printable(f"picture {picture}"), file=sys.stderr)
+    page = folder.parent / f"comparison-{folder.name}.html"
+    write_report([folder for _, folder in chosen_runs], page)
+    print(printable(f"report {page}"), file=sys.stderr)
+
+
+def middle(turns: Sequence[tuple[Result, Path]]) -> tuple[Result, Path]:
+    """Of the turns of a variant the one whose speed is the median (of two the slower), with the speeds of all."""
+    ordered = sorted(turns, key=lambda turn: turn[0]["samples_per_s"])
+    result, folder = ordered[(len(ordered) - 1) // 2]
+    return result | {"turns": [each["samples_per_s"] for each, _ in turns]}, folder
+
+
+def speed_quartiles(folder: Path, summary: Result) -> list[float] | None:
+    """The samples/s that a quarter of the updates did not reach, and that a quarter exceeded; None if it made few."""
+    from vpipe.observe.action_figures import seconds_of_updates
+
+    seconds = seconds_of_updates(folder)
+    if len(seconds) < 4:
+        return None
+    samples = summary["samples_per_s"] * summary["seconds_per_update"]
+    quarter, _, three = quantiles(seconds, n=4)
+    return [samples / three, samples / quarter]
+
+
+def warn_of_load(config: RunConfig) -> None:
+    """Say what makes figures of speed doubtful, before a run: other programs, or more ranks than cores."""
+    all_cores = os.cpu_count() or 1
+    busy = busy_cores()
+    if busy is not None and busy > BUSY * all_cores:
+        _warn(f"other programs keep {busy:.1f} of {all_cores} cores busy: the speed of this run says little")
+    if config.ranks > usable_cores() and gpus_of(config) is None:
+        _warn(f"{config.ranks} ranks share {usable_cores()} cores: they cannot all compute at the same time")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def variants(
@@ -126,9 +183,11 @@ def comparison_table(results: Sequence[Result]) -> Table:
     speeds = [result["samples_per_s"] for result in results]
     slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
     table = Table(title="The fastest is marked *; ratios are to the slowest" if len(results) > 1 else None)
+    table.caption = caption(results)
+    table.caption_justify = "left"
     table.add_column("run", no_wrap=True)
-    for column in ("samples/s", "ratio", "ms/update", "sending", "bubble", "of limit"):
-        table.add_column(column, justify="right")
+    for column in ("samples/s", "quartiles", "ratio", "ms/update", "sending", "bubble", "of limit"):
+        table.add_column(column, justify="right", no_wrap=column == "quartiles")
     table.add_column("peak GiB of each stage", overflow="fold")
     table.add_column("loss", justify="right")
     for result in results:
@@ -137,6 +196,7 @@ def comparison_table(results: Sequence[Result]) -> Table:
         table.add_row(
             result["label"].replace(" ", "\n"),  # a line for the file and for each setting
             f"{speed:,.1f}" + (" *" if best else ""),
+            "–".join(f"{end:,.0f}" for end in result.get("quartiles") or ()) or "–",
             f"{speed / slowest:.2f}x" if slowest > 0 else "–",
             f"{1000 * result['seconds_per_update']:,.1f}",
             *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
@@ -145,6 +205,26 @@ def comparison_table(results: Sequence[Result]) -> Table:
             style="bold" if best else None,
         )
     return table
+
+
+def caption(results: Sequence[Result]) -> str | None:
+    """How much the figures can be trusted: how the runs were made, and whether they differ by more than they vary."""
+    if len(results) < 2:
+        return None
+    turns = len(results[0].get("turns", ()))
+    if turns > 1:
+        spread = max((max(r["turns"]) - min(r["turns"])) / (min(r["turns"]) or 1.0) for r in results)
+        text = f"{turns} turns of each, the median shown; turns of one run differ by up to {spread:.0%}"
+    else:
+        text = "one after the other, each once, not side by side: what else the machine did may differ (--turns 3)"
+    ranges = [
+        (min(result["turns"]), max(result["turns"])) if turns > 1 else result.get("quartiles")
+        for result in results
+    ]
+    known = [each for each in ranges if each]
+    if len(known) == len(results) and max(low for low, _ in known) <= min(high for _, high in known):
+        text += f"; {'turns' if turns > 1 else 'quartiles'} of all overlap: the differences may be chance"
+    return text
 
 
 def plot(results: Sequence[Result], path: Path) -> None:
@@ -213,5 +293,5 @@ def _losses(axes: Axes, results: Sequence[Result]) -> None:
 
 
 def _look(row: int) -> dict[str, Any]:
-    style = STYLES[row // len(COLOURS) % len(STYLES)]
-    return {"color": COLOURS[row % len(COLOURS)], "linestyle": style}
+    style = STYLES[row // len(SERIES_LIGHT) % len(STYLES)]
+    return {"color": SERIES_LIGHT[row % len(SERIES_LIGHT)], "linestyle": style}

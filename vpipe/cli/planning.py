@@ -11,7 +11,7 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
 from vpipe.errors import VPipeError, printable
-from vpipe.system.console import show
+from vpipe.system.console import announce, show
 from vpipe.system.files import read_text
 from vpipe.system.units import duration, read_bytes, show_bytes
 
@@ -84,6 +84,7 @@ def plan(
         cap = None if memory is None else read_bytes(memory)
         costs = read_any_profile(profile)
         chosen = named_or_table(schedule or "vpipe", Path())
+        announce(f"{profile}: searching for a plan")
         result = find_plan(costs, stages, cap, chosen, minibatches, size, chunks)
     elif profile is not None:
         raise VPipeError(
@@ -133,6 +134,7 @@ def simulate(
     planned = read_plan(plan)
     directory = Path() if schedule else plan.parent
     chosen = named_or_table(schedule or planned.schedule, directory)
+    announce(f"{plan}: simulating it")
     result = run_simulation(costs, planned, chosen, minibatches, timeline=trace is not None)
     if trace is not None:
         from vpipe.observe.trace import write_simulated_trace

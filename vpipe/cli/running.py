@@ -10,6 +10,7 @@ import typer
 from vpipe.cli.options import AsJson, Config, Settings, read_run, warn_of_links
 from vpipe.errors import printable
 from vpipe.system.best_effort import survive_lost_output
+from vpipe.system.console import announce
 
 app = typer.Typer()
 
@@ -36,10 +37,15 @@ def train(
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
-
-    chosen = read_run(config, settings)
     from vpipe.observe.debug import read_scenes
     from vpipe.train.run import run
+
+    def work() -> None:
+        from vpipe.train.rank import train_rank  # with torch: for a rank, not for the launcher
+
+        train_rank(chosen, resume, scenes)
+
+    chosen = read_run(config, settings)
 
     if print_config:
         print(resolved_yaml(chosen), end="")
@@ -50,12 +56,6 @@ def train(
     arguments += [part for scene in scenes for part in ("--debug", scene)]
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
-
-    def work() -> None:
-        from vpipe.train.rank import train_rank  # torch comes with it: the launcher does without
-
-        train_rank(chosen, resume, scenes)
-
     run(chosen, arguments, work, max_restarts=max_restarts)
 
 
@@ -68,18 +68,16 @@ def evaluate(
 ) -> None:
     """Print the loss of a trained model on the validation samples."""
     from vpipe.config.settings import rank_arguments
-
-    chosen = read_run(config, settings)
     from vpipe.train.run import run
 
-    arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
-    arguments += ["--json"] if as_json else []
-
     def work() -> None:
-        from vpipe.train.rank import evaluate_rank
+        from vpipe.train.rank import evaluate_rank  # with torch: for a rank, not for the launcher
 
         evaluate_rank(chosen, resume, as_json)
 
+    chosen = read_run(config, settings)
+    arguments = ["eval", *rank_arguments(config, settings or ()), "--resume", _absolute(resume)]
+    arguments += ["--json"] if as_json else []
     run(chosen, arguments, work)
 
 
@@ -90,6 +88,9 @@ def compare(
     sweep: Annotated[
         list[str] | None, typer.Option(help="A key with several values, such as batch_size=8,16,32.")
     ] = None,
+    turns: Annotated[
+        int, typer.Option(min=1, help="Times that each is run, all of them in turns: a b a b.")
+    ] = 1,
     plot: Annotated[
         Path | None, typer.Option(help="Write a picture (PNG) of speed and loss to this file.")
     ] = None,
@@ -98,7 +99,7 @@ def compare(
     """Run several configurations one after the other on the same data, and compare them."""
     from vpipe.cli.compare import compare_runs
 
-    compare_runs(configs, settings or [], sweep or [], plot, as_json)
+    compare_runs(configs, settings or [], sweep or [], plot, as_json, turns)
 
 
 @app.command()
@@ -106,21 +107,27 @@ def doctor(as_json: AsJson = False) -> None:
     """Show what this machine has, what would not work on it, and why."""
     from vpipe.cli.doctor import print_facts
 
+    announce("examining this machine")
     print_facts(as_json)
 
 
 @app.command()
 def report(
     runs: Annotated[list[Path], typer.Argument(help="The folders of one or more runs.")],
-    output: Annotated[Path, typer.Option("-o", "--output", help="Where the report goes.")] = Path(
-        "report.html"
-    ),
+    output: Annotated[
+        Path | None,
+        typer.Option(
+            "-o", "--output", help="Where the report goes; default: into the run's folder, or beside it."
+        ),
+    ] = None,
 ) -> None:
     """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
-    from vpipe.observe.report import write_report
+    announce(f"reading {', '.join(map(str, runs))}")
+    from vpipe.observe.report import report_path, write_report
 
     for run in runs:
         warn_of_links(run)
+    output = output or report_path(runs)
     write_report(runs, output)
     print(printable(f"report {output}"))
 
@@ -143,6 +150,7 @@ def diagnose(
     as_json: AsJson = False,
 ) -> None:
     """Find what is wrong with a run, with figures: hangs, deaths, memory, loss, throughput, communication, versions."""
+    announce(f"reading {run}")
     from vpipe.observe.diagnosis import diagnose_command
 
     warn_of_links(run)

@@ -14,6 +14,7 @@ from rich.text import Text
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
 from vpipe.errors import ScheduleError, printable
 from vpipe.schedule import KINDS
+from vpipe.system.console import announce
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -84,7 +85,9 @@ def blocks(
     as_json: AsJson = False,
 ) -> None:
     """List a model's blocks: name, parameters, and the bytes that cross the cut behind each."""
-    described = describe_blocks(read_run(config, settings))
+    run = read_run(config, settings)
+    announce(f"{config}: capturing the model")
+    described = describe_blocks(run)
     print_result(described, block_table(described), as_json)
 
 
@@ -106,13 +109,14 @@ def verify(
 
     Exits with 1 if they differ by more than rounding explains.
     """
-    from vpipe.verify import verify_config
-
     run = read_run(config, settings)
     if schedule is not None:
         # A path on the command line is relative to the working directory, one in the file to the file.
         table = schedule.endswith(".csv")
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
+    announce(f"{config}: training some updates with the pipeline, then without it")
+    from vpipe.verify import verify_config  # torch comes with it
+
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
     print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)
     if not as_json:

@@ -15,10 +15,12 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import pairwise
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
-from vpipe.record.events import NO_VERSION, RankEvents, Recorded
+from vpipe.record.events import NO_VERSION, RankEvents, Recorded, read_events
 from vpipe.schedule import Op
 
 
@@ -54,6 +56,14 @@ def counts(actions: Sequence[Recorded], stage: int) -> Iterator[Count]:
         if now != last:
             yield Count(time, *now)
             last = now
+
+
+def seconds_of_updates(folder: Path) -> list[float]:
+    """From each recorded update of a run to the next, on its first rank; evaluations and saves are in between."""
+    ranks = read_events(folder)
+    steps = [entry for entry in ranks[0].actions if entry.action.op is Op.STEP] if ranks else []
+    ends = [entry.end for entry in steps if entry.action.stage == steps[0].action.stage]
+    return [after - before for before, after in pairwise(ends)]
 
 
 def most(actions: Sequence[Recorded], stage: int) -> tuple[int, int]:

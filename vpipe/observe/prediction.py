@@ -24,6 +24,7 @@ from vpipe.simulate.arrange import arrange
 from vpipe.system.files import is_file
 
 PROFILE, OWN = "the profile that it was planned with", "the medians of its own actions"
+"""Where costs come from. Only the first were known before the run: what follows from the others is no prediction."""
 UNLIMITED = 1 << 50
 """Bytes of a device without a limit."""
 AT_ONCE = 1e15
@@ -42,6 +43,11 @@ class RunCosts(NamedTuple):
     """As long as one update, or long enough to reach the steady state."""
     linked: bool
     """Whether the schedule has the run's own edges; else it is a chain of stages."""
+
+    @property
+    def word(self) -> str:
+        """What a figure that is simulated with these costs is called."""
+        return "predicted" if self.source == PROFILE else "simulated"
 
     def simulate(self, plan: Plan | None = None, *, timeline: bool = False) -> Simulation:
         """The run or, with another plan of as many stages, one like it."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from rich.console import Group, RenderableType
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
@@ -18,7 +18,9 @@ from vpipe.errors import ConfigError, printable
 from vpipe.observe.hang import RankState, rank_states
 from vpipe.record.run_folder import check_run_folder
 from vpipe.record.status import RUNNING, TIMES, Status, time_shares
+from vpipe.schedule.palette import DARK
 from vpipe.system.console import PlainConsole
+from vpipe.system.narrow import fitted
 from vpipe.system.units import show_bytes
 
 # Progress
@@ -106,8 +108,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
 # vpipe top
 
 EVERY = 1.0
-WIDTH = 30
-STYLES = dict(zip(TIMES, ("blue", "green", "yellow", "magenta", "bright_black"), strict=True))
+WIDE, WIDTH, SHORT = 120, 30, 10
+"""Letters of a bar: on terminals of so many columns, and on narrower ones."""
+COLOURS = ("forward", "backward", "update", "send", "quiet")
+STYLES = dict(zip(TIMES, (DARK[name] for name in COLOURS), strict=True))
 LETTERS = dict(zip(TIMES, "FBUs·", strict=True))
 """The letters of a bar, so that it can be read without colours."""
 
@@ -119,28 +123,30 @@ def top(folder: Path, *, once: bool) -> None:
     if once or not terminal:
         if not rank_states(folder):
             raise ConfigError(f"{folder}: no rank has written a status yet: its training has not begun")
-        PlainConsole(width=None if terminal else 160).print(picture(folder))
+        console = PlainConsole(width=None if terminal else 160)
+        console.print(picture(folder, console))
         return
-    with Live(picture(folder), console=PlainConsole(), refresh_per_second=4, screen=False) as live:
+    console = PlainConsole()
+    with Live(picture(folder, console), console=console, refresh_per_second=4, screen=False) as live:
         while not (states := rank_states(folder)) or any(
             not each.fate and each.status.state == RUNNING for each in states
         ):
             time.sleep(EVERY)
-            live.update(picture(folder))
+            live.update(picture(folder, console))
 
 
-def picture(folder: Path) -> RenderableType:
+def picture(folder: Path, console: Console) -> RenderableType:
     found = rank_states(folder)
     table = Table(box=None, pad_edge=False, header_style="bold")
     for name in ("rank", "stage", "last seconds"):
         table.add_column(name, no_wrap=True)
     for name in ("compute", "send", "wait", "memory", "in flight", "versions"):
         table.add_column(name, justify="right", no_wrap=True)
-    table.add_column("doing")
+    table.add_column("doing", overflow="fold")
     for each in found:
-        table.add_row(*_row(each))
+        table.add_row(*_row(each, WIDTH if console.width >= WIDE else SHORT))
     legend = Text("  ").join(Text(f"{LETTERS[name]} {name}", style=STYLES[name]) for name in TIMES)
-    return Group(_headline(folder, [each.status for each in found]), table, legend)
+    return Group(_headline(folder, [each.status for each in found]), fitted(table, console), legend)
 
 
 def _headline(folder: Path, statuses: list[Status]) -> Text:
@@ -156,14 +162,14 @@ def _headline(folder: Path, statuses: list[Status]) -> Text:
     )
 
 
-def _row(each: RankState) -> list[RenderableType]:
+def _row(each: RankState, width: int) -> list[RenderableType]:
     status = each.status
     times = dict.fromkeys((*TIMES, "all"), 0.0) | status.times
     shares = time_shares(times | {"clock": times["all"]})
     return [
         str(status.rank),
         ", ".join(map(str, status.stages)),
-        _bar(times),
+        _bar(times, width),
         *(f"{shares[name]:.0%}" for name in ("compute_share", "communication_share", "bubble_share")),
         show_bytes(status.memory),
         ", ".join(map(str, status.in_flight)),
@@ -172,13 +178,13 @@ def _row(each: RankState) -> list[RenderableType]:
     ]
 
 
-def _bar(times: dict[str, float]) -> Text:
-    """The last seconds, a letter for each thirtieth of them; the rest is time between actions."""
+def _bar(times: dict[str, float], width: int) -> Text:
+    """The last seconds, `width` letters for all of them; the rest is time between actions."""
     whole = max(times["all"], sum(times[name] for name in TIMES)) or 1.0
     text, reached, drawn = Text(), 0.0, 0
     for name in TIMES:
         reached += times[name] / whole
-        length = max(0, round(reached * WIDTH) - drawn)
+        length = max(0, round(reached * width) - drawn)
         text.append(LETTERS[name] * length, style=STYLES[name])
         drawn += length
-    return text.append(" " * (WIDTH - drawn))
+    return text.append(" " * (width - drawn))

@@ -7,6 +7,7 @@ keep a bounded part.
 from __future__ import annotations
 
 import json
+import os
 import re
 import time
 from collections.abc import Iterator
@@ -20,9 +21,11 @@ from pydantic import BaseModel, ValidationError
 
 from vpipe.errors import ConfigError
 from vpipe.record.thinning import Curve
-from vpipe.system.files import LARGE, is_file, is_folder, parse_yaml, read_json, read_text
+from vpipe.system.files import LARGE, is_file, is_folder, parse_yaml, read_json, read_text, write_json
 
 STAGES = "stages.json"
+RESUMED = "resumed.json"
+MOST_RESUMED = 100
 COMPLETE, STOPPED, FAILED = "complete", "stopped by you", "failed"
 """How a run has ended: the key `ended` of its summary."""
 LONGEST = 1 << 20
@@ -140,6 +143,29 @@ def _repeats(update: float, point: tuple[int, dict[str, Any]]) -> bool:
 
 def _first(point: tuple[int, dict[str, Any]]) -> int:
     return point[0]
+
+
+def write_resumed(folder: Path, checkpoint: Path, updates: int) -> None:
+    """Note for a run the one whose checkpoint it goes on from, after so many updates."""
+    before = checkpoint.absolute().parents[1]
+    write_json(folder / RESUMED, {"run": os.path.relpath(before, folder.absolute()), "updates": updates})
+
+
+def earlier_runs(folder: Path) -> list[tuple[Path, int]]:
+    """The runs that this one goes on from, the last one first, and the updates after which each was left."""
+    found: list[tuple[Path, int]] = []
+    seen = {folder.resolve()}
+    while len(found) < MOST_RESUMED:
+        noted = read_object(folder / RESUMED)
+        run, updates = noted.get("run"), noted.get("updates")
+        if not isinstance(run, str) or not isinstance(updates, int):
+            break
+        folder = folder / run
+        if folder.resolve() in seen or not is_folder(folder):
+            break
+        seen.add(folder.resolve())
+        found.append((folder, updates))
+    return found
 
 
 def read_keys(path: Path) -> dict[str, str]:

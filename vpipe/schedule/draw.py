@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import takewhile
+from itertools import pairwise, takewhile
 
 from vpipe.schedule.action import COMPUTE, Op
 from vpipe.schedule.program import Schedule
@@ -12,13 +12,15 @@ from vpipe.schedule.walk import Event, walk
 IDLE, STRETCH, UPDATE_MARK = "·", "─", "*"
 COLUMNS = 240
 UNITS_BEFORE, UNITS_AFTER = 30, 15
+TICK = 5
+"""Units between two times that are written above the grid."""
 
 
 def draw(schedule: Schedule, *, width: int = 120, columns: int = COLUMNS) -> str:
     """The grid at F = I = W = 1 and B = 2, in strips of `width` characters, at most `columns` units long."""
     rows = Rows(schedule, takewhile(lambda event: event.start < columns, walk(schedule)))
     per_strip = max(1, (width - rows.margin) // rows.cell)
-    strips = [rows.strip(start, start + per_strip) for start in range(0, rows.length, per_strip)]
+    strips = [rows.strip(start, stop) for start, stop in pairwise(rows.cuts(per_strip))]
     legend = "F forward  B backward  I input gradient  W weight gradient"
     return "\n\n".join(map("\n".join, strips)) + f"\n\n{legend}  {UPDATE_MARK} update  {IDLE} idle"
 
@@ -61,10 +63,23 @@ class Rows:
     def end(self, rank: int) -> int:
         return 1 + max(self.units[rank], default=-1)
 
+    def cuts(self, most: int) -> list[int]:
+        """Where strips of at most so many units begin and end: between actions if that is near, or at a round time."""
+        cuts = [0]
+        while cuts[-1] < self.length:
+            start, latest = cuts[-1], min(cuts[-1] + most, self.length)
+            near = range(latest, start + max(1, most * 2 // 3) - 1, -1)
+            whole = (time for time in near if all(units.get(time) != "" for units in self.units))
+            round_ = latest - latest % TICK if latest < self.length else latest
+            cuts.append(next(whole, round_ if round_ > start else latest))
+        return cuts
+
     def strip(self, start: int, stop: int) -> Iterator[str]:
         stop = min(stop, self.length)
-        ticks = "".join(str(unit).ljust(5 * self.cell) for unit in range(start, stop, 5))
-        yield ("time".ljust(self.margin) + ticks).rstrip()
+        first = -(-start // TICK) * TICK
+        before = " " * (first - start) * self.cell
+        ticks = "".join(str(unit).ljust(TICK * self.cell) for unit in range(first, stop, TICK))
+        yield ("time".ljust(self.margin) + before + ticks).rstrip()
         for rank in range(self.num_ranks):
             shown = min(stop, self.end(rank)) if rank in self.marks else stop
             cells = "".join(self.unit(rank, unit) for unit in range(start, shown))

@@ -9,6 +9,7 @@ from itertools import takewhile
 from vpipe.errors import printable
 from vpipe.schedule.action import COMPUTE, Op
 from vpipe.schedule.facts import show_bubble
+from vpipe.schedule.palette import css
 from vpipe.schedule.program import Schedule
 from vpipe.schedule.walk import Event, walk
 
@@ -18,17 +19,14 @@ COLUMNS = 1000
 
 NAMES_OF_OPS = {Op.F: "forward", Op.B: "backward", Op.I: "input gradient", Op.W: "weight gradient"}
 
+CLASSES = {Op.F: "forward", Op.B: "backward", Op.I: "backward", Op.W: "weight"}
 STYLE = """
-svg { --paper: #ffffff; --ink: #1f2933; --faint: #8a94a0; --lane: #f0f2f5; --step: #111827;
-  --F: #7fb2f0; --B: #f2b36b; --I: #f2b36b; --W: #8fce9b; --label: #14202b; }
-@media (prefers-color-scheme: dark) {
-  svg { --paper: #14181d; --ink: #e4e8ec; --faint: #7c8793; --lane: #1e242b; --step: #f3f4f6;
-    --F: #3f78bd; --B: #b8742a; --I: #b8742a; --W: #3f8a50; --label: #f4f7fa; } }
 text { font: 11px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
-.title { font-size: 14px; font-weight: 600; } .faint { fill: var(--faint); } .lane { fill: var(--lane); }
-.label { fill: var(--label); text-anchor: middle; } .later { fill-opacity: 0.62; }
-.F { fill: var(--F); } .B { fill: var(--B); } .I { fill: var(--I); } .W { fill: var(--W); }
-.step { stroke: var(--step); stroke-width: 2; }
+.title { font-size: 14px; font-weight: 600; } .faint { fill: var(--quiet); } .lane { fill: var(--between); }
+.label { fill: var(--on); text-anchor: middle; } .weight + .label { fill: var(--on-pale); }
+.later { fill-opacity: 0.62; }
+.forward { fill: var(--forward); } .backward { fill: var(--backward); } .weight { fill: var(--weight); }
+.step { stroke: var(--update); stroke-width: 3; }
 """
 
 
@@ -43,8 +41,8 @@ def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
     body = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{title}">',
-        f"<style>{STYLE}</style>",
-        f'<rect width="{width:g}" height="{height:g}" fill="var(--paper)"/>',
+        f"<style>{css('svg')}{STYLE}</style>",
+        f'<rect width="{width:g}" height="{height:g}" fill="var(--card)"/>',
         f'<text class="title" x="16" y="24">{title}</text>',
         *lanes(schedule, end),
     ]
@@ -74,7 +72,7 @@ def box(schedule: Schedule, event: Event) -> list[str]:
     width = (end - start) * UNIT
     later = " later" if schedule.stages_of(rank).index(action.stage) else ""
     return [
-        f'<rect class="{action.op.value}{later}" x="{x + 1:g}" y="{y}" width="{width - 2:g}" '
+        f'<rect class="{CLASSES[action.op]}{later}" x="{x + 1:g}" y="{y}" width="{width - 2:g}" '
         f'height="{ROW}" rx="4">'
         f"<title>{action}, {start:g} to {end:g}</title></rect>",
         f'<text class="label" x="{x + width / 2:g}" y="{y + 17}">{action.minibatch}</text>',
@@ -85,7 +83,7 @@ def legend(ops: set[Op], y: float) -> Iterator[str]:
     x = LEFT
     for op, name in NAMES_OF_OPS.items():
         if op in ops:
-            yield f'<rect class="{op.value}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="3"/>'
+            yield f'<rect class="{CLASSES[op]}" x="{x}" y="{y - 10:g}" width="12" height="12" rx="3"/>'
             yield f'<text x="{x + 18}" y="{y:g}">{name}</text>'
             x += 32 + 7 * len(name)
     if Op.STEP in ops:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from rich.console import Console
@@ -9,6 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from vpipe.errors import printable
+from vpipe.system.narrow import fitted
 
 
 class PlainConsole(Console):
@@ -21,6 +23,15 @@ class PlainConsole(Console):
         return super().render_str(printable(text, lines=True), **options)
 
 
+def announce(text: str) -> None:
+    """Say what is being done, before it takes its time: a command that is silent for seconds seems to hang.
+
+    On the standard error, so that a command's output stays its result.
+    """
+    print(printable(f"{text} ..."), file=sys.stderr, flush=True)
+
+
 def show(table: Table) -> None:
     # Names are long; a file or a pipe has no width that they must fit into.
-    PlainConsole(width=None if Console().is_terminal else 200).print(table)
+    console = PlainConsole(width=None if Console().is_terminal else 200)
+    console.print(fitted(table, console))

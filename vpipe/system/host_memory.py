@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from pathlib import Path
 
 # The two versions of cgroups: where they hang, limit, use.
@@ -38,6 +39,25 @@ def cores(root: Path = Path("/")) -> float:
 def usable_cores() -> int:
     """Cores that this process may run on, whatever its cgroup allows of them."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def busy_cores(seconds: float = 0.5, root: Path = Path("/")) -> float | None:
+    """Cores of this machine that all programs keep busy together, over the next `seconds`; None without /proc."""
+    before = _processor_times(root)
+    time.sleep(seconds)
+    after = _processor_times(root)
+    if before is None or after is None or after[1] <= before[1]:
+        return None
+    return (after[0] - before[0]) / (after[1] - before[1]) * (os.cpu_count() or 1)
+
+
+def _processor_times(root: Path) -> tuple[int, int] | None:
+    """Busy and all ticks of all cores since the machine started."""
+    words = _text(root / "proc/stat").partition("\n")[0].split()
+    if len(words) < 6 or words[0] != "cpu" or not all(map(str.isdigit, words[1:])):
+        return None
+    ticks = list(map(int, words[1:9]))  # what guests took is part of user time already
+    return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # less idle time, less waiting for disks
 
 
 def _available(root: Path) -> int | None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import json
 import platform
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -16,6 +17,7 @@ from vpipe.cost import Profile, named_or_table, read_profile, write_plan, write_
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
+from vpipe.system.console import announce
 from vpipe.system.files import is_file, is_folder, read_text
 from vpipe.system.ownership import is_ours
 from vpipe.system.units import read_bytes
@@ -66,8 +68,10 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
+    profile = cached_profile(config)
+    announce(f"{config.source}: searching for a plan")
     return plan(
-        cached_profile(config),
+        profile,
         config.ranks if ranks is None else ranks,
         None if memory is None else read_bytes(memory),
         chosen,
@@ -100,11 +104,9 @@ def cached_profile(config: RunConfig) -> Profile:
 
 def _fingerprint(config: RunConfig) -> str:
     """A hash of all that the profile depends on: the model, the minibatch, the machine."""
-    import torch
-
     settings = config.model_dump(mode="json", include=set(MEASURED))
     if config.model is not None:
         path = config.path(config.model)
         settings["model"] = read_text(path / "config.json" if is_folder(path) else path)
-    machine = [METHOD, platform.node(), platform.machine(), torch.__version__, config.ranks, config.machines]
+    machine = [METHOD, platform.node(), platform.machine(), version("torch"), config.ranks, config.machines]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

@@ -19,6 +19,7 @@ from vpipe.cost import Profile, read_profile
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import end_with_launcher, start_heartbeat
+from vpipe.system.console import announce
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
 
@@ -79,6 +80,7 @@ def measured_model(config: RunConfig) -> MeasuredModel:
 def profile_config(config: RunConfig) -> Profile:
     """Measured in this process, or on a GPU by as many processes as ranks share it."""
     gpus = gpus_of(config)
+    announce(f"{config.source}: measuring the blocks of the model, this machine and its links")
     if gpus is None:
         return profile_here(config)
     ((gpu, sharing),) = Counter(gpus).most_common(1)

@@ -25,7 +25,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
     """This rank's part of a training run; rank 0 prints the result."""
     ignore_save_signal()
     start_heartbeat()
-    trainer = Trainer(config)
+    trainer = Trainer(config, announce=_say)
     stopped: Stopped | None = None
     try:
         summary = trainer.train(resume, debug, take_signals=hold_signals)
@@ -37,6 +37,10 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
         _finish(trainer, summary, stopped)
     if stopped is not None:
         sys.exit(ASKED)
+
+
+def _say(text: str) -> None:
+    print(f"{text} ...", flush=True)
 
 
 def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) -> None:
@@ -66,7 +70,7 @@ def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) 
 def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     """This rank's part of an evaluation."""
     start_heartbeat()
-    trainer = Trainer(config)
+    trainer = Trainer(config) if as_json else Trainer(config, announce=_say)
     try:
         restored = trainer.restore(resume, lambda line: print(printable(line), file=sys.stderr))
         if not trainer.pipe.updates:

@@ -18,6 +18,7 @@ from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, TORCHRUN, end_with_launcher
 from vpipe.launch.watch import FailureLog
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
+from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists, is_folder
 from vpipe.system.host_memory import total_memory
@@ -59,6 +60,8 @@ def launch(
     if directory is not None and not is_folder(directory):
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
     folder = make_run_folder((directory or Path()) / config.log_directory)
+    counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
+    announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
     if config.partition == AUTO:
         from vpipe.train.planning import write_run_plan
 

@@ -21,7 +21,7 @@ from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline import Pipeline
-from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder
+from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
 from vpipe.runtime import count_labels
 from vpipe.system.device import limit_memory, make_deterministic
@@ -42,7 +42,13 @@ from vpipe.weights import learning_rate_policy
 class Trainer:
     """One rank's part of a run. Every rank makes one and calls the same methods."""
 
-    def __init__(self, config: RunConfig, world: World | None = None) -> None:
+    def __init__(
+        self,
+        config: RunConfig,
+        world: World | None = None,
+        announce: Callable[[str], None] | None = None,
+    ) -> None:
+        """`announce` is called, on rank 0, with what begins and takes its time."""
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if config.deterministic:
             make_deterministic()
@@ -70,13 +76,17 @@ class Trainer:
         self.rank = self.world.rank
         self.device = self._take_device()
         self.folder = self._agree_on_folder()
+        say = announce if announce is not None and self.rank == 0 else _ignore
+        say("building the model and reading the data")
         self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
         self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
+        self.resumed_from: Path | None = None  # the checkpoint
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
+        say("capturing the model and cutting it into stages")
         self.pipe = self._build_pipeline()
         try:
             check_plan(config, self.pipe.layout.graph.plan_fingerprint)
@@ -93,6 +103,7 @@ class Trainer:
         path = self.world.all_gather("checkpoint found", path)[0]  # rank 0 looks for all
         if path is not None:
             self.position_found = checkpoint.load(self.pipe, Path(path), report)
+            self.resumed_from = Path(path)
             self.position.resume(self.position_found, self.pipe.updates, path)
             return f"resumed from {path} after {self.pipe.updates} updates"
         if resume is not None:
@@ -178,6 +189,10 @@ class Trainer:
         )
         if self.rank == 0:
             write_description(pipe, config, self.data, self.folder, recorder.effort)
+            before = self.resumed_from
+            if before is not None and before.absolute().parents[1] != self.folder.absolute():
+                with recorder.effort.writing(self.folder):
+                    write_resumed(self.folder, before, pipe.updates)
         described = describe(pipe, config, type(self.model).__name__, self.position)
         for line in (described, *notes, restored):
             if line is not None:
@@ -308,6 +323,10 @@ class Trainer:
         cap = self.config.gpu_memory
         agree(self.world, "memory", lambda: limit_memory(device, None if cap is None else read_bytes(cap)))
         return device
+
+
+def _ignore(text: str) -> None:
+    pass
 
 
 def named_gpu(config: RunConfig, rank: int) -> str | None:

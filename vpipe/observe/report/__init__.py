@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Sequence
 from html import escape
 from importlib.resources import files
@@ -12,10 +13,18 @@ from typing import Any
 from vpipe.errors import ConfigError, printable
 from vpipe.observe.report.lanes import memory_lines, predicted, timeline
 from vpipe.record.events import read_events
-from vpipe.record.run_folder import check_run_folder, read_keys, read_metrics, read_object, read_stages
+from vpipe.record.run_folder import (
+    check_run_folder,
+    earlier_runs,
+    read_keys,
+    read_metrics,
+    read_object,
+    read_stages,
+)
+from vpipe.schedule.palette import css
 from vpipe.system.files import write_text
 
-SCRIPTS = ("format.js", "lanes.js", "timeline.js", "details.js", "charts.js", "page.js")
+SCRIPTS = ("format.js", "lanes.js", "timeline.js", "stacked.js", "details.js", "charts.js", "page.js")
 """In the order in which they are read; each defines functions for the later ones."""
 POINTS = 2000
 """Of a curve; a longer one is thinned out."""
@@ -24,6 +33,23 @@ SHOWN = (
     "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
 )  # fmt: skip
 """Keys of summary.json that the page shows."""
+INCIDENTAL = frozenset((
+    "log_directory", "print_frequency", "verbose_frequency", "timeout", "hang_limit", "heartbeat_limit",
+    "rendezvous_limit", "prometheus_port", "port", "wandb", "mlflow",
+))  # fmt: skip
+"""Keys that make no run another."""
+IN_A_NAME = 3
+"""Keys at most by which runs are named."""
+LONGEST_VALUE = 24
+"""Letters of a value in a name."""
+
+
+def report_path(run_folders: Sequence[Path]) -> Path:
+    """Where the report goes if nobody says it: into the run's folder; of several runs, beside the last one's."""
+    last = run_folders[-1]
+    return (
+        last / "report.html" if len(run_folders) == 1 else last.parent / f"report-{last.resolve().name}.html"
+    )
 
 
 def write_report(run_folders: Sequence[Path], output: Path) -> None:
@@ -32,14 +58,21 @@ def write_report(run_folders: Sequence[Path], output: Path) -> None:
         raise ConfigError("there is nothing to report: name the folder of one or more runs")
     for folder in run_folders:
         check_run_folder(folder)
-    names = _labels(run_folders)
-    runs = [run_data(folder, name) for folder, name in zip(run_folders, names, strict=True)]
+    runs = [run_data(folder, name) for folder, name in zip(run_folders, _labels(run_folders), strict=True)]
+    differing = differing_keys([run["config"] for run in runs])
+    names = [run["name"] for run in runs]
+    if len(runs) > 1:
+        names = told_apart(names, [run["config"] for run in runs], differing)
+    for run, name in zip(runs, names, strict=True):
+        run["folder"], run["name"] = run["name"], name
     page = _part("report.html")
     # JSON inside a script element: no "<" in it can end the element. The data goes in last: marks in it are left alone.
-    data = json.dumps({"runs": runs}, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c")
+    data = json.dumps({"runs": runs, "differing": differing}, separators=(",", ":"), allow_nan=False).replace(
+        "<", "\\u003c"
+    )
     for mark, text in (
         ("{{title}}", escape(printable(" · ".join(names)))),
-        ("{{style}}", _part("report.css")),
+        ("{{style}}", _part("report.css").replace("{{palette}}", css(":root"))),
         ("{{scripts}}", "\n".join(f"<script>\n{_part(name)}</script>" for name in SCRIPTS)),
         ("{{data}}", data),
     ):
@@ -55,9 +88,6 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
     """Everything that the page shows of a run; parts that the folder has no file for are None or empty."""
     summary = read_object(folder / "summary.json")
     plan = read_object(folder / "plan.json")
-    metrics = read_metrics(folder)
-    train = [line for line in metrics if line.get("kind") == "train"]
-    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
     ranks = read_events(folder)
     stages = read_stages(folder)
     found = {
@@ -66,9 +96,8 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
         "plan": plan,
         "blocks": summary.get("blocks") or plan.get("blocks") or [],
         "config": read_keys(folder / "config.yml"),
-        "losses": _losses(summary, train),
-        "evaluations": _curve(evaluations, "loss"),
-        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+        "resumed": [[before.resolve().name, updates] for before, updates in earlier_runs(folder)],
+        **_curves(folder, summary),
         "timeline": timeline(ranks),
         "predicted": predicted(folder, ranks),
         "memory": memory_lines(ranks),
@@ -95,6 +124,49 @@ def _labels(folders: Sequence[Path]) -> list[str]:
         if len(set(names)) == len(names):
             return names
     raise ConfigError(f"{folders[0]}: a run is named more than once: name each run once")
+
+
+def differing_keys(configs: Sequence[dict[str, str]]) -> list[str]:
+    """The keys whose values differ between runs, without those that make no run another."""
+    keys = dict.fromkeys(key for config in configs for key in config)
+    return [key for key in keys if key not in INCIDENTAL and len({config.get(key) for config in configs}) > 1]
+
+
+def told_apart(names: Sequence[str], configs: Sequence[dict[str, str]], keys: Sequence[str]) -> list[str]:
+    """Names that say what differs between runs, such as `schedule gpipe`.
+
+    Where that is nothing, much, or the same for two runs, the given names, which differ, are added or stay.
+    """
+    if not 0 < len(keys) <= IN_A_NAME:
+        return list(names)
+    made = [", ".join(f"{key} {_cut(config.get(key, 'default'))}" for key in keys) for config in configs]
+    return [f"{new} ({old})" if made.count(new) > 1 else new for new, old in zip(made, names, strict=True)]
+
+
+def _cut(value: str) -> str:
+    return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}…"
+
+
+def _curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
+    """Loss, evaluations and speed; those of a resumed run begin with those of the runs that it goes on from."""
+    curves = _own_curves(folder, summary)
+    for before, updates in earlier_runs(folder):
+        for name, points in _own_curves(before, read_object(before / "summary.json")).items():
+            first = curves[name][0][0] if curves[name] else math.inf
+            kept = [p for p in points if isinstance(p[0], int | float) and p[0] <= updates and p[0] < first]
+            curves[name] = kept + curves[name]
+    return {name: thinned(points) for name, points in curves.items()}
+
+
+def _own_curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
+    metrics = read_metrics(folder)
+    train = [line for line in metrics if line.get("kind") == "train"]
+    evaluations = [line for line in metrics if line.get("kind") == "evaluation"]
+    return {
+        "losses": _losses(summary, train),
+        "evaluations": _curve(evaluations, "loss"),
+        "throughput": [point for point in _curve(train, "samples_per_s") if point[1]],
+    }
 
 
 def _losses(summary: dict[str, Any], train: list[dict[str, Any]]) -> list[list[float]]:

@@ -152,11 +152,11 @@ function showLife(timeline, chosen) {
 function showShares(timeline) {
   const { lanes, view, predictedLanes, anchoredAt } = timeline;
   byId("window").textContent = `in the ${duration(view.to - view.from)} that the timeline shows`;
-  byId("anchor").textContent = anchoredAt ? ` Measured and predicted begin together at ${anchoredAt}.` : "";
-  byId("shares").replaceChildren(...lanes.flatMap((lane, row) => shareRow(lane, view, predictedLanes && predictedLanes[row])));
+  byId("anchor").textContent = anchoredAt ? ` Measured and ${timeline.word} begin together at ${anchoredAt}.` : "";
+  byId("shares").replaceChildren(...lanes.flatMap((lane, row) => shareRow(lane, view, predictedLanes && predictedLanes[row], timeline.word)));
 }
 
-function shareRow(lane, view, other) {
+function shareRow(lane, view, other, word) {
   const span = view.to - view.from;
   const times = timeOfKinds(lane, view.from, view.to);
   const parts = KINDS.map((kind, place) => {
@@ -177,7 +177,7 @@ function shareRow(lane, view, other) {
       "span",
       { class: "value" },
       `${percent(computing)} computing · ${percent(waiting)} waiting · bubble ${percent(waiting + between)}` +
-        (other ? `, predicted ${percent(other.bubble)}` : ""),
+        (other ? `, ${word} ${percent(other.bubble)}` : ""),
     ),
   ];
 }

@@ -21,13 +21,21 @@ function duration(micro) {
   return `${micro.toFixed(micro >= 10 ? 0 : 1)} µs`;
 }
 
-/** A time on an axis whose marks are `step` microseconds apart: with as many digits as the marks need to differ. */
-function mark(micro, step) {
-  const [unit, scale] = micro + step >= 1e6 ? ["s", 1e6] : micro + step >= 1e3 ? ["ms", 1e3] : ["µs", 1];
-  let digits = 0;
-  while (digits < 7 && Math.abs((step / scale) * 10 ** digits - Math.round((step / scale) * 10 ** digits)) > 1e-6) digits += 1;
-  return `${(micro / scale).toFixed(digits)} ${unit}`;
+/** A time on an axis that ends at `last`, with marks `step` microseconds apart: one unit, and as many digits as the marks need to differ. */
+function mark(micro, step, last) {
+  const [unit, scale] = last >= 1e6 ? ["s", 1e6] : last >= 1e3 ? ["ms", 1e3] : ["µs", 1];
+  return `${(micro / scale).toFixed(digitsOf(step / scale))} ${unit}`;
 }
+
+/** Digits behind the point that a round step has. */
+function digitsOf(step) {
+  let digits = 0;
+  while (digits < 7 && Math.abs(step * 10 ** digits - Math.round(step * 10 ** digits)) > 1e-6) digits += 1;
+  return digits;
+}
+
+/** A number on an axis with marks `step` apart: all with as many digits. */
+const markOf = (value, step) => (Math.abs(value) >= 1000 ? number(value) : value.toFixed(digitsOf(step)));
 
 function bytes(count) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
@@ -37,6 +45,18 @@ function bytes(count) {
     place += 1;
   }
   return place ? `${count.toFixed(1)} ${units[place]}` : `${count} B`;
+}
+
+/** A count of bytes on an axis that ends at `last`. */
+function byteMark(count, last) {
+  const place = Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(1, last)) / 10)));
+  return `${number(count / 1024 ** place)} ${["B", "KiB", "MiB", "GiB", "TiB"][place]}`;
+}
+
+/** Round steps of bytes from 0. */
+function byteTicks(last, count) {
+  const unit = 1024 ** Math.max(0, Math.min(4, Math.floor(Math.log2(Math.max(1, last)) / 10)));
+  return ticks(0, last / unit, count).map((value) => value * unit);
 }
 
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
@@ -70,12 +90,13 @@ const NAME_OF_OP = {
   RECV_B: "receive a gradient", REDUCE: "share gradients",
 };
 
-/** Round steps for an axis: about `count` of them between the ends. */
+/** Round places on an axis, about `count` of them between the ends, and how far apart they are (`step`). */
 function ticks(low, high, count) {
   const raw = (high - low) / count || 1;
   const scale = 10 ** Math.floor(Math.log10(raw));
   const step = [1, 2, 2.5, 5, 10].map((factor) => factor * scale).find((candidate) => candidate >= raw);
   const found = [];
   for (let value = Math.ceil(low / step) * step; value <= high + step * 1e-9; value += step) found.push(value);
+  found.step = step;
   return found;
 }

@@ -1,7 +1,9 @@
 "use strict";
 // The lanes of a timeline on a canvas. Only what is visible is drawn, and what is too narrow to be seen is added up.
 
-const LABELS = 122; // pixels left of the lanes
+let LABELS = 122; // pixels left of the lanes: fewer on a narrow page
+const NARROW = 560;
+const PALE = [KIND.weight, KIND.evaluation];
 const AXIS = 24;
 const LANE = 32;
 const PREDICTED = 18; // the predicted lane, right below the measured one
@@ -76,7 +78,7 @@ function stripes(context) {
 function palette(context) {
   const fills = KINDS.map((kind) => colour(kind.key));
   fills[KIND.wait] = stripes(context);
-  const names = ["between", "ink", "quiet", "line", "accent", "on", "card", "flight", "wait"];
+  const names = ["between", "ink", "quiet", "line", "accent", "on", "on-pale", "card", "flight", "wait"];
   return { fills, ...Object.fromEntries(names.map((name) => [name, colour(name)])) };
 }
 
@@ -245,6 +247,6 @@ function drawOverview(timeline) {
   context.strokeRect(x, 1, wide, 38);
   context.fillStyle = colours.quiet;
   context.font = "12px system-ui, sans-serif";
-  context.fillText("whole record", 0, 18);
+  context.fillText(LABELS < 100 ? "all of" : "whole record", 0, 18);
   context.fillText(duration(data.end), 0, 33);
 }

@@ -103,6 +103,7 @@ def predicted(folder: Path, ranks: Sequence[RankEvents]) -> dict[str, Any] | Non
     began = min(event.start for event in events)
     return {
         "source": costs.source,
+        "word": costs.word,
         "minibatches": len(period),
         "period": _micro(seconds),
         "lanes": [

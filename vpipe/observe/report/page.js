@@ -12,11 +12,6 @@ const FIGURES = [
   { key: "updates", label: "updates", show: number, better: null },
 ];
 
-const INCIDENTAL = [
-  "log_directory", "print_frequency", "verbose_frequency", "timeout", "hang_limit", "heartbeat_limit", "rendezvous_limit",
-  "prometheus_port", "port",
-]; // they make no run another
-
 function showFigures(run) {
   const section = byId("figures");
   const shown = FIGURES.filter((figure) => known(run.summary[figure.key]));
@@ -28,7 +23,7 @@ function showFigures(run) {
         { class: "figure", "data-figure": key },
         element("b", {}, show(run.summary[key])),
         element("span", {}, label),
-        ...(run.predicted && known(run.predicted[key]) ? [element("small", {}, `predicted ${show(run.predicted[key])}`)] : []),
+        ...(run.predicted && known(run.predicted[key]) ? [element("small", {}, `${run.predicted.word} ${show(run.predicted[key])}`)] : []),
       ),
     ),
   );
@@ -58,8 +53,7 @@ function showComparison(runs) {
     });
     lines.push([[label], ...cells]);
   }
-  for (const key of new Set(runs.flatMap((run) => Object.keys(run.config)))) {
-    if (INCIDENTAL.includes(key) || new Set(runs.map((run) => run.config[key])).size < 2) continue;
+  for (const key of DATA.differing) {
     lines.push([[key, "setting"], ...runs.map((run) => [known(run.config[key]) ? run.config[key] : "–", "number"])]);
   }
   const head = [["run"], ...runs.map((run) => [run.name, "number"])];
@@ -129,15 +123,17 @@ function showTimeline(run) {
   byId("timeline-note").textContent = `${note}; clocks agree to ${duration(1e6 * error)}.`;
   timeline = new Timeline(data, run.predicted, showShares, showLife);
   byId("prediction-note").textContent = run.predicted
-    ? `Predicted: the run's own schedule, simulated with ${run.predicted.source}.`
-    : "There is no prediction: the run left no plan that can be simulated.";
+    ? `${run.predicted.word === "predicted" ? "Predicted" : "Simulated, not predicted"}: the run's own schedule, simulated with ${run.predicted.source}.`
+    : "There is no simulation beside it: the run left no plan that can be simulated.";
 }
 
 function showRun(chosen) {
   const run = DATA.runs[chosen];
+  shown = chosen;
   const { schedule, ranks } = run.summary;
   byId("title").textContent = run.name;
-  const facts = [schedule && `schedule ${schedule}`, ranks && `${ranks.length} ranks`, run.config.model_type];
+  const facts = [run.folder !== run.name && run.folder, schedule && `schedule ${schedule}`, ranks && `${ranks.length} ranks`, run.config.model_type];
+  for (const [before, updates] of run.resumed) facts.push(`resumed from ${before} after ${updates} updates`);
   byId("subtitle").textContent = facts.filter(Boolean).join(" · ");
   [...byId("runs").children].forEach((button, place) => button.setAttribute("aria-pressed", place === chosen));
   showFigures(run);
@@ -156,7 +152,52 @@ if (DATA.runs.length > 1) {
     byId("runs").append(button);
   });
 }
+/** Draw again what has a size in pixels or colours of its own. */
+function redraw() {
+  if (timeline) timeline.resize();
+  drawStacked();
+}
+
+const THEMES = ["auto", "light", "dark"];
+
+function setTheme(theme) {
+  if (theme === "auto") delete document.documentElement.dataset.theme;
+  else document.documentElement.dataset.theme = theme;
+  byId("theme").textContent = `theme: ${theme}`;
+  byId("theme").dataset.theme = theme;
+}
+
+/** The reader's choice; a browser may keep nothing for pages that are files. */
+function keptTheme(chosen = null) {
+  try {
+    if (chosen) localStorage.setItem("vpipe-theme", chosen);
+    const kept = localStorage.getItem("vpipe-theme");
+    return THEMES.includes(kept) ? kept : "auto";
+  } catch {
+    return chosen || "auto";
+  }
+}
+
+setTheme(keptTheme());
+byId("theme").addEventListener("click", () => {
+  const next = THEMES[(THEMES.indexOf(byId("theme").dataset.theme) + 1) % THEMES.length];
+  keptTheme(next);
+  setTheme(next);
+  redraw();
+});
+matchMedia("(prefers-color-scheme: dark)").addEventListener("change", redraw);
+let shown = 0;
+let wide = innerWidth;
+window.addEventListener("resize", () => {
+  if (innerWidth === wide) return; // a phone changes its height while it is scrolled
+  wide = innerWidth;
+  redraw();
+  showCurves(DATA.runs, shown);
+});
+byId("smoothing").addEventListener("input", () => showCurves(DATA.runs, shown));
 showLegend();
 showComparison(DATA.runs);
+prepareStacked(DATA.runs);
 showRun(0);
+drawStacked();
 document.documentElement.dataset.ready = "yes";

@@ -10,6 +10,7 @@ class Timeline {
   constructor(data, predicted, changed, chose) {
     this.data = data;
     this.lanes = data.lanes.map((lane) => ({ ...prepareLane(lane, data.ops), at: placesOf(lane) }));
+    this.word = predicted ? predicted.word : "";
     this.predictedLanes = expandPrediction(predicted, data);
     this.pitch = LANE + (this.predictedLanes ? PREDICTED + 2 : 0) + STRIP + GAP;
     this.changed = changed;
@@ -71,8 +72,6 @@ class Timeline {
     on(byId("zoom-in"), "click", () => this.zoom(0.5));
     on(byId("zoom-out"), "click", () => this.zoom(2));
     on(byId("zoom-all"), "click", () => this.show(0, this.data.end));
-    on(window, "resize", () => this.resize());
-    on(matchMedia("(prefers-color-scheme: dark)"), "change", () => this.resize());
   }
 
   close() {
@@ -159,7 +158,7 @@ class Timeline {
     if (pointed) {
       if (!same) tip.replaceChildren(...this.describe(pointed.lane, pointed.i));
       const box = this.canvas.getBoundingClientRect();
-      tip.style.left = `${Math.min(x + 14, box.width - tip.offsetWidth)}px`;
+      tip.style.left = `${Math.max(0, Math.min(x + 14, box.width - tip.offsetWidth))}px`;
       tip.style.top = `${this.canvas.offsetTop + y + 18}px`;
     }
     if (changed) this.redraw();
@@ -177,9 +176,9 @@ class Timeline {
     if (lane.version[i] >= 0) rows.push([op === "STEP" ? "made weight version" : "weight version", lane.version[i]]);
     if (lane.bytes[i]) rows.push(["bytes", bytes(lane.bytes[i])]);
     const twin = this.twinOf(lane, i);
-    if (twin !== null) rows.push([lane.predicted ? "measured" : "predicted", duration(twin)]);
+    if (twin !== null) rows.push([lane.predicted ? "measured" : this.word, duration(twin)]);
     if (!lane.predicted) rows.push(["at", duration(lane.start[i])]);
-    const more = `${lane.evaluation[i] ? ", evaluation" : ""}${lane.predicted ? ", predicted" : ""}`;
+    const more = `${lane.evaluation[i] ? ", evaluation" : ""}${lane.predicted ? `, ${this.word}` : ""}`;
     return [
       element("i", { style: { background: `var(--${kind.key})` } }),
       element("b", {}, this.nameOf(lane, i)),
@@ -203,6 +202,7 @@ class Timeline {
   // Drawing
 
   resize() {
+    LABELS = this.canvas.clientWidth < NARROW ? 62 : 122;
     this.width = this.canvas.clientWidth - LABELS;
     const height = AXIS + this.lanes.length * this.pitch - GAP + 4;
     const ratio = window.devicePixelRatio || 1;
@@ -264,15 +264,16 @@ class Timeline {
         context.restore();
       }
       context.fillStyle = colours.quiet;
-      context.fillText("predicted", 0, below + 13);
+      context.fillText(this.word, 0, below + 13);
       below += PREDICTED + 2;
     }
     drawCounts(context, lane, view, { ...box, y: below, height: STRIP - 2 }, this.highest, colours);
     context.font = "11px system-ui, sans-serif";
     context.fillStyle = colours.quiet;
-    context.fillText(`in flight ≤ ${lane.most[0]}`, 0, below + 12);
+    const narrow = LABELS < 100;
+    context.fillText(`${narrow ? "" : "in flight "}≤ ${lane.most[0]}`, 0, below + 12);
     context.fillStyle = colours.accent;
-    context.fillText(`v ≤ ${lane.most[1]}`, 76, below + 12);
+    context.fillText(`v ≤ ${lane.most[1]}`, narrow ? 28 : 76, below + 12);
     context.fillStyle = colours.ink;
     context.font = "600 13px system-ui, sans-serif";
     context.fillText(`rank ${lane.rank}`, 0, y + 14);
@@ -300,20 +301,20 @@ class Timeline {
     const text = room > short.length + 3 ? this.nameOf(lane, i) : short;
     if (text.length > room) return;
     context.font = "12px system-ui, sans-serif";
-    context.fillStyle = this.colours.on;
+    context.fillStyle = PALE.includes(lane.kind[i]) ? this.colours["on-pale"] : this.colours.on;
     context.fillText(text, x + (width - LETTER * text.length) / 2, y + height / 2 + 4);
   }
 
   drawAxis() {
     const { context, view, colours } = this;
     context.font = "12px system-ui, sans-serif";
-    const times = ticks(view.from, view.to, Math.max(2, this.width / 140));
+    const times = ticks(view.from, view.to, Math.max(3, this.width / 140));
     for (const time of times) {
       const x = LABELS + ((time - view.from) / (view.to - view.from)) * this.width;
       context.fillStyle = colours.line;
       context.fillRect(x, AXIS - 6, 1, this.canvas.clientHeight);
       context.fillStyle = colours.quiet;
-      if (x + 50 < LABELS + this.width) context.fillText(mark(time, times[1] - times[0]), x + 4, AXIS - 9);
+      if (x + 50 < LABELS + this.width) context.fillText(mark(time, times.step, view.to), x + 4, AXIS - 9);
     }
   }
 }
