@@ -35,13 +35,13 @@ class Recorder:
         *,
         total: int,
         samples: int,
-        tokens: int,
+        tokens: int | None,
         print_frequency: int,
         verbose_frequency: int,
         hang_limit: float,
         prometheus_port: int,
     ) -> None:
-        """`samples` of an update, `tokens` of a sample."""
+        """`samples` of an update, `tokens` of a sample, if it has any."""
         self.log = RankLog(folder / f"output.log.{pipe.rank}")
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
@@ -147,10 +147,11 @@ class Recorder:
 
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
         speed = so_far.speed(self._samples)
+        tokens = {} if self._tokens is None else {"tokens_per_s": speed["samples_per_s"] * self._tokens}
         return {
             "learning_rate": self._pipe.learning_rate,
             **speed,
-            "tokens_per_s": speed["samples_per_s"] * self._tokens,
+            **tokens,
             "peak_memory": so_far.peak_memory,
         }
 

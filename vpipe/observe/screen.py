@@ -44,9 +44,10 @@ class ProgressReport:
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""
+        tokens = f"{figures['tokens_per_s']:.0f} tokens/s, " if "tokens_per_s" in figures else ""
         speed = (
             f"lr {figures['learning_rate']:.2e}, "
-            f"{figures['samples_per_s']:.1f} samples/s, {figures['tokens_per_s']:.0f} tokens/s, "
+            f"{figures['samples_per_s']:.1f} samples/s, {tokens}"
             f"{show_bytes(figures['peak_memory'])}"
         )
         if self._bar is not None:

@@ -37,7 +37,12 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
 
 def agree_on_data(world: World, feed: Feed) -> None:
     """Every rank reads the data itself, so all must read the same; the first batch stands for all."""
-    agree(world, "first batch", lambda: feed.read_until(feed.offset))
+
+    def read() -> None:
+        with world.exclusive:
+            feed.read_until(feed.offset)
+
+    agree(world, "first batch", read)
     digest = hashlib.sha256()
     for name, tensor in (feed.first_batch or {}).items():
         digest.update(name.encode() + str(tuple(tensor.shape)).encode())

@@ -144,7 +144,8 @@ class Loop:
         """
         number = feed.offset + place
         if feed.limit is None or number < feed.limit:
-            feed.read_until(number)
+            with self.world.exclusive:  # samples may draw random numbers
+                feed.read_until(number)
         return feed.admit(number)
 
     def _most_admitted(self, feed: Feed) -> int:

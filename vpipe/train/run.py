@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -11,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
+from vpipe.config.code import code_directories
 from vpipe.config.file import AUTO
 from vpipe.errors import ConfigError, RankFailedError
 from vpipe.launch.local import Ranks, run_ranks_here
@@ -57,6 +59,12 @@ def launch(
         plan = folder.absolute() / "plan.json"
         write_run_plan(config, plan)
         arguments = [*arguments, "--set", f"partition={plan}"]
+    if config.code:  # the ranks may start in another directory
+        arguments = [
+            *arguments,
+            "--set",
+            f"python_path={json.dumps(list(map(str, code_directories(config))))}",
+        ]
     ranks = Ranks(
         arguments,
         config.ranks,

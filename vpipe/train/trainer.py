@@ -29,11 +29,11 @@ from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import describe, write_description
 from vpipe.train.memory_advice import memory_advice
-from vpipe.train.models import build_model
 from vpipe.train.position import Position
 from vpipe.train.same_config import check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
+from vpipe.train.workload import configured_loss, configured_model
 from vpipe.weights import learning_rate_policy
 
 
@@ -68,7 +68,7 @@ class Trainer:
         self.rank = self.world.rank
         self.device = agree(self.world, "device", self._take_device)
         self.folder = self._agree_on_folder()
-        self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
+        self.model = agree(self.world, "model", lambda: configured_model(config, "meta"))
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
@@ -154,7 +154,7 @@ class Trainer:
             self.folder,
             total=self.position.updates,
             samples=self.position.interval * config.batch_size,
-            tokens=config.sequence_length,
+            tokens=None if config.data else config.sequence_length,
             print_frequency=config.print_frequency,
             verbose_frequency=config.verbose_frequency,
             hang_limit=config.hang_limit,
@@ -260,6 +260,7 @@ class Trainer:
         return Pipeline(
             self.model,
             train.batch(range(min(config.batch_size, len(train))), 0),
+            loss_fn=configured_loss(config),
             lr_scheduler=policy,
             precision=config.precision,
             compile=config.compile,

@@ -25,7 +25,7 @@ from vpipe.schedule import Schedule
 from vpipe.stage import Stage
 from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
-from vpipe.train.models import build_model, synthetic_batch
+from vpipe.train.workload import build_workload
 from vpipe.verify.comparison import (
     Difference,
     StageTensor,
@@ -85,17 +85,18 @@ class _RankRun:
 def verify_config(
     config: RunConfig, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
 ) -> Verification:
-    """Verify the run that a configuration describes, on synthetic data.
+    """Verify the run that a configuration describes, on synthetic data, or on the user's own where `data` names it.
 
     Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
     (compiled dropout draws other masks), and the learning rate is constant.
     """
-    model = build_model(config).model
+    work = build_workload(config)
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
     return verify(
-        model,
-        lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
+        work.model,
+        work.make_batch,
+        loss_fn=work.loss_fn,
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
         updates=updates,
         dtype=dtype,
@@ -138,12 +139,14 @@ def verify(
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), make_batch(number))
 
     def run(world: InProcessWorld) -> _RankRun:
-        with Pipeline(model, batch(0), **vars(recipe), device=place, world=world, **options) as pipe:
-            batches = [batch(number) for number in range(_count(pipe.layout, updates))]
+        with Pipeline(model, first, **vars(recipe), device=place, world=world, **options) as pipe:
+            with world.exclusive:  # reading them may draw random numbers
+                batches = [batch(number) for number in range(_count(pipe.layout, updates))]
             return _run_rank(pipe, batches)
 
     with torch.random.fork_rng(devices=[]):
-        check_runs(model, batch(0), loss_fn, dtype)
+        first = batch(0)
+        check_runs(model, first, loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
