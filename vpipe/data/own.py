@@ -27,10 +27,16 @@ class OwnSamples:
     every rank, and a run that resumes, sees the same.
     """
 
-    def __init__(self, samples: Samples, seed: int, explain: Callable[[BaseException], str] = repr) -> None:
+    def __init__(
+        self,
+        samples: Samples,
+        seed: int,
+        explain: Callable[[BaseException], str] = repr,
+        collate_fn: Callable[[list[Any]], Any] | None = None,
+    ) -> None:
         """`explain` puts an error of the user's code into words."""
         self._samples, self._seed, self._explain = samples, seed, explain
-        self._collate = getattr(samples, "collate_fn", None) or default_collate
+        self._collate = collate_fn or getattr(samples, "collate_fn", None) or default_collate
 
     def __len__(self) -> int:
         return len(self._samples)

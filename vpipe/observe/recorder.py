@@ -40,8 +40,9 @@ class Recorder:
         verbose_frequency: int,
         hang_limit: float,
         prometheus_port: int,
+        shows_progress: bool = True,
     ) -> None:
-        """`samples` of an update, `tokens` of a sample, if it has any."""
+        """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any."""
         self.log = RankLog(folder / f"output.log.{pipe.rank}")
         self.losses: list[tuple[int, float]] = []
         self.evaluations: list[tuple[int, float]] = []
@@ -51,11 +52,12 @@ class Recorder:
         self._samples, self._tokens = samples, tokens
         self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
         self._recent: deque[float] = deque(maxlen=print_frequency)
+        self._shows_progress = shows_progress
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
         self._metrics = MetricsWriter(folder) if pipe.rank == 0 else None
-        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
@@ -63,6 +65,10 @@ class Recorder:
             pipe, folder, self.log, limit=hang_limit, facts=lambda: self._facts, say=self.show
         )
         self._endpoint = serve(folder, prometheus_port) if prometheus_port and pipe.rank == 0 else None
+
+    def expect(self, total: int) -> None:
+        """So many updates will have been made in the end; 0: that is not known."""
+        self._total = total
 
     def say(self, line: str) -> None:
         self.log.line(line)
@@ -100,7 +106,10 @@ class Recorder:
     def evaluation(self, loss: float) -> None:
         done = self._pipe.updates
         self.evaluations.append((done, loss))
-        self.say(f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
+        line = f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
+        self.log.line(line)
+        if self._shows_progress:
+            self.show(line)
         self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
 
     def summary(self) -> dict[str, Any]:
@@ -108,13 +117,15 @@ class Recorder:
         self._meter.stop()
         gathered = self._pipe.world.all_gather("figures", list(self._meter.total()))
         ranks = [RankFigures(*numbers) for numbers in gathered]
-        placement = self._pipe.schedule.placement
+        layout, placement = self._pipe.layout, self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
+        evaluated = [loss for _, loss in self.evaluations[-1:]]
         summary = {
             # A run that was restarted after its last update has made none.
-            "loss": mean([loss for _, loss in self.losses[-RECENT:]] or [self.evaluations[-1][1]]),
-            "evaluation_loss": self.evaluations[-1][1],
-            "perplexity": perplexity(self.evaluations[-1][1]),
+            "loss": mean([loss for _, loss in self.losses[-RECENT:]] or evaluated),
+            **(
+                {"evaluation_loss": evaluated[0], "perplexity": perplexity(evaluated[0])} if evaluated else {}
+            ),
             "updates": self._pipe.updates,
             **ranks[0].speed(self._samples),
             **shares(ranks),
@@ -122,6 +133,10 @@ class Recorder:
             "ranks": by_rank,
             "losses": self.losses,
             "evaluations": self.evaluations,
+            "schedule": self._pipe.schedule.name,
+            "partition": list(layout.partition),
+            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
+            "report": str(self._folder / "report.html"),
         }
         self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
         return summary

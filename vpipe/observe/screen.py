@@ -26,10 +26,12 @@ from vpipe.system.units import show_bytes
 class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
-    def __init__(self, total: int, done: int, *, speaks: bool) -> None:
+    def __init__(self, total: int, done: int, *, speaks: bool, live: bool = True) -> None:
+        """If it is not `live`, it shows only what it is told to say."""
+        self._live = live
         self._console = Console(highlight=False, soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
-        if speaks and sys.stdout.isatty():
+        if speaks and live and sys.stdout.isatty():
             count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
             figures = TextColumn("{task.fields[figures]}", style="cyan", markup=False)
             self._bar = Progress(
@@ -52,7 +54,7 @@ class ProgressReport:
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=f"loss {loss:.4f}, {speed}")
-        elif line is not None:
+        elif line is not None and self._live:
             self.say(f"{line}, {speed}")
 
     def close(self) -> None:
@@ -141,8 +143,9 @@ def _headline(folder: Path, statuses: list[Status]) -> Text:
         return Text(f"{folder.name}: no rank has written a status yet")
     first = statuses[0]
     loss = "" if first.loss is None else f", loss {first.loss:.4f}"
+    of = f" of {first.total}" if first.total else ""
     return Text(
-        f"{folder.name}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s",
+        f"{folder.name}: update {first.updates}{of}{loss}, {first.samples_per_s:.1f} samples/s",
         style="bold",
     )
 

@@ -1,7 +1,9 @@
 """The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +25,17 @@ from vpipe.system.device import choose_device
 from vpipe.weights import OptimizerFactory, SchedulerFactory
 
 T = TypeVar("T")
+
+
+class Given(NamedTuple):
+    """The arguments that a pipeline was made from."""
+
+    model: nn.Module
+    example_batch: Any
+    loss_fn: Callable[..., Tensor] | None
+    loss_weight: Callable[[Fields], float]
+    layout: LayoutOptions
+    training: TrainingOptions
 
 
 class Pipeline:
@@ -66,6 +79,10 @@ class Pipeline:
         how many seconds a rank waits for another.
     world
         Ranks that are not torchrun's processes, such as threads (`vpipe.pipeline.threads`).
+    run_dir
+        A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard, memory, and
+        `checkpoints/` for `save` and `resume`. `vpipe top`, `report` and `diagnose` read it. Report, trace and summary
+        are written by `close`, or at the end of a `with` block.
     """
 
     def __init__(
@@ -96,7 +113,9 @@ class Pipeline:
         channel: str = "auto",
         timeout: float = 600.0,
         world: World | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        self.run_dir = None if run_dir is None else Path(run_dir)
         layout_options = LayoutOptions(
             stages=stages,
             schedule=schedule,
@@ -136,9 +155,13 @@ class Pipeline:
             self._loop = Loop(self.layout, self.runtime, loss_weight, self._requests)
             self._whole = WholeState(self.layout, self.runtime)
             self.handler.open()
+            self._opened(Given(model, example_batch, loss_fn, loss_weight, layout_options, training_options))
         except BaseException:
             self.close()
             raise
+
+    def _opened(self, given: Given) -> None:
+        """The pipeline can be used; for classes that add to it."""
 
     @property
     def schedule(self) -> Schedule:

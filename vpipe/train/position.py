@@ -47,6 +47,11 @@ class Position:
 
     def resume(self, saved: dict[str, Any], updates: int, path: str) -> None:
         """Go on at the sample where the checkpoint `path` was made, after so many updates."""
+        if "minibatch" not in saved:
+            raise ConfigError(
+                f"{path} was saved by a script, with another position in the data: go on with that script, or start "
+                "from its weights alone with `pretrained`"
+            )
         for key, value in self._order().items():
             if saved[key] != value:
                 raise ConfigError(

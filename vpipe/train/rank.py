@@ -11,12 +11,10 @@ from pathlib import Path
 from vpipe.config import RunConfig
 from vpipe.errors import Stopped, VPipeError
 from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
+from vpipe.observe.description import write_outcome
 from vpipe.observe.recorder import perplexity
-from vpipe.observe.report import write_report
 from vpipe.observe.screen import summary_table
-from vpipe.observe.trace import write_trace
 from vpipe.system.console import show
-from vpipe.system.files import write_json
 from vpipe.train.export import export_run, write_sentence
 from vpipe.train.signals import ignore_save_signal
 from vpipe.train.trainer import Trainer
@@ -39,9 +37,7 @@ def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ())
         return
     model = export_run(trainer, Path(summary["checkpoint"]))
     summary["model"] = str(model)
-    write_json(trainer.folder / "summary.json", summary)
-    write_trace(trainer.folder)
-    write_report([trainer.folder], Path(summary["report"]))
+    write_outcome(trainer.folder, summary)
     sentence = write_sentence(trainer, model)
     if sentence is not None:
         print(f"{config.prompt!r} goes on: {sentence!r}")

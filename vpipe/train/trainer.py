@@ -122,7 +122,7 @@ class Trainer:
                 with memory_advice(self.config, self.folder, pipe):
                     self._train(recorder, saves)
                 saves.save(self._position_here)
-                summary = self._summary(recorder) | {"checkpoint": str(saves.finish())}
+                summary = recorder.summary() | {"checkpoint": str(saves.finish())}
         except BaseException as error:
             recorder.error = error
             if take_signals is not None:
@@ -167,15 +167,6 @@ class Trainer:
         if debug:
             attach(pipe, debug, recorder.log.line, recorder.show)
         return recorder
-
-    def _summary(self, recorder: Recorder) -> dict[str, Any]:
-        layout = self.pipe.layout
-        return recorder.summary() | {
-            "schedule": self.pipe.schedule.name,
-            "partition": list(layout.partition),
-            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
-            "report": str(self.folder / "report.html"),
-        }
 
     def _train(self, recorder: Recorder, saves: SavePolicy) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
