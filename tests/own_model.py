@@ -58,8 +58,8 @@ def loss(output, targets, weights):
 
 
 def metrics(output, batch):
-    right = output["logits"].argmax(-1) == batch["targets"]
-    return {"accuracy": right.double().mean(), "first": (right[:, 0].sum(), len(right))}
+    right = output["logits"].argmax(-1) % 2 == batch["targets"] % 2
+    return {"parity": right.double().mean(), "first": (right[:, 0].sum(), len(right))}
 
 
 NUMBER = 3

@@ -8,19 +8,36 @@ if TYPE_CHECKING:
     from vpipe.api import Loader
     from vpipe.api import UserPipeline as Pipeline
     from vpipe.graph import capture
+    from vpipe.plan import plan
+    from vpipe.profile import profile
     from vpipe.schedule import Schedule
+    from vpipe.simulate import simulate
+    from vpipe.verify import verify
     from vpipe.weights import optimizer_groups
 
 __version__ = "0.1.0"
-__all__ = ["Loader", "Pipeline", "Schedule", "VPipeError", "capture", "optimizer_groups"]
+__all__ = [
+    "Loader",
+    "Pipeline",
+    "Schedule",
+    "VPipeError",
+    "capture",
+    "optimizer_groups",
+    "plan",
+    "profile",
+    "simulate",
+    "verify",
+]
 
-# Imported on first use: `vpipe --help` and `vpipe schedule` must not wait for torch.
+# Imported on first use: `vpipe --help` and `vpipe schedule` must not wait for torch. The packages of plan, profile,
+# simulate and verify can be called: each is its main function.
 _HOMES = {
     "Loader": "vpipe.api:Loader",
     "Pipeline": "vpipe.api:UserPipeline",
     "Schedule": "vpipe.schedule:Schedule",
     "capture": "vpipe.graph:capture",
     "optimizer_groups": "vpipe.weights:optimizer_groups",
+    **{name: f"vpipe.{name}" for name in ("plan", "profile", "simulate", "verify")},
 }
 
 
@@ -29,7 +46,8 @@ def __getattr__(name: str) -> Any:
         from importlib import import_module
 
         module, _, attribute = _HOMES[name].partition(":")
-        return getattr(import_module(module), attribute)
+        home = import_module(module)
+        return getattr(home, attribute) if attribute else home
     raise AttributeError(f"module 'vpipe' has no attribute {name!r}")
 
 

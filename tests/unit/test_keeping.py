@@ -118,8 +118,8 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], None]:
 def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     told = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
 
-    def evaluate(self: Trainer) -> float:
-        return told[self.pipe.updates]
+    def evaluate(self: Trainer) -> tuple[float, dict[str, float]]:
+        return told[self.pipe.updates], {}
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     keys: dict[str, Any] = {"evaluation_interval": 2, "checkpoint_interval": 3, **SYNCHRONOUS}

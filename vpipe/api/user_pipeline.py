@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
+
+from torch import nn
 
 from vpipe import checkpoint
 from vpipe.api.run_record import RunRecord
@@ -14,7 +18,13 @@ from vpipe.checkpoint.inspection import newest_whole
 from vpipe.communication import agree
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
+from vpipe.pipeline.outputs import Metrics
 from vpipe.pipeline.pipeline import Given
+from vpipe.plan import PlanResult, plan
+from vpipe.profile import profile
+from vpipe.schedule import Schedule
+from vpipe.verify import Verification, verify
+from vpipe.verify.comparison import Difference
 
 DATA, OWN = "data", "own"
 """Keys in a checkpoint: the position in the data, and the user's own values."""
@@ -28,6 +38,10 @@ class UserPipeline(Pipeline):
     _position: Any = None  # of a checkpoint, for the loader of the next `train`
 
     def _opened(self, given: Given) -> None:
+        self._given = given._replace(
+            model=None
+        )  # its stages have their own copies: the user may let go of it
+        self._model_reference = weakref.ref(given.model) if given.model is not None else lambda: None
         if self.run_dir is not None:
             self._record = RunRecord(self, self.run_dir, given)
 
@@ -50,14 +64,23 @@ class UserPipeline(Pipeline):
         finally:
             end()
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
-        if self._record is None:
-            return super().evaluate(batches)
-        self._record.recorder.pause()
-        loss = super().evaluate(batches)
-        self._record.recorder.evaluation(loss)
-        return loss
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: None = None) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics) -> dict[str, float]: ...
+
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> float | dict[str, float]:
+        if self._record is not None:
+            self._record.recorder.pause()
+        found = super().evaluate(batches, metrics)
+        if self._record is not None:
+            loss, *others = found.values() if isinstance(found, dict) else [found]
+            names = [] if isinstance(found, float) else list(found)[1:]
+            self._record.recorder.evaluation(loss, dict(zip(names, others, strict=True)))
+        return found
+
+    evaluate.__doc__ = Pipeline.evaluate.__doc__
 
     def save(
         self, path: str | os.PathLike[str] | None = None, extra: Mapping[str, Any] | None = None
@@ -94,6 +117,81 @@ class UserPipeline(Pipeline):
         found = checkpoint.newest(directory) if self.rank == 0 else None
         chosen = self.world.all_gather("checkpoint found", None if found is None else str(found))[0]
         return None if chosen is None else self._load(chosen, data=True)
+
+    def verify(
+        self, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+    ) -> Verification:
+        """Verify that this pipeline trains its model as the plain model is trained (`vpipe.verify`), on every rank.
+
+        Rank 0 does it, with a thread for each rank, on copies of the model and with the example batch; the pipeline
+        itself is not touched. The model must still be there.
+        """
+        model, given = self._model(), self._given
+        layout, training = given.layout, given.training
+
+        def run() -> Any:
+            if self.rank:
+                return None
+            result = verify(
+                model,
+                given.example_batch,
+                ranks=self.world.size,
+                loss_fn=given.loss_fn,
+                loss_weight=given.loss_weight,
+                optimizer=training.optimizer,
+                clip_norm=training.clip_norm,
+                seed=training.seed,
+                updates=updates,
+                dtype=dtype,
+                device=device,
+                **{**vars(layout), "precision": "fp32", "partition": self.layout.partition},
+            )
+            return asdict(result)
+
+        found = self.world.all_gather("verification", agree(self.world, "verification", run))[0]
+        differences = {name: Difference(**found[name]) for name in ("loss", "gradients", "weights")}
+        return Verification(**{**found, **differences, "partition": tuple(found["partition"])})
+
+    def plan(
+        self,
+        memory: int | str | None = None,
+        *,
+        schedule: str | Schedule | None = None,
+        minibatches: int | None = None,
+        batch_size: int | str | None = None,
+        chunks: int | None = None,
+    ) -> PlanResult | None:
+        """The best plan for this model on so many ranks: rank 0 measures and plans, the other ranks wait and get None.
+
+        `memory` of a rank is bytes, or text such as "11GiB". `plan.to_plan()` has partition, policies, replicas and
+        schedule, which are arguments of another Pipeline. The model must still be there.
+        """
+        model, given = self._model(), self._given
+        training = given.training
+
+        def run() -> PlanResult | None:
+            if self.rank:
+                return None
+            measured = profile(
+                model,
+                given.example_batch,
+                optimizer=training.optimizer,
+                loss_fn=given.loss_fn,
+                precision=given.layout.precision,
+                compile=training.compile,
+                cuda_graphs=training.cuda_graphs,
+                device=self.device,
+            )
+            wanted = schedule or given.layout.schedule
+            return plan(measured, self.world.size, memory, wanted, minibatches, batch_size, chunks)
+
+        return agree(self.world, "plan", run)
+
+    def _model(self) -> nn.Module:
+        model = self._model_reference()
+        if model is None:
+            raise VPipeError("the model that this pipeline was made from is gone: keep a reference to it")
+        return model
 
     def close(self) -> None:
         """Free channels and connections; with `run_dir`, write report, trace and summary. Cannot be used afterwards."""

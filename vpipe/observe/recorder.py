@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,9 @@ RECENT = 10
 """Updates whose mean is the final loss; that of a single one is noisy."""
 TOTALS = (*TIMES, "seconds", "clock", "updates", "bytes_sent", "bytes_received")
 """Figures that a status has."""
+
+
+NO_METRICS: Mapping[str, float] = {}
 
 
 class Recorder:
@@ -52,6 +56,7 @@ class Recorder:
         self._samples, self._tokens = samples, tokens
         self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
         self._recent: deque[float] = deque(maxlen=print_frequency)
+        self._metrics_found: dict[str, float] = {}  # of the latest evaluation
         self._shows_progress = shows_progress
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
@@ -103,14 +108,16 @@ class Recorder:
         """Something else than training follows, until the next update."""
         self._meter.stop()
 
-    def evaluation(self, loss: float) -> None:
+    def evaluation(self, loss: float, metrics: Mapping[str, float] = NO_METRICS) -> None:
         done = self._pipe.updates
         self.evaluations.append((done, loss))
         line = f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
+        line += "".join(f", {name}: {value:.4f}" for name, value in metrics.items())
+        self._metrics_found = dict(metrics)
         self.log.line(line)
         if self._shows_progress:
             self.show(line)
-        self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
+        self._write("evaluation", done, **{**metrics, "loss": loss, "perplexity": perplexity(loss)})
 
     def summary(self) -> dict[str, Any]:
         """The figures of the whole run, the same on every rank. All ranks call it when the pipeline is empty."""
@@ -133,6 +140,7 @@ class Recorder:
             "ranks": by_rank,
             "losses": self.losses,
             "evaluations": self.evaluations,
+            "metrics": self._metrics_found,
             "schedule": self._pipe.schedule.name,
             "partition": list(layout.partition),
             "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],

@@ -79,6 +79,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
     rows = {
         "loss": f"{summary['loss']:.4f} after {summary['updates']} updates{first}",
         "evaluation": f"loss {summary['evaluation_loss']:.4f}, perplexity {summary['perplexity']:.2f}",
+        **{name: f"{value:.4f}" for name, value in summary.get("metrics", {}).items()},
         "speed": f"{summary['samples_per_s']:.1f} samples/s",
         "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
         "share of the limit": f"{computing:.1%} of the ranks' time is computing",

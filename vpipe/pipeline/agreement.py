@@ -7,19 +7,21 @@ import torch
 from torch import nn
 
 from vpipe.communication import World, agree, agree_on
+from vpipe.errors import VPipeError
 from vpipe.pipeline.assembly import TrainingOptions
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import Feed
 from vpipe.schedule import Schedule
 
+REFUSE = "refuse"
+INITIAL_WEIGHTS = ("rank 0", REFUSE)
 SAME_ARGUMENTS = "give every rank the same arguments"
 
 
-def agree_on_run(world: World, layout: Layout, model: nn.Module, options: TrainingOptions) -> None:
+def agree_on_run(world: World, layout: Layout, options: TrainingOptions) -> None:
     """The ranks have the same model, cut alike, trained alike in the same order."""
     schedule = layout.schedule
     order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
-    seeded = "call torch.manual_seed before building the model"
     for what, value, fix in (
         ("version of torch", torch.__version__, "install the same on every host"),
         ("model", layout.graph.fingerprint[:16], "build the same model on every rank"),
@@ -29,10 +31,23 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("clip_norm", options.clip_norm, SAME_ARGUMENTS),
         ("partition", list(layout.partition), SAME_ARGUMENTS),
         ("seed", options.seed, "give every rank the same seed"),
-        ("set of initial weights", _weights_digest(model), seeded),
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
     ):
         agree_on(world, what, value, fix)
+
+
+def weights_differ(world: World, model: nn.Module, initial_weights: str) -> bool:
+    """Whether the ranks have built the model with other values, which `initial_weights` may refuse."""
+    if initial_weights not in INITIAL_WEIGHTS:
+        raise VPipeError(
+            f"unknown initial_weights {initial_weights!r}: choose from {', '.join(map(repr, INITIAL_WEIGHTS))}"
+        )
+    agree_on(world, "initial_weights", initial_weights, SAME_ARGUMENTS)
+    digest, name = _weights_digest(model), "set of initial weights"
+    if initial_weights == REFUSE:
+        agree_on(world, name, digest, "call torch.manual_seed before building the model")
+        return False
+    return len(set(world.all_gather(name, digest))) > 1
 
 
 def agree_on_data(world: World, feed: Feed) -> None:

@@ -52,13 +52,19 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         restored = trainer.restore(resume, lambda line: print(line, file=sys.stderr))
         if not trainer.pipe.updates:
             raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
-        loss = trainer.evaluate()
+        loss, metrics = trainer.evaluate()
     finally:
         trainer.close()
     if trainer.rank == 0:
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
         if as_json:
-            figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
+            figures = {
+                **metrics,
+                "loss": loss,
+                "perplexity": perplexity(loss),
+                "updates": trainer.pipe.updates,
+            }
             print(json.dumps(figures))
         else:
-            print(f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
+            found = "".join(f", {name}: {value:.4f}" for name, value in metrics.items())
+            print(f"{restored}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}{found}")

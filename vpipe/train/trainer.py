@@ -13,6 +13,7 @@ from vpipe import checkpoint
 from vpipe.communication import ProcessWorld, World, agree
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
+from vpipe.config.code import load_function
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.launch.rank import LAUNCHED
@@ -207,17 +208,21 @@ class Trainer:
 
     def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()
-        loss = self.evaluate()
+        loss, metrics = self.evaluate()
         self.evaluated = self.pipe.updates
-        recorder.evaluation(loss)
+        recorder.evaluation(loss, metrics)
         saves.evaluated(loss)
 
-    def evaluate(self) -> float:
-        """The mean loss over the validation samples, always the same ones."""
+    def evaluate(self) -> tuple[float, dict[str, float]]:
+        """The mean loss over the validation samples, always the same ones, and what `compute_metrics` finds."""
         config, samples = self.config, len(self.data.validation)
         sampler = Sampler(samples, config.batch_size, config.seed)
         count = -(-min(samples, config.evaluation_samples) // config.batch_size)
-        return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
+        batches = Batches(self.data.validation, sampler, 0, count)
+        if self.config.compute_metrics is None:
+            return self.pipe.evaluate(batches), {}
+        found = self.pipe.evaluate(batches, load_function(self.config, "compute_metrics"))
+        return found.pop("loss"), found
 
     def close(self) -> None:
         self.pipe.close()
