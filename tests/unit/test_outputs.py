@@ -180,6 +180,24 @@ def test_a_loss_that_is_a_module() -> None:
         in_ranks(lambda pipe: None, model, batch=batch, loss_fn=Learned())
 
 
+class Branching(nn.Linear):
+    """Looks at its data, so that it cannot be captured."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input if input.sum() > 0 else -input)
+
+
+def test_children_that_run_eagerly_have_no_outputs() -> None:
+    model = nn.Sequential(Branching(4, 4), Branching(4, 1))
+    with pytest.raises(VPipeError, match="its children run eagerly: its outputs are not known"):
+        in_ranks(
+            lambda pipe: list(pipe.predict([torch.ones(2, 4)])),
+            model,
+            batch=torch.ones(2, 4),
+            loss_fn=torch.mean,
+        )
+
+
 @pytest.mark.parametrize(
     ("metrics", "message"),
     [

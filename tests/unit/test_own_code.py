@@ -49,6 +49,14 @@ def test_verify(run: Path, schedule: str) -> None:
     assert verify_config(read_config(run, {"schedule": schedule}), updates=2).ok
 
 
+def test_the_example_of_the_docs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (Path(__file__).parents[2] / "docs/python.md").read_text(encoding="utf-8")
+    (tmp_path / "run.yml").write_text(page.split("```yaml\n")[1].split("```")[0])
+    (tmp_path / "my_module.py").write_text(page.split("```python\n")[1].split("```")[0])
+    monkeypatch.syspath_prepend(str(tmp_path))
+    assert verify_config(read_config(tmp_path / "run.yml"), updates=1).ok
+
+
 def test_blocks_and_plan(run: Path) -> None:
     app, runner = make_app(), CliRunner()
     blocks = json.loads(runner.invoke(app, ["blocks", str(run), "--json"], catch_exceptions=False).stdout)
