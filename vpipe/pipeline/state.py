@@ -29,7 +29,7 @@ class WholeState:
 
     def __init__(self, layout: Layout, runtime: StageRuntime, model: nn.Module, seed: int) -> None:
         held = [name for name, *_ in layout.state_entries()]
-        self.names = ModelState(model, held, seed, keep=runtime.rank == 0)
+        self.names = ModelState(model, held, seed, layout.compute_dtype, keep=runtime.rank == 0)
         self.layout = layout
         self.runtime = runtime
         self.rank = runtime.rank
