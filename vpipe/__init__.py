@@ -5,20 +5,39 @@ from typing import TYPE_CHECKING, Any
 from vpipe.errors import VPipeError
 
 if TYPE_CHECKING:
+    from vpipe.api import Loader
+    from vpipe.api import UserPipeline as Pipeline
     from vpipe.graph import capture
-    from vpipe.pipeline import Pipeline
+    from vpipe.plan import plan
+    from vpipe.profile import profile
     from vpipe.schedule import Schedule
+    from vpipe.simulate import simulate
+    from vpipe.verify import verify
     from vpipe.weights import optimizer_groups
 
 __version__ = "0.1.0"
-__all__ = ["Pipeline", "Schedule", "VPipeError", "capture", "optimizer_groups"]
+__all__ = [
+    "Loader",
+    "Pipeline",
+    "Schedule",
+    "VPipeError",
+    "capture",
+    "optimizer_groups",
+    "plan",
+    "profile",
+    "simulate",
+    "verify",
+]
 
-# Imported on first use: `vpipe --help` and `vpipe schedule` must not wait for torch.
+# Imported on first use: `vpipe --help` and `vpipe schedule` must not wait for torch. The packages of plan, profile,
+# simulate and verify can be called: each is its main function.
 _HOMES = {
-    "Pipeline": "vpipe.pipeline",
-    "Schedule": "vpipe.schedule",
-    "capture": "vpipe.graph",
-    "optimizer_groups": "vpipe.weights",
+    "Loader": "vpipe.api:Loader",
+    "Pipeline": "vpipe.api:UserPipeline",
+    "Schedule": "vpipe.schedule:Schedule",
+    "capture": "vpipe.graph:capture",
+    "optimizer_groups": "vpipe.weights:optimizer_groups",
+    **{name: f"vpipe.{name}" for name in ("plan", "profile", "simulate", "verify")},
 }
 
 
@@ -26,5 +45,11 @@ def __getattr__(name: str) -> Any:
     if name in _HOMES:
         from importlib import import_module
 
-        return getattr(import_module(_HOMES[name]), name)
+        module, _, attribute = _HOMES[name].partition(":")
+        home = import_module(module)
+        return getattr(home, attribute) if attribute else home
     raise AttributeError(f"module 'vpipe' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

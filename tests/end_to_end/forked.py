@@ -131,8 +131,9 @@ def _rank(
 ) -> None:
     """Leave behind what an exec would leave behind, and be a rank."""
     for number in signal.valid_signals():
-        if callable(signal.getsignal(number)) and number != signal.SIGINT:
-            signal.signal(number, signal.SIG_DFL)
+        if callable(signal.getsignal(number)):  # the launcher's own
+            own = signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL
+            signal.signal(number, own)
     for number, descriptor in enumerate(streams):
         if descriptor >= 0:
             os.dup2(descriptor, number)

@@ -42,9 +42,7 @@ from tests.faults.strikes import (
 from tests.faults.undisturbed import HANG, TABLE, References, lineage, make_folder, ranks_of
 from vpipe.schedule import KINDS
 
-STRIKES = 6
-"""Strikes at one run."""
-BEGIN, END = "<!-- measured by make attack -->\n", "<!-- end of attack -->\n"
+BEGIN, END = "<!-- measured by make attack: {} -->\n", "<!-- end of attack: {} -->\n"
 
 
 class Attack:
@@ -170,7 +168,7 @@ class Attack:
             strike.wrong.append(f"a traceback: {output[output.index('Traceback') :][:1500]}")
         if job.ended:
             strike.outcome = f"ended with {' and '.join(str(code) for code in job.codes)}"
-            if not all(code in expected_codes(hit) for code in job.codes):
+            if not self._complete and not all(code in expected_codes(hit) for code in job.codes):
                 strike.wrong.append(f"exit codes {job.codes}: {output[-800:]!r}")
         elif not hit:
             strike.outcome = "no process to strike"
@@ -178,11 +176,17 @@ class Attack:
     def go_on(self) -> None:
         """Start it again, if it has ended before its time."""
         self._note_stops()
-        if self.job.ended and set(self.job.codes) != {0}:
+        if self.job.ended and not self._complete:
             self.job = self._start("--resume", "auto")
 
     def _note_stops(self) -> None:
-        self.asked += [int(n) for n in re.findall(r"asked to end: it has made (\d+) of", self.job.output())]
+        stops = re.findall(r"asked it to end\): it has made (\d+) of", self.job.output())
+        self.asked += [int(updates) for updates in stops]
+
+    @property
+    def _complete(self) -> bool:
+        """Whether it has ended well, now or before: struck after its last checkpoint, it has nothing left to do."""
+        return set(self.job.codes) == {0} or "there is nothing to train" in self.job.output()
 
     def finish(self, reference: Callable[[tuple[int, ...]], dict[str, str]]) -> None:
         """Let it end; what is wrong then is in `wrong`."""
@@ -190,20 +194,16 @@ class Attack:
             if not self.job.wait_for_end(2 * HANG):
                 self.wrong.append(f"it does not end: {self.job.alive()}; {self.job.output()[-800:]!r}")
                 return
-            if set(self.job.codes) == {0}:
+            if self._complete:
                 break
             self.go_on()
         self._note_stops()
-        if not self.job.runs:
-            self.wrong.append(
-                f"it ended with {self.job.codes} before it had a folder: {self.job.output()[-800:]!r}"
-            )
-            return
-        last = self.job.runs[-1]
-        asked = lineage(self.folder, self.asked)
-        if set(self.job.codes) != {0}:
+        if not self._complete:
             self.wrong.append(f"it ended with {self.job.codes}: {self.job.output()[-800:]!r}")
-        elif final_weights(last) != reference(asked):
+            return
+        asked = lineage(self.folder, self.asked)
+        last = max(self.folder.glob("runs/2*/checkpoints/step-*"), key=lambda step: step.name).parents[1]
+        if final_weights(last) != reference(asked):
             self.wrong.append(f"its weights are not those of an undisturbed run (asked to end after {asked})")
         if half_done(last):
             self.wrong.append(f"a part of a checkpoint is left: {half_done(last)}")
@@ -231,10 +231,11 @@ def attack(
     folder: Path,
     isolated: bool,
     minutes: float,
+    strikes: int,
 ) -> tuple[list[Strike], dict[tuple[str, str], list[list[str]]]]:
     """The strikes, and what was wrong with each run in the end, by schedule and channel.
 
-    `isolated`: sockets and shared memory that are left can be of nobody else.
+    `strikes`: at one run. `isolated`: sockets and shared memory that are left can be of nobody else.
     """
     drawn = random.Random(seed)
     cards = {channel: deal(drawn, DECKS[channel]) for channel in channels}
@@ -252,7 +253,7 @@ def attack(
             schedule, channel = next(places)
             run = Attack(folder / f"run{number}", schedule, channel, drawn, hosts)
             try:
-                for _ in range(min(STRIKES, rounds - len(found))):
+                for _ in range(min(strikes, rounds - len(found))):
                     strike = run.strike(next(moments), next(cards[channel]))
                     if strike is None:
                         break
@@ -275,6 +276,7 @@ def attack(
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--rounds", type=int, default=200)
+    parser.add_argument("--strikes", type=int, default=6, help="at one run")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--schedules", nargs="*", default=[*KINDS, TABLE])
     parser.add_argument("--channels", nargs="*", default=[SHARED, GLOO], choices=[SHARED, GLOO])
@@ -296,6 +298,7 @@ def main() -> None:
             folder,
             isolated,
             arguments.minutes,
+            arguments.strikes,
         )
     tables = as_tables(found, ends)
     print(tables)
@@ -304,11 +307,13 @@ def main() -> None:
     print(
         f"{len(found)} strikes at {sum(map(len, ends.values()))} runs in {minutes:.0f} minutes, {wrong} went wrong"
     )
-    if arguments.docs:
-        text = arguments.docs.read_text()
-        before, _, rest = text.partition(BEGIN)
-        _, _, after = rest.partition(END)
-        arguments.docs.write_text(before + BEGIN + tables + END + after)
+    for channel in arguments.channels if arguments.docs else ():
+        begin, end = BEGIN.format(channel), END.format(channel)
+        some = [strike for strike in found if strike.channel == channel]
+        before, _, rest = arguments.docs.read_text().partition(begin)
+        after = rest.partition(end)[2]
+        tables = as_tables(some, {place: runs for place, runs in ends.items() if place[1] == channel})
+        arguments.docs.write_text(before + begin + tables + end + after)
     sys.exit(1 if wrong else 0)
 
 

@@ -31,14 +31,21 @@ PORT = 29417
 class Job:
     """`vpipe train run.yml` in a folder, from its start until nothing of it is left.
 
-    Its processes are forked from the tests' server, or are `new` interpreters.
+    Its processes are forked from the tests' server (`prepare` is called in the launcher, first), or are `new`
+    interpreters.
     """
 
-    def __init__(self, folder: Path, *options: object, new: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *options: object,
+        new: bool = False,
+        prepare: Callable[[], None] | None = None,
+    ) -> None:
         number = self._set_up(folder)
         self.said = [folder / f"said.{number}"]
         arguments = ["train", "run.yml", *map(str, options)]
-        self.processes: list[Any] = [self._new(arguments) if new else self._forked(arguments)]
+        self.processes: list[Any] = [self._new(arguments) if new else self._forked(arguments, prepare)]
 
     def _set_up(self, folder: Path) -> int:
         """The number of its first file of output."""
@@ -54,9 +61,9 @@ class Job:
         self._known = set(folder.glob("runs/2*"))
         return len(list(folder.glob("said.*")))
 
-    def _forked(self, arguments: Sequence[str]) -> Forked:
+    def _forked(self, arguments: Sequence[str], prepare: Callable[[], None] | None) -> Forked:
         said = str(self.said[0])
-        return Forked(arguments, self.folder, self.environment, said=(said, said))
+        return Forked(arguments, self.folder, self.environment, prepare=prepare, said=(said, said))
 
     def _new(self, arguments: Sequence[str]) -> "subprocess.Popen[bytes]":
         path = os.pathsep.join([str(REPOSITORY), *filter(None, [os.environ.get("PYTHONPATH")])])

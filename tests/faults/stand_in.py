@@ -36,7 +36,10 @@ def behave(what: str, rank: int) -> None:
     elif name == "follow":  # a rank whose neighbour went because of somebody else
         raise PeerError("rank 7 closed its connection: it ended or was killed")
     elif name == "mistake":
-        raise ConfigError("batch_size is 0: expected at least 1, such as\nbatch_size: 8")
+        raise ConfigError("batch_size is 0: expected at least 1, such as", "batch_size: 8")
+    elif name == "done":  # it has done all when its launcher is signalled
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        os.kill(os.getppid(), signal.SIGINT)
     elif name == "grind":  # in C: the lock is held by somebody who works
         started = time.thread_time()
         sum(range(1_000_000))

@@ -105,9 +105,9 @@ def agents(hit: Sequence[Blow]) -> bool:
 def explained(how: str, signals: Sequence[Signals]) -> bool:
     """Whether a rank that got these signals fails like this."""
     names = [f"killed by {number.name}" for number in signals]
-    names += ["stopped (SIGSTOP)"] * (SIGSTOP in signals) + ["KeyboardInterrupt", "Aborted"] * (
-        SIGINT in signals
-    )
+    names += ["stopped (SIGSTOP)"] * (SIGSTOP in signals)
+    if SIGINT in signals:
+        names += ["KeyboardInterrupt", "Aborted", f"ended with exit code {128 + SIGINT}"]
     return how.startswith(tuple(names))
 
 

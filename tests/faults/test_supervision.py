@@ -312,6 +312,14 @@ def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyP
         assert signals.to_end == [signal.SIGINT, signal.SIGTERM]
 
 
+def test_a_signal_that_comes_when_all_is_done_changes_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The run is complete: it was not "stopped by you", which the launcher says after any SystemExit."""
+    monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
+    run_ranks_here(Ranks(["done"], 1, tmp_path, ["stage 0"], interpreter=STAND_IN, quiet=True))
+
+
 def test_a_rank_that_starts_when_its_launcher_has_died_ends(tmp_path: Path) -> None:
     """Also if nobody has waited for the launcher yet: it is still listed among the processes."""
     code = "from vpipe.launch.rank import end_with_launcher; end_with_launcher(); print('goes on')"

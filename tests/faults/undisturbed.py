@@ -50,10 +50,24 @@ def make_folder(folder: Path, schedule: str, ranks: int) -> None:
         "rendezvous_limit": 30,
         "evaluation_interval": 15,
     }
-    if schedule not in KINDS or not KINDS[schedule].synchronous:
-        # An evaluation drains the pipeline, and only a run that ends by itself evaluates where it ends.
-        keys["evaluation_interval"] = 0
     write_config(folder, ranks, **keys)
+
+
+def leave_out_last_evaluation() -> None:
+    """For a process and the ranks that are forked from it: as if the run had been asked to end where it ends.
+
+    Only a run that ends by itself evaluates there, and counts from there to its next evaluation, which drains the
+    pipeline.
+    """
+    from vpipe.train.trainer import Trainer
+
+    evaluate = Trainer._evaluate
+
+    def evaluate_before_the_end(trainer: Trainer, *rest: Any) -> None:
+        if trainer.pipe.updates < trainer.position.updates:
+            evaluate(trainer, *rest)
+
+    Trainer._evaluate = evaluate_before_the_end  # type: ignore[method-assign]
 
 
 class References:
@@ -72,7 +86,9 @@ class References:
             folder = self.folder / f"clean{len(self._known)}"
             make_folder(folder, schedule, ranks)
             for updates in (*asked, UPDATES):
-                job = Job(folder, "--resume", "auto", "--set", f"max_updates={updates}")
+                prepare = None if updates == UPDATES else leave_out_last_evaluation
+                options = ("--resume", "auto", "--set", f"max_updates={updates}")
+                job = Job(folder, *options, prepare=prepare)
                 try:
                     assert job.wait_for_end(2 * HANG), job.output()
                     assert job.codes == [0], job.output()

@@ -19,8 +19,8 @@ from tests.fuzz.readers import MAKERS, all_readers
 from vpipe.errors import VPipeError
 
 QUICK = 60
-OTHERS = {"model": 40, "tokenizer": 40, "shards": 40, "manifest": 150}
-"""Of formats that take longer to read, or have more that can be wrong."""
+OTHERS = {"model": 40, "tokenizer": 40, "shards": 40, "manifest": 150, "metrics": 200}
+"""Of formats that take longer to read, have more that can be wrong, or are mostly read all the same."""
 LONGEST = 20.0 if BAD_FILES else 0.0
 """Seconds that one file may take in `make fuzz`, where the test has no limit; most take a millisecond."""
 LONGEST_MESSAGE = 20_000

@@ -78,7 +78,7 @@ def _other_weights() -> Arguments:
     if _rank() == 1:
         with torch.no_grad():
             next(model.parameters()).mul_(2)
-    return {"model": model, "example_batch": batch, "loss_fn": loss_fn}
+    return {"model": model, "example_batch": batch, "loss_fn": loss_fn, "initial_weights": "refuse"}
 
 
 def _by_rank(name: str, *values: Any, **options: Any) -> Arguments:

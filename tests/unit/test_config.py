@@ -189,7 +189,7 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
             "optimizer_groups: [{match: a, optimizer: adan}]",
             "optimizer_groups, entry 0: optimizer is 'adan': expected 'sgd', 'adam'",
         ),
-        ("model: a\nhidden_size: 4", "hidden_size is 4: the file that `model` names says it"),
+        ("model: a\nhidden_size: 4", "hidden_size is 4: what `model` names says it"),
         ("hidden_size: 10", "hidden_size is 10: it must be a multiple of num_heads, which is 4"),
         ("nonfinite_limit: [3, 2]", "nonfinite_limit is [3, 2]: of 2 updates 3 cannot be skipped"),
         ("num_heads: 3", "hidden_size is 128: it must be a multiple of num_heads, which is 3"),

@@ -17,7 +17,7 @@ from tests.end_to_end.tiny import TINY
 from vpipe.cli import main
 from vpipe.config.settings import PATHS
 from vpipe.data import read_documents, read_pairs, read_tokenizer
-from vpipe.errors import VPipeError
+from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.train.save_policy import find_checkpoint
 
 launching = importlib.import_module("vpipe.train.run")
@@ -78,13 +78,18 @@ def here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     os.chmod("locked", 0o700)
 
 
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def refused(
+    arguments: list[str],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    code: int = VPipeError.exit_code,
+) -> str:
     """The one line that the command says."""
     monkeypatch.setattr(sys, "argv", ["vpipe", *arguments])
     with pytest.raises(SystemExit) as ended, without_rights():
         main()
     said = capsys.readouterr()
-    assert ended.value.code == 2, said
+    assert ended.value.code == code, said
     (line,) = besides_announcements(said.err)
     assert line.startswith("error: ")
     assert line.isprintable()
@@ -141,7 +146,8 @@ def test_commands_that_write(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    refused([a.replace("PATH", HOSTILE[kind]) for a in WRITING[command]], capsys, monkeypatch)
+    arguments = [a.replace("PATH", HOSTILE[kind]) for a in WRITING[command]]
+    refused(arguments, capsys, monkeypatch, NotWrittenError.exit_code)
 
 
 @pytest.mark.parametrize("kind", [*KINDS, *NOT_IN_ARGUMENTS])

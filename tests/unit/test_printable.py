@@ -13,9 +13,9 @@ from tests.drawing import draws
 from vpipe.errors import RankFailedError, ScheduleError, VPipeError, printable
 from vpipe.observe.report import write_report
 from vpipe.observe.screen import ProgressReport
-from vpipe.record.run_folder import RankLog
 from vpipe.schedule import build
 from vpipe.schedule.picture import draw_svg
+from vpipe.system.best_effort import LogFile
 from vpipe.system.console import PlainConsole
 
 ODD = "a\x1b[31m\x07\n\r\x9b2J\u202e\u2028\ud800[/x][red]:smile:"
@@ -57,7 +57,7 @@ def test_tables() -> None:
 
 
 def test_logs_and_progress(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    log = RankLog(tmp_path / "log")
+    log = LogFile(tmp_path / "log")
     log.line(printable(ODD))
     log.line("two\nlines\x1b")
     log.close()

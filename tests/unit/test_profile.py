@@ -180,7 +180,8 @@ class Slow(nn.Module):
         self.seconds = seconds
 
     def forward(self, hidden: Tensor) -> Tensor:
-        assert hidden.isfinite().all()
+        if not hidden.isfinite().all():  # a branch that depends on data: no graph can hold it
+            hidden = hidden.nan_to_num()
         return Taken.apply(self.linear(hidden), self.seconds)
 
 

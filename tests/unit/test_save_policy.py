@@ -28,6 +28,7 @@ from vpipe.pipeline import requests
 from vpipe.pipeline.threads import run_ranks
 from vpipe.stage.stage import Stage
 from vpipe.train import save_policy, trainer
+from vpipe.train.models import build_model
 from vpipe.train.trainer import Trainer
 
 TINY = {
@@ -49,7 +50,6 @@ TINY = {
 }
 SYNCHRONOUS = {"schedule": "1f1b", "minibatches": 2}
 ASYNCHRONOUS = {"schedule": "vpipe"}
-build_model = trainer.build_model
 
 
 @cache
@@ -60,7 +60,7 @@ def the_model() -> Any:
 @pytest.fixture
 def train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capture_once: None) -> Callable[..., Path]:
     """Train with these keys, in the log directory `runs`; the folder of the run."""
-    monkeypatch.setattr(trainer, "build_model", lambda config, device: the_model())
+    monkeypatch.setattr(trainer, "configured_model", lambda config, device: the_model().model)
 
     def run(runs: str = "runs", resume: str | None = None, **keys: Any) -> Path:
         config = check_values(TINY | keys | {"log_directory": str(tmp_path / runs)}, Path("tiny.yml"))
@@ -118,8 +118,8 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], None]:
 def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     reported = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
 
-    def evaluate(self: Trainer) -> float:
-        return reported[self.pipe.updates]
+    def evaluate(self: Trainer) -> tuple[float, dict[str, float]]:
+        return reported[self.pipe.updates], {}
 
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     keys: dict[str, Any] = {"evaluation_interval": 2, "checkpoint_interval": 3, **SYNCHRONOUS}
@@ -169,7 +169,7 @@ def test_a_program_that_trains_gets_its_signals_back(
     monkeypatch: pytest.MonkeyPatch, capture_once: None, tmp_path: Path
 ) -> None:
     """After a failure too; but whoever ends with it may take them without a gap."""
-    monkeypatch.setattr(trainer, "build_model", lambda config, device: the_model())
+    monkeypatch.setattr(trainer, "configured_model", lambda config, device: the_model().model)
     config = check_values(TINY | {"stages": 1, "log_directory": str(tmp_path / "runs")}, Path("tiny.yml"))
     assert isinstance(config, RunConfig)
     during: list[Any] = []

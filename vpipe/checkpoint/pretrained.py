@@ -18,7 +18,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from vpipe.checkpoint.files import file_errors, read_header, read_tensors
+from vpipe.checkpoint.files import file_errors, read_header, read_tensors, write_tensors
 from vpipe.checkpoint.loading import check_fits
 from vpipe.checkpoint.manifest import verify
 from vpipe.communication import agree
@@ -71,12 +71,11 @@ def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[s
 def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> list[str]:
     """Write the weights of a checkpoint to a directory that `from_pretrained` reads; needs no pipeline.
 
-    `model` has names and configuration and may be on `meta`. Parameters that training never used are in no
-    checkpoint: the model's own values are written. Returns the names of those that it has no values for
-    either, which `from_pretrained` will initialise.
+    A model that is not one of transformers becomes its `state_dict` in `model.safetensors`. `model` has names and
+    configuration and may be on `meta`. Parameters that training never used are in no checkpoint: the model's own
+    values are written. Returns the names of those that it has no values for either, which `from_pretrained` will
+    initialise.
     """
-    if not hasattr(model, "save_pretrained"):
-        raise VPipeError(f"{type(model).__name__} is not a model of transformers: it cannot be exported")
     if is_file(directory):
         raise VPipeError(f"cannot write {directory}: it is a file; give a directory")
     saved = _weights(checkpoint)
@@ -91,7 +90,11 @@ def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> li
     state = {name: values[first[name]] for name in own if not values[first[name]].is_meta}
     exporting: Any = model
     with file_errors("write", directory):
-        exporting.save_pretrained(directory, state_dict=dict(state))
+        if hasattr(model, "save_pretrained"):
+            exporting.save_pretrained(directory, state_dict=dict(state))
+        else:
+            directory.mkdir(parents=True, exist_ok=True)
+            write_tensors(directory / SINGLE, state, {"format": "pt"})
     return [name for name in own if name not in state]
 
 
@@ -195,6 +198,8 @@ def origins(model: nn.Module, in_files: Iterable[str], own: Collection[str]) -> 
     )
 
     any_model: Any = model
+    if not hasattr(model, "save_pretrained"):
+        return {name: Origin(name, [name]) for name in in_files}
     rules = get_model_conversion_mapping(any_model)
     renamings = [rule for rule in rules if isinstance(rule, WeightRenaming)]
     converters = [rule for rule in rules if isinstance(rule, WeightConverter)]

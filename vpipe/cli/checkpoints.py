@@ -74,7 +74,7 @@ def export(
     from vpipe.data import read_tokenizer
     from vpipe.train.datasets import TOKENIZER
     from vpipe.train.export import write_tokenizer
-    from vpipe.train.models import build_model
+    from vpipe.train.workload import configured_model
 
     chosen = newest_whole(path)
     run = chosen.absolute().parents[1]
@@ -83,7 +83,7 @@ def export(
         raise VPipeError(
             f"{described} does not exist, so the trained model is unknown: give the run's file with --config"
         )
-    model: Any = build_model(read_config(described), "meta").model
+    model: Any = configured_model(read_config(described), "meta")
     missing = export_pretrained(chosen, model, directory)
     if is_file(run / TOKENIZER):
         write_tokenizer(read_tokenizer(run / TOKENIZER, model.config.vocab_size), directory)

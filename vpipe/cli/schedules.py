@@ -138,15 +138,15 @@ def describe_blocks(config: RunConfig) -> dict[str, Any]:
     """The blocks of the configured model, built on `meta`: it takes no memory."""
     from vpipe.graph import capture
     from vpipe.stage.precision import compute_dtype
-    from vpipe.train.models import build_model
+    from vpipe.train.workload import build_workload
 
-    model, batch = build_model(config, "meta")
+    model, loss_fn, make_batch = build_workload(config, "meta")
     dtype = compute_dtype(config.precision)
-    graph = capture(model if dtype is None else model.to(dtype), batch)
+    graph = capture(model if dtype is None else model.to(dtype), make_batch(0), loss_fn)
     return {
         "model": type(model).__name__,
         "batch_size": config.batch_size,
-        "sequence_length": config.sequence_length,
+        "sequence_length": None if config.data else config.sequence_length,
         "parameters": sum(info.shape.numel() for info in graph.parameters.values()),
         "blocks": [
             {
@@ -163,7 +163,8 @@ def describe_blocks(config: RunConfig) -> dict[str, Any]:
 
 def block_table(described: dict[str, Any]) -> Table:
     found = described["blocks"]
-    minibatch = f"{described['batch_size']} x {described['sequence_length']} tokens"
+    length = described["sequence_length"]
+    minibatch = f"{described['batch_size']} " + ("samples" if length is None else f"x {length} tokens")
     table = Table(title=f"{described['model']}: {len(found)} blocks, minibatches of {minibatch}")
     table.add_column("block", justify="right")
     table.add_column("name", overflow="fold")

@@ -9,6 +9,7 @@ from typing import Any
 import yaml
 from pydantic import ValidationError
 
+from vpipe.config.code import code_directories
 from vpipe.config.keys import MODEL_SIZES, RunConfig
 from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
@@ -79,6 +80,8 @@ def resolved_yaml(config: RunConfig) -> str:
     for key, value in values.items():
         if is_path(key, value):
             values[key] = str(config.path(value).absolute())
+    if config.code:
+        values["python_path"] = list(map(str, code_directories(config)))
     return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
 
 

@@ -18,6 +18,7 @@ from pydantic import (
     model_validator,
 )
 
+from vpipe.config.code import CODE_KEYS, names_code
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.schedule import KINDS, read_table
@@ -43,6 +44,12 @@ def _machine(value: str) -> str:
     return value
 
 
+def _code(value: str) -> str:
+    if not names_code(value):
+        raise ValueError("module:function, such as 'my_module:build_data'")
+    return value
+
+
 LARGEST = 10**9
 """Of any count: a larger number is taken for a mistake in writing."""
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
@@ -59,6 +66,7 @@ OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
 Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
 Path_ = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
+Code = Annotated[str, AfterValidator(_code)]
 
 
 class _Keys(BaseModel):
@@ -94,7 +102,14 @@ class RunConfig(_Keys):
     model_type: Literal["bert", "cpm", "translation"] = "bert"
     """Model that is trained: BERT with masked words, CPM (a GPT-2), or translation (a T5)."""
     model: Path_ | None = None
-    """Instead of `model_type`: a Hugging Face `config.json`, or a directory that holds one."""
+    """Instead of `model_type`: a Hugging Face `config.json`, or a directory that holds one; or a function of your own
+    that returns an `nn.Module`, as `module:function`."""
+    loss: Code | None = None
+    """Function of your own, as `module:function`, that gets the model's output and the fields of a batch that `forward`
+    does not take, and returns the loss; if not given, the model returns it."""
+    python_path: list[Path_] = []
+    """Directories with the modules of the functions that `model`, `loss`, `data` and `compute_metrics` name. They are
+    looked for there, beside this file, in the current directory, and among the installed packages."""
     hidden_size: Count = 128
     """Width of the model (BERT-large: 1024)."""
     num_layers: Layers = 4
@@ -115,6 +130,9 @@ class RunConfig(_Keys):
     data_dir: Path_ | None = None
     """Text to train on: a file or a folder in UTF-8; for translation a folder with two files, line by line
     aligned; a folder of HDF5 shards for BERT. If not given, the source text of Python's standard library."""
+    data: Code | None = None
+    """Instead of `data_dir`: function of your own, as `module:function`, that returns the samples: a data set (with
+    `__len__` and `__getitem__`), or a pair of them for training and validation."""
     synthetic_data: StrictBool = False
     """Train on random tokens; no data set is needed."""
     tokenizer: Path_ | None = None
@@ -207,6 +225,9 @@ class RunConfig(_Keys):
     """Updates between two evaluations; 0: only one, at the end."""
     evaluation_samples: Count = 256
     """Samples of an evaluation at most."""
+    compute_metrics: Code | None = None
+    """Function of your own, as `module:function`, that gets the model's output and the batch at an evaluation, and
+    returns numbers by name, such as an accuracy (see docs/python.md)."""
     prompt: str = ""
     """Beginning of the sample sentence that a GPT writes at the end of its training."""
     seed: Natural = 0
@@ -268,12 +289,15 @@ class RunConfig(_Keys):
         if self.model is not None:
             for key in ("model_type", *MODEL_SIZES):
                 if key in given:
-                    self._refuse(key, "the file that `model` names says it: leave one of the two out")
+                    self._refuse(key, "what `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
             self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
         skipped, updates = self.nonfinite_limit
         if skipped > updates:
             self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")
+        for key in ("data_dir", "tokenizer", "synthetic_data"):
+            if self.data is not None and key in given and getattr(self, key):
+                self._refuse(key, f"the samples come from `data`, {self.data!r}: leave one of the two out")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
             self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
         if self.max_updates is not None and self.warmup_updates > self.max_updates:
@@ -311,6 +335,11 @@ class RunConfig(_Keys):
     def planned(self) -> tuple[Path, str] | None:
         """The plan that the partition was read from, and the fingerprint of the model that it is for."""
         return self._planned
+
+    @property
+    def code(self) -> dict[str, str]:
+        """The keys that name a function of the user's, and what they name."""
+        return {key: getattr(self, key) for key in CODE_KEYS if names_code(getattr(self, key))}
 
     def path(self, written: str) -> Path:
         """A path that is written in the file, relative to the current directory."""

@@ -8,6 +8,7 @@ from typing import Any
 
 import yaml
 
+from vpipe.config.code import names_code
 from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml
 
@@ -30,7 +31,13 @@ def read_settings(written: Sequence[str]) -> dict[str, Any]:
             settings[key.strip()] = parse_yaml(value)
         except yaml.YAMLError:
             raise ConfigError(f"--set {_shown(text)}: the value cannot be read as YAML") from None
-    return {key: str(Path(v).absolute()) if is_path(key, v) else v for key, v in settings.items()}
+    return {key: _from_here(key, value) for key, value in settings.items()}
+
+
+def _from_here(key: str, value: Any) -> Any:
+    if key == "python_path" and isinstance(value, list):
+        return [str(Path(path).absolute()) if isinstance(path, str) else path for path in value]
+    return str(Path(value).absolute()) if is_path(key, value) else value
 
 
 def rank_arguments(config: Path, settings: Sequence[str]) -> list[str]:
@@ -51,6 +58,6 @@ def is_path(key: str, value: Any) -> bool:
     """Whether the value is the path of a file or a directory."""
     if not isinstance(value, str):
         return False
-    if key == "partition" and value == AUTO:
+    if (key == "partition" and value == AUTO) or (key == "model" and names_code(value)):
         return False
     return key in PATHS or (key == "schedule" and value.endswith(".csv"))

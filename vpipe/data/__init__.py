@@ -1,6 +1,7 @@
 """Data: text and its tokenizer, samples of fixed length, and the order in which they are trained on."""
 
 from vpipe.data.dataset import Batch, Batches, Dataset, Sampler, Subset, split
+from vpipe.data.own import OwnSamples, check_samples
 from vpipe.data.pairs import read_pairs
 from vpipe.data.samples import (
     MaskedText,
@@ -19,11 +20,13 @@ __all__ = [
     "Batches",
     "Dataset",
     "MaskedText",
+    "OwnSamples",
     "Sampler",
     "Subset",
     "Synthetic",
     "build_tokenizer",
     "causal_text",
+    "check_samples",
     "encode_documents",
     "has_shards",
     "masked_text",

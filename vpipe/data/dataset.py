@@ -25,6 +25,7 @@ class Use(IntEnum):
     SPLIT = 2
     MASKING = 3
     SYNTHETIC = 4
+    OWN = 5
 
 
 def stream(use: Use, *numbers: int) -> np.random.Generator:

@@ -29,6 +29,7 @@ from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.loss import LossModule
 from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
+from vpipe.graph.outputs import ModelOutput, OutputForm
 from vpipe.graph.trace import Trace
 
 _LOG = logging.getLogger(__name__)
@@ -53,28 +54,62 @@ def capture(
     with _training(model):
         trace = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
     check = FieldCheck(layout, fields, trace)
-    protect_fields(trace)
     prune(trace)
     return ModelGraph(model, trace, check)
 
 
 def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
     try:
-        program = _export(module, list(fields.values()))
+        program, form = _export(module, list(fields.values()))
     except VPipeError:
         raise
     except Exception as error:
         if isinstance(module.model, nn.Sequential) and len(module.layout.model_names) == 1:
             with contextlib.suppress(RuntimeError, TypeError, IndexError):
-                return trace_sequential(module, fields)
+                trace = trace_sequential(module, fields)
+                protect_fields(trace)
+                return trace
         _LOG.debug("torch.export failed", exc_info=error)
         raise _explain(error, module.model) from None
     trace = trace_exported(program, module, fields)
     functionalise(trace)
+    protect_fields(trace)
+    (end,) = trace.graph.find_nodes(op="output")
+    (_, *leaves), *_ = end.args
+    end.args = ((trace.loss,),)
+    trace.output = ModelOutput(trace, leaves, form)
     return trace
 
 
-def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
+class _Capturing:
+    """A run of the exporter: what is captured, and the form of the output that the model has returned.
+
+    An object of its own, because the exporter restores the attributes of modules.
+    """
+
+    def __init__(self, module: LossModule) -> None:
+        self.module = module
+        self.form: OutputForm | None = None
+
+    def run(self, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        loss, output = self.module.loss_and_output(tensors)
+        self.form = OutputForm(output)
+        return loss, self.form.take_tensors()
+
+
+class _WithOutput(nn.Module):
+    """The loss, and the tensors of the model's output."""
+
+    def __init__(self, capturing: _Capturing) -> None:
+        super().__init__()
+        self.model = capturing.module.model  # the only submodule: tensors of a loss_fn are constants
+        self._capturing = capturing
+
+    def forward(self, tensors: list[Tensor]) -> tuple[Tensor, list[Tensor]]:
+        return self._capturing.run(tensors)
+
+
+def _export(module: LossModule, tensors: list[Tensor]) -> tuple[ExportedProgram, OutputForm]:
     """The first export that succeeds: all sizes symbolic, the number of samples only, none."""
     every = [dict.fromkeys(range(1 if _is_image(t) else t.ndim), Dim.AUTO) for t in tensors]
     samples = [{0: Dim.AUTO} if t.ndim else {} for t in tensors]
@@ -83,7 +118,12 @@ def _export(module: LossModule, tensors: list[Tensor]) -> ExportedProgram:
         try:
             with _quiet(), CaptureMode():
                 shapes = None if dynamic is None else (dynamic,)
-                return torch.export.export(module, (tensors,), dynamic_shapes=shapes, strict=False)
+                run = _Capturing(module)
+                program = torch.export.export(
+                    _WithOutput(run), (tensors,), dynamic_shapes=shapes, strict=False
+                )
+                assert run.form is not None
+                return program, run.form
         except Exception as error:
             mistake = _own_error(error)
             if mistake is not None:

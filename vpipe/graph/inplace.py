@@ -183,8 +183,8 @@ def protect_fields(trace: Trace) -> None:
             user.replace_input_with(node, copy)
 
 
-def prune(trace: Trace) -> None:
-    """Erase what neither the loss nor a buffer's new value needs; keep writes into storage that is read."""
+def alive_nodes(trace: Trace) -> set[fx.Node]:
+    """What the loss or a buffer's new value needs, with writes into storage that is read."""
     clusters = find_clusters(trace.graph, trace.root)
     buffers = [node for node in trace.inputs if trace.kind(node) is Kind.BUFFER]
     pending = [trace.loss, *(write for buffer in buffers for write in clusters[buffer].writes)]
@@ -196,6 +196,12 @@ def prune(trace: Trace) -> None:
         alive.add(node)
         pending += node.all_input_nodes
         pending += clusters[node].writes
+    return alive
+
+
+def prune(trace: Trace) -> None:
+    """Erase what neither the loss nor a buffer's new value needs; keep writes into storage that is read."""
+    alive = alive_nodes(trace)
     for node in reversed(list(trace.graph.nodes)):
         if node not in alive and node.op != "output":
             trace.graph.erase_node(node)

@@ -16,11 +16,19 @@ class LossModule(nn.Module):
 
     def __init__(self, model: nn.Module, layout: BatchLayout, loss_fn: Callable[..., Tensor] | None) -> None:
         super().__init__()
+        if isinstance(loss_fn, nn.Module) and any(p.requires_grad for p in loss_fn.parameters()):
+            raise CaptureError(
+                f"loss_fn is a {type(loss_fn).__name__} with parameters, which would not be trained: put it into the "
+                "model, and let forward return the loss"
+            )
         self.model = model
         self.layout = layout
         self.loss_fn = loss_fn
 
     def forward(self, tensors: list[Tensor]) -> Tensor:
+        return self.loss_and_output(tensors)[0]
+
+    def loss_and_output(self, tensors: list[Tensor]) -> tuple[Tensor, Any]:
         entries = dict(zip(self.layout.tensors, tensors, strict=True)) | dict(self.layout.constants)
         taken = self.layout.model_names
         if self.layout.kind is Mapping:
@@ -28,7 +36,7 @@ class LossModule(nn.Module):
         else:
             output = self.model(*(entries[name] for name in taken))
         rest = [entries[name] for name in self.layout.names if name not in taken]
-        return find_loss(output, rest, self.loss_fn, type(self.model).__name__)
+        return find_loss(output, rest, self.loss_fn, type(self.model).__name__), output
 
 
 def find_loss(output: Any, rest: list[Any], loss_fn: Callable[..., Tensor] | None, model: str) -> Tensor:

@@ -6,11 +6,14 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import sympy
 import torch
 from torch import Tensor, fx, nn
+
+if TYPE_CHECKING:
+    from vpipe.graph.outputs import ModelOutput
 
 Size: TypeAlias = "int | sympy.Expr"
 
@@ -57,6 +60,8 @@ class Trace:
     bounds: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     boundaries: frozenset[fx.Node] | None = None
     frozen: frozenset[str] = frozenset()
+    output: ModelOutput | None = None
+    """How the model's output is made (`outputs.py`); None where that is not known."""
 
     def nodes(self) -> Iterator[fx.Node]:
         """The operations in order, without placeholders and without the graph's output."""

@@ -66,7 +66,9 @@ def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None
             page.verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
             _end(watch, failed, log.effort)
         if signals.to_end and (failed is None or failed.kind is not NotWrittenError):
-            raise SystemExit(_exit_code(children, signals.to_end[0]))
+            if code := _exit_code(children, signals.to_end[0]):
+                raise SystemExit(code)
+            return  # all was done when the signal came
         if failed is not None:
             if failed.kind is RankFailedError:
                 log.failed(attempt, failed, found)

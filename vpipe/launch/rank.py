@@ -77,10 +77,11 @@ def _send_heartbeats(place: Whereabouts) -> None:
 
 def fail(error: Exception) -> NoReturn:
     """End this rank because of an error: its own, or one that another rank's end has caused."""
-    if no_descriptor := exhausted(error):  # first: all else may need one
+    with suppress(OSError):
+        hold_signals()
+    if no_descriptor := exhausted(error):  # before all that may need one
         print(f"error: rank {os.environ['RANK']}: {no_descriptor}", file=sys.stderr, flush=True)
         _exit(MISTAKE)
-    hold_signals()
     page = launchers_page()
     if not isinstance(error, PeerError):
         known = isinstance(error, VPipeError)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -12,6 +13,7 @@ from vpipe.errors import printable
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
+from vpipe.observe.results import REPORT
 from vpipe.observe.screen import ProgressReport
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
@@ -27,6 +29,7 @@ RECENT = 10
 """Updates whose mean is the final loss; that of a single one is noisy."""
 TOTALS = (*TIMES, "seconds", "clock", "updates", "bytes_sent", "bytes_received")
 """Figures that a status has."""
+NO_METRICS: Mapping[str, float] = {}
 
 
 class Recorder:
@@ -37,15 +40,16 @@ class Recorder:
         *,
         total: int,
         samples: int,
-        tokens: int,
+        tokens: int | None,
         print_frequency: int,
         verbose_frequency: int,
         hang_limit: float,
         prometheus_port: int,
+        shows_progress: bool = True,
     ) -> None:
-        """`samples` of an update, `tokens` of a sample."""
+        """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
-        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
+        self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
         self.log = LogFile(folder / f"output.log.{pipe.rank}", self.effort)
         self.losses = Curve[tuple[int, float]]()
@@ -58,6 +62,8 @@ class Recorder:
         self._samples, self._tokens = samples, tokens
         self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
         self._recent: deque[float] = deque(maxlen=print_frequency)
+        self._metrics_found: dict[str, float] = {}  # of the latest evaluation
+        self._shows_progress = shows_progress
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
@@ -75,6 +81,10 @@ class Recorder:
         )
         serves = prometheus_port and pipe.rank == 0
         self._endpoint = PrometheusEndpoint(folder, prometheus_port) if serves else None
+
+    def expect(self, total: int) -> None:
+        """So many updates will have been made in the end; 0: that is not known."""
+        self._total = total
 
     def say(self, line: str) -> None:
         line = printable(line)
@@ -111,21 +121,29 @@ class Recorder:
         """Something else than training follows, until the next update."""
         self._meter.stop()
 
-    def evaluation(self, loss: float) -> None:
+    def evaluation(self, loss: float, metrics: Mapping[str, float] = NO_METRICS) -> None:
         done = self._pipe.updates
         self.evaluations.add((done, loss))
         self._last_evaluation = loss
-        self.say(f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
-        self._write("evaluation", done, loss=loss, perplexity=perplexity(loss))
+        self._metrics_found = dict(metrics)
+        line = f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
+        line = printable(line + "".join(f", {name}: {value:.4f}" for name, value in metrics.items()))
+        self.log.line(line)
+        if self._shows_progress:
+            self.show(line)
+        self._write("evaluation", done, **{**metrics, "loss": loss, "perplexity": perplexity(loss)})
 
-    def summary(self) -> dict[str, Any]:
-        """The figures of the whole run, the same on every rank. All ranks call it when the pipeline is empty."""
+    def summary(self, ended: str) -> dict[str, Any]:
+        """The figures of the whole run and how it `ended`, the same on every rank.
+
+        All ranks call it when the pipeline is empty.
+        """
         self._meter.stop()
         gathered = self._pipe.world.all_gather("figures", list(self._meter.total()))
         lost = self._pipe.world.all_gather("lost writes", [self.effort.failed, self.effort.first])
         skipped = self._pipe.world.all_gather("skipped", self._pipe.runtime.updates.num_skipped)
         ranks = [RankFigures(*numbers) for numbers in gathered]
-        placement = self._pipe.schedule.placement
+        layout, placement = self._pipe.layout, self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
         summary = {
             # A run that was restarted after its last update has made none.
@@ -142,6 +160,12 @@ class Recorder:
             "ranks": by_rank,
             "losses": list(self.losses),
             "evaluations": list(self.evaluations),
+            "metrics": self._metrics_found,
+            "schedule": self._pipe.schedule.name,
+            "partition": list(layout.partition),
+            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
+            "ended": ended,
+            "report": str(self._folder / REPORT),
         }
         self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
         return summary
@@ -171,10 +195,11 @@ class Recorder:
 
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
         speed = so_far.speed(self._samples)
+        tokens = {} if self._tokens is None else {"tokens_per_s": speed["samples_per_s"] * self._tokens}
         return {
             "learning_rate": self._pipe.learning_rate,
             **speed,
-            "tokens_per_s": speed["samples_per_s"] * self._tokens,
+            **tokens,
             "peak_memory": so_far.peak_memory,
         }
 

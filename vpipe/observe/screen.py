@@ -29,10 +29,12 @@ from vpipe.system.units import show_bytes
 class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
-    def __init__(self, total: int, done: int, *, speaks: bool) -> None:
+    def __init__(self, total: int, done: int, *, speaks: bool, live: bool = True) -> None:
+        """If it is not `live`, it shows only what it is told to say."""
+        self._live = live
         self._console = PlainConsole(soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
-        if speaks and sys.stdout.isatty():
+        if speaks and live and sys.stdout.isatty():
             count = TextColumn("update {task.completed:.0f}/{task.total:.0f}")
             figures = TextColumn("{task.fields[figures]}", style="cyan", markup=False)
             self._bar = Progress(
@@ -47,14 +49,15 @@ class ProgressReport:
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""
+        tokens = f"{figures['tokens_per_s']:.0f} tokens/s, " if "tokens_per_s" in figures else ""
         speed = (
             f"lr {figures['learning_rate']:.2e}, "
-            f"{figures['samples_per_s']:.1f} samples/s, {figures['tokens_per_s']:.0f} tokens/s, "
+            f"{figures['samples_per_s']:.1f} samples/s, {tokens}"
             f"{show_bytes(figures['peak_memory'])}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=f"loss {loss:.4f}, {speed}")
-        elif line is not None:
+        elif line is not None and self._live:
             self.say(f"{line}, {speed}")
 
     def close(self) -> None:
@@ -82,6 +85,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "evaluation": "none"
         if evaluated is None
         else f"loss {evaluated:.4f}, perplexity {summary['perplexity']:.2f}",
+        **{name: f"{value:.4f}" for name, value in summary.get("metrics", {}).items()},
         "speed": f"{summary['samples_per_s']:.1f} samples/s",
         "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
         "share of the limit": f"{computing:.1%} of the ranks' time is computing",
@@ -154,9 +158,10 @@ def _headline(folder: Path, statuses: list[Status]) -> Text:
         return Text(f"{printable(folder.name)}: no rank has written a status yet")
     first = statuses[0]
     loss = "" if first.loss is None else f", loss {first.loss:.4f}"
+    of = f" of {first.total}" if first.total else ""
     lost = sum(status.lost_writes for status in statuses)
     return Text(
-        f"{printable(folder.name)}: update {first.updates} of {first.total}{loss}, {first.samples_per_s:.1f} samples/s"
+        f"{printable(folder.name)}: update {first.updates}{of}{loss}, {first.samples_per_s:.1f} samples/s"
         + (f", {lost} writes failed" if lost else ""),
         style="bold",
     )

@@ -9,12 +9,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
 
 from vpipe.communication import World, agree, agree_on
+from vpipe.errors import VPipeError
 from vpipe.pipeline.assembly import TrainingOptions
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import Feed
 from vpipe.schedule import Schedule
 from vpipe.weights.optimizers import NamedParameters, make_optimizers
 
+REFUSE = "refuse"
+INITIAL_WEIGHTS = ("rank 0", REFUSE)
 SAME_ARGUMENTS = "give every rank the same arguments"
 
 
@@ -22,7 +25,6 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
     """The ranks have the same model, cut alike, trained alike in the same order."""
     schedule = layout.schedule
     order = "/".join(map(str, (schedule.name, schedule.minibatches, schedule.placement)))
-    seeded = "call torch.manual_seed before building the model"
     for what, value, fix in (
         ("version of torch", torch.__version__, "install the same on every host"),
         ("model", layout.graph.fingerprint[:16], "build the same model on every rank"),
@@ -32,7 +34,6 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("clip_norm", options.clip_norm, SAME_ARGUMENTS),
         ("partition", list(layout.partition), SAME_ARGUMENTS),
         ("seed", options.seed, "give every rank the same seed"),
-        ("set of initial weights", _weights_digest(model), seeded),
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
         ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
         ("optimizer", _optimizers(model, options), SAME_ARGUMENTS),
@@ -85,9 +86,28 @@ def _described(optimizer: Optimizer, names: dict[nn.Parameter, str], options: Tr
     return text
 
 
+def weights_differ(world: World, model: nn.Module, initial_weights: str) -> bool:
+    """Whether the ranks have built the model with other values, which `initial_weights` may refuse."""
+    if initial_weights not in INITIAL_WEIGHTS:
+        raise VPipeError(
+            f"unknown initial_weights {initial_weights!r}: choose from {', '.join(map(repr, INITIAL_WEIGHTS))}"
+        )
+    agree_on(world, "initial_weights", initial_weights, SAME_ARGUMENTS)
+    digest, name = _weights_digest(model), "set of initial weights"
+    if initial_weights == REFUSE:
+        agree_on(world, name, digest, "call torch.manual_seed before building the model")
+        return False
+    return len(set(world.all_gather(name, digest))) > 1
+
+
 def agree_on_data(world: World, feed: Feed) -> None:
     """Every rank reads the data itself, so all must read the same; the first batch stands for all."""
-    agree(world, "first batch", lambda: feed.read_until(feed.offset))
+
+    def read() -> None:
+        with world.exclusive:
+            feed.read_until(feed.offset)
+
+    agree(world, "first batch", read)
     digest = hashlib.sha256()
     for name, tensor in (feed.first_batch or {}).items():
         digest.update(name.encode() + str(tuple(tensor.shape)).encode())

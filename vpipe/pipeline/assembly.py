@@ -133,7 +133,7 @@ def _make_stage(
         versions=_versions(layout.schedule, rank, index),
         model_names=[name for name, p in model.named_parameters() if p.requires_grad],
     )
-    evaluation = StageModule(graph, module, training=False)
+    evaluation = StageModule(graph, module, training=False, keep_output=True)
     # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.
     replayed = options.cuda_graphs and not module.swaps
     graph_pool = GraphPool(module, weights, options.seed) if replayed else None

@@ -3,10 +3,13 @@
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+from torch import Tensor
+
 from vpipe.communication import agree_on
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_data
 from vpipe.pipeline.layout import Layout
+from vpipe.pipeline.outputs import OutputExchange, remembering
 from vpipe.pipeline.requests import STOP, Requests
 from vpipe.runtime import Feed, Fields, StageRuntime
 from vpipe.runtime.losses import Arrived
@@ -43,6 +46,7 @@ class Loop:
         self._drained: list[Arrived] = []  # losses that came while draining
         self._countings = 0
         self._evaluations = 0
+        self._exchange = OutputExchange(layout, runtime)
         for name in ("admitted", "evaluation"):
             self.handler.register_tensor(name)
 
@@ -90,6 +94,10 @@ class Loop:
         feed = self._open_feed(batches, 0)
         for program in self._programs(feed):
             self.runtime.evaluate(program, feed)
+        return self.mean_loss()
+
+    def mean_loss(self) -> float:
+        """Of what all ranks have evaluated."""
         losses, self.runtime.evaluated = self.runtime.evaluated, []
         sums = [sum(float(loss) * weight for loss, weight in losses), sum(weight for _, weight in losses)]
         self._evaluations += 1
@@ -98,6 +106,33 @@ class Loop:
         if not total:
             raise VPipeError("evaluate was given no batch: there is no loss to report")
         return sum(loss for loss, _ in parts) / total
+
+    def outputs(
+        self, batches: Iterable[Any], receiver: Callable[[int], int]
+    ) -> Iterator[tuple[Any, bool, Any]]:
+        """Each batch, whether this rank receives its output, and the output there; the pipeline is empty.
+
+        `receiver` gives the rank for a minibatch's place. Minibatches are run a few at a time, so that no more outputs
+        than those are held.
+        """
+        read: dict[int, Any] = {}
+        feed = self._open_feed(remembering(batches, read), 0)
+        length, interval = self.schedule.minibatches, self.schedule.update_interval
+        count = length or -(-2 * self.schedule.num_ranks // interval) * interval
+        for program in self._programs(feed):
+            first = feed.offset
+            if length is None:
+                feed.limit = first + count
+            kept: dict[tuple[int, str], Tensor] = {}
+            self.runtime.kept = kept
+            try:
+                self.runtime.evaluate(program, feed)
+            finally:
+                self.runtime.kept = None
+            for number in range(first, min(first + count, feed.end)):
+                batch, place = read.pop(number), number - first
+                here, output = self._exchange.output(kept, number, place, batch, receiver(place))
+                yield batch, here, output
 
     def wait_for_all(self) -> None:
         self.world.all_gather("settled", None)
@@ -144,7 +179,8 @@ class Loop:
         """
         number = feed.offset + place
         if feed.limit is None or number < feed.limit:
-            feed.read_until(number)
+            with self.world.exclusive:  # samples may draw random numbers
+                feed.read_until(number)
         return feed.admit(number)
 
     def _most_admitted(self, feed: Feed) -> int:

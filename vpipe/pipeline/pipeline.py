@@ -1,18 +1,22 @@
 """The pipeline: a model, cut into stages, trained by a schedule; what users hold in their hands."""
 
+import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar, overload
 
 import torch
 from torch import Tensor, nn
 
-from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree
+from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
 from vpipe.communication.devices import take_device
 from vpipe.errors import VPipeError
-from vpipe.pipeline.agreement import agree_on_run
+from vpipe.pipeline.agreement import agree_on_run, weights_differ
 from vpipe.pipeline.assembly import TrainingOptions, assemble
+from vpipe.pipeline.hooks import warn_about_hooks
 from vpipe.pipeline.layout import LayoutOptions, make_layout
 from vpipe.pipeline.loop import Loop, UpdateHook
+from vpipe.pipeline.outputs import Metrics, MetricSums
 from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
 from vpipe.runtime import Fields, count_samples
@@ -23,6 +27,17 @@ from vpipe.system import faults
 from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory
 
 T = TypeVar("T")
+
+
+class Given(NamedTuple):
+    """The arguments that a pipeline was made from."""
+
+    model: nn.Module | None
+    example_batch: Any
+    loss_fn: Callable[..., Tensor] | None
+    loss_weight: Callable[[Fields], float]
+    layout: LayoutOptions
+    training: TrainingOptions
 
 
 class Pipeline:
@@ -38,7 +53,8 @@ class Pipeline:
         (lists of dicts, as torch's optimizers take them; a group may be empty) or return a list of optimizers. Each
         parameter must be in one group. `vpipe.optimizer_groups` makes such a function of patterns of names.
     lr_scheduler
-        A function that makes the scheduler of an optimizer, which is stepped at each update.
+        A function that makes the scheduler of an optimizer, which is stepped at each update; one that is driven by a
+        metric (ReduceLROnPlateau) is stepped by `step_schedulers`.
     stages, replicas, chunks
         Positions of the pipeline (as many as ranks), ranks of each, and stages on each rank ("interleaved").
     schedule, minibatches, update_interval
@@ -62,11 +78,18 @@ class Pipeline:
     seed
         Of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or schedule; and of
         the weights of a model on `meta`.
+    initial_weights
+        "rank 0": if the ranks have built the model with different values, those of rank 0 count; "refuse": that is an
+        error.
     device, channel, timeout
         "cpu" or "cuda:0" (by default a GPU for each rank, where there are any), what carries tensors between ranks, and
         how many seconds a rank waits for another.
     world
         Ranks that are not torchrun's processes, such as threads (`vpipe.pipeline.threads`).
+    run_dir
+        A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard, memory, and
+        `checkpoints/` for `save` and `resume`. `vpipe top`, `report` and `diagnose` read it. Report, trace and summary
+        are written by `close`, or at the end of a `with` block.
     """
 
     def __init__(
@@ -94,11 +117,14 @@ class Pipeline:
         loss_weight: Callable[[Fields], float] = count_samples,
         lr_scheduler: SchedulerFactory | None = None,
         seed: int = 0,
+        initial_weights: str = "rank 0",
         device: str | torch.device | None = None,
         channel: str = "auto",
         timeout: float = 600.0,
         world: World | None = None,
+        run_dir: str | os.PathLike[str] | None = None,
     ) -> None:
+        self.run_dir = None if run_dir is None else Path(run_dir)
         layout_options = LayoutOptions(
             stages=stages,
             schedule=schedule,
@@ -129,6 +155,9 @@ class Pipeline:
             "layout", lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options)
         )
         agree_on_run(self.world, self.layout, model, training_options)
+        differ = weights_differ(self.world, model, initial_weights)
+        if self.rank == 0:
+            warn_about_hooks(model, self.layout.graph)
         self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
         try:
             self._requests = Requests(self.world, self.schedule.placement[-1])
@@ -137,11 +166,18 @@ class Pipeline:
                 lambda: assemble(self.layout, model, self.handler, training_options, self._requests.take),
             )
             self._loop = Loop(self.layout, self.runtime, loss_weight, self._requests)
-            self._whole = WholeState(self.layout, self.runtime)
+            self._whole = WholeState(self.layout, self.runtime, model, seed)
             self.runtime.connect()
+            if differ:
+                self._whole.take_from_first(model, seed)
+                self._loop.wait_for_all()
+            self._opened(Given(model, example_batch, loss_fn, loss_weight, layout_options, training_options))
         except BaseException:
             self.close()
             raise
+
+    def _opened(self, given: Given) -> None:
+        """The pipeline can be used; for classes that add to it."""
 
     @property
     def schedule(self) -> Schedule:
@@ -165,6 +201,7 @@ class Pipeline:
         for it), so an asynchronous pipeline is then at work on later minibatches already. Leaving the loop early
         drains it: leave at the same update on every rank.
         """
+        self._check_trains()
         return self._loop.train(batches)
 
     def on_action(self, hook: ActionHook, ops: Iterable[Op | str] = Op) -> Callable[[], None]:
@@ -208,6 +245,36 @@ class Pipeline:
         """Whether the latest `train` ends, or has ended, because a rank requested it."""
         return self._loop.stopped or bool(self._loop.requested & STOP)
 
+    def step_schedulers(self, metric: float) -> None:
+        """Step the schedulers that wait for a metric (ReduceLROnPlateau), with the same value on every rank.
+
+            pipe.step_schedulers(pipe.evaluate(validation))
+
+        Other schedulers are stepped at each update.
+        """
+        self.flush()
+        agree_on(self.world, "metric for the schedulers", float(metric), "give what pipe.evaluate returns")
+        stepped = [stage.optimizer.step_by_metric(float(metric)) for stage in self.runtime.stages.values()]
+        if not any(self.world.all_gather("schedulers", any(stepped))):
+            raise VPipeError(
+                "no lr_scheduler waits for a metric: use ReduceLROnPlateau, or leave step_schedulers out"
+            )
+
+    def _check_trains(self) -> None:
+        graph = self.layout.graph
+        held = {name for stage in self.layout.stage_graphs for name in stage.parameters}
+        trained = [name for name in held if graph.parameters[name].requires_grad]
+        if not trained:
+            raise VPipeError(
+                f"there is nothing to train: none of the {len(held)} parameters that the loss depends on requires a "
+                "gradient: call requires_grad_(True) on some, or only evaluate"
+            )
+        if graph.trace.loss not in graph.ownership.differentiable:
+            raise VPipeError(
+                f"there is nothing to train: the loss has no gradient for {sorted(trained)[0]!r} and the other "
+                "parameters: look for torch.no_grad or detach in the model or in loss_fn"
+            )
+
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank. Call it on all ranks at the same update.
 
@@ -215,19 +282,61 @@ class Pipeline:
         """
         self._loop.flush()
 
-    def evaluate(self, batches: Iterable[Any]) -> float:
-        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update."""
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: None = None) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics) -> dict[str, float]: ...
+
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> float | dict[str, float]:
+        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update.
+
+        With `metrics` a dict of the `loss` and what they find, the same on every rank: `metrics(output, batch)` is
+        called for each minibatch, on the rank that computes its loss, with the model's output on the host, and returns
+        numbers by name. A number is averaged with the minibatches' weights (`loss_weight`); a pair (sum, count) becomes
+        the ratio of their totals.
+        """
         self.flush()
         self._whole.equalise_buffers()
-        return self._loop.evaluate(batches)
+        if metrics is None:
+            return self._loop.evaluate(batches)
+        sums, last = MetricSums(metrics), self.schedule.num_stages - 1
+        weigh = self._loop.loss_weight
+        for batch, here, output in self._loop.outputs(
+            batches, lambda place: self.schedule.rank_of(last, place)
+        ):
+            if here:
+                sums.add(output, batch, weigh(self.layout.normalise(batch)))
+        return {"loss": self._loop.mean_loss(), **sums.gather(self.world)}
+
+    def predict(self, batches: Iterable[Any]) -> Iterator[Any]:
+        """The model's output for each batch, in order: on rank 0, on the host; None on the other ranks.
+
+        Every rank iterates over it to the end. Only the outputs of a few minibatches are held at a time. The batches
+        have all fields that training has; what the model returns without needing it for the loss is computed too,
+        unless that takes parameters that the loss does not depend on: it is None then.
+
+            for output in pipe.predict(batches):
+                if pipe.rank == 0:
+                    print(output["logits"].argmax(-1))
+        """
+        self.flush()
+        self._whole.equalise_buffers()
+        for _, _, output in self._loop.outputs(batches, lambda place: 0):
+            yield output
+        self.runtime.evaluated.clear()
 
     def state_dict(self) -> dict[str, Tensor]:
         """The newest weights and buffers of this rank's stages, under the model's own names."""
         self.flush()
         return self._whole.own()
 
-    def full_state_dict(self) -> dict[str, Tensor] | None:
-        """The whole model's weights and buffers on rank 0; None elsewhere. Call it on every rank."""
+    def full_state_dict(self) -> dict[str, Any] | None:
+        """The whole model's `state_dict` on rank 0; None elsewhere. Call it on every rank.
+
+        `model.load_state_dict` takes it as it is: it has all names of tied tensors, no buffers that are not
+        persistent, and what the loss does not depend on with its initial values.
+        """
         self.flush()
         state = self._whole.gather()
         self._loop.wait_for_all()  # whoever closes now would take with it what is still under way

@@ -7,11 +7,15 @@ continues as the run that saved.
 """
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
+from vpipe.graph import TensorInfo
+from vpipe.graph.materialise import materialise
 from vpipe.pipeline.layout import Layout
+from vpipe.pipeline.model_state import ModelState
 from vpipe.runtime import StageRuntime
 from vpipe.stage.stage import StageState
 
@@ -22,7 +26,9 @@ KEYS = 20
 class WholeState:
     """Every rank has one and calls the same methods in the same order, when the pipeline is empty."""
 
-    def __init__(self, layout: Layout, runtime: StageRuntime) -> None:
+    def __init__(self, layout: Layout, runtime: StageRuntime, model: nn.Module, seed: int) -> None:
+        held = [name for name, *_ in layout.state_entries()]
+        self.names = ModelState(model, held, seed, layout.compute_dtype, keep=runtime.rank == 0)
         self.layout = layout
         self.runtime = runtime
         self.rank = runtime.rank
@@ -49,12 +55,15 @@ class WholeState:
             state |= stage.state()
         return state
 
-    def gather(self) -> dict[str, Tensor] | None:
-        """The whole model's weights and buffers on rank 0; None elsewhere."""
+    def gather(self) -> dict[str, Any] | None:
+        """The model's `state_dict` on rank 0; None elsewhere."""
         self.equalise_buffers()
         own, handler, first = self.own(), self.runtime.handler, self._first_key()
         gathered: dict[str, Tensor] = {}
-        for key, (name, owner, shape, dtype) in enumerate(self.layout.state_entries(), start=first):
+        for key, (name, owner, shape, _) in enumerate(self.layout.state_entries(), start=first):
+            dtype = self.names.dtypes[name]
+            if name not in self.names.needed:
+                continue
             if owner == self.rank == 0:
                 gathered[name] = own[name].to("cpu", dtype, copy=True)
             elif owner == self.rank:
@@ -63,7 +72,31 @@ class WholeState:
                 received = handler.recv("state", key, owner, shape, dtype, owner=name, host=True)
                 gathered[name] = received.clone()
                 handler.release(name)
-        return gathered if self.rank == 0 else None
+        return self.names.arrange(gathered) if self.rank == 0 else None
+
+    def take_from_first(self, model: nn.Module, seed: int) -> None:
+        """Set the weights and buffers of every rank to those of rank 0's model."""
+        handler, key = self.runtime.handler, self._first_key()
+        for graph in self.layout.stage_graphs:
+            names = (*graph.parameters, *graph.buffers)
+            others = [rank for rank in self.placement[graph.index] if rank]
+            values = materialise(model, names, seed) if self.rank == 0 and others else {}
+            for name in names:
+                key += 1
+                if self.rank == 0:
+                    for rank in others:
+                        handler.send("state", values[name].cpu(), key, rank, host=True)
+                elif self.rank in others:
+                    shape, dtype = self._info(name).shape, self.names.dtypes[name]
+                    received = handler.recv("state", key, 0, shape, dtype, owner=name, host=True)
+                    values[name] = received.clone()
+                    handler.release(name)
+            if self.rank in others:
+                self.runtime.stages[graph.index].load_state(values)
+
+    def _info(self, name: str) -> TensorInfo:
+        graph = self.layout.graph
+        return graph.parameters.get(name) or graph.buffers[name]
 
     def for_resuming(self) -> dict[int, StageState]:
         """The state of each stage whose first rank this is; a tensor of several stages is part of the first's."""

@@ -2,5 +2,8 @@
 
 from vpipe.plan.planner import plan
 from vpipe.plan.result import PlanResult
+from vpipe.system.callable_module import make_callable
 
 __all__ = ["PlanResult", "plan"]
+
+make_callable(__name__)

@@ -16,7 +16,7 @@ from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
 from vpipe.schedule.facts import MOST_FORWARDS
 from vpipe.schedule.kind import MOST_RANKS, MOST_STAGES, at_least_one, at_most
-from vpipe.system.units import show_bytes
+from vpipe.system.units import read_bytes, show_bytes
 
 AUTO = "auto"
 LARGEST = 64
@@ -26,18 +26,21 @@ LARGEST = 64
 def plan(
     profile: Profile,
     ranks: int,
-    memory: int | None = None,
+    memory: int | str | None = None,
     schedule: str | Schedule = "vpipe",
     minibatches: int | None = None,
     batch_size: int | str | None = None,
     chunks: int | None = None,
 ) -> PlanResult:
-    """The fastest way to train on so many ranks within `memory` bytes each (default: the profiled device's).
+    """The fastest way to train on so many ranks within `memory` each: bytes, or text such as "11GiB" (default: the
+    profiled device's).
 
     `schedule` is a name, a table, or 'auto' for the fastest of all names that fit; `minibatches` are those of an
     update of the synchronous ones (default: four for each rank); `batch_size` is the size of a minibatch (default:
     the profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
     """
+    if isinstance(memory, str):
+        memory = read_bytes(memory)
     memory = profile.device.usable if memory is None else memory
     numbers = {"ranks": ranks, "memory": memory, "minibatches": minibatches, "chunks": chunks}
     for what, value in numbers.items():

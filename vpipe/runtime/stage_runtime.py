@@ -64,6 +64,9 @@ class StageRuntime:
         self.update_stats = self.recording.update
         self.whereabouts = whereabouts(self.rank)
         self.evaluated: list[tuple[Tensor, float]] = []  # loss and weight of evaluated minibatches
+        self.kept: dict[tuple[int, str], Tensor] | None = (
+            None  # (minibatch, value) of outputs, if they are wanted
+        )
         self.unsent: dict[tuple[int, int], dict[str, Tensor]] = {}  # (stage, minibatch) ▶ made, not sent
         self._prefetch = Prefetch(handler, stages, routes)
         self._feed: Feed | None = None
@@ -242,6 +245,8 @@ class StageRuntime:
         fields = self.feed.fields(minibatch)
         with self.handler.world.exclusive:
             outputs = stage.evaluate(minibatch.number, fields)
+        if self.kept is not None:
+            self.kept |= {(minibatch.number, name): tensor for name, tensor in outputs.items()}
         if stage.graph.is_criterion:
             self.evaluated.append((outputs.pop("loss"), self.feed.weight(minibatch)))
         self._hand_on(stage, minibatch, outputs)

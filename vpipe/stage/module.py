@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from itertools import groupby
 from types import MappingProxyType
@@ -27,7 +27,8 @@ class StageModule(nn.Module):
     StageModule of this stage, whose tensors are then shared. `policies` are the memory policies (`RUNS`) of blocks by
     their indices in the model; the others are kept. Activations are swapped by `context.swap`. `split=True` defers
     weight gradients to `context.deferred`; `compile` names a backend of torch.compile; `training=False` turns dropout
-    off and uses running statistics. `device` is the cpu by default, or the other StageModule's.
+    off and uses running statistics; `keep_output` returns what the model's output is made of, too. `device` is the cpu
+    by default, or the other StageModule's.
     """
 
     def __init__(
@@ -39,6 +40,7 @@ class StageModule(nn.Module):
         split: bool = False,
         compile: str | None = None,
         training: bool = True,
+        keep_output: bool = False,
         device: torch.device | str | None = None,
         seed: int = 0,
     ) -> None:
@@ -57,7 +59,11 @@ class StageModule(nn.Module):
             self._take_tensors(source, seed)
         self._free = _free_segment(stage, Options(self.device, training, split))
         options = Options(self.device, training, split, compile)
-        self._segments = _segments(stage, policies if training else {}, options)
+        output = stage.trace.output
+        own = {node for block in stage.owned for node in block.nodes}
+        kept = [node for node in output.values if node in own] if output is not None and keep_output else []
+        self._kept = ["loss" if node is stage.trace.loss else node.name for node in kept]
+        self._segments = _segments(stage, policies if training else {}, options, kept)
         self.swaps = any(segment.policy == SWAP for segment in self._segments)
         self.splits = split
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
@@ -137,6 +143,7 @@ class StageModule(nn.Module):
                 if not results[name].requires_grad:
                     # Readers send a gradient for it, which ends here.
                     results[name] = results[name].detach().requires_grad_()
+        results |= {name: known[name] for name in self._kept}
         if self.stage.is_criterion:
             results["loss"] = known["loss"]
         return results
@@ -177,7 +184,9 @@ def _free_segment(stage: StageGraph, options: Options) -> Segment | None:
     return build_segment(stage, [(None, stage.free)], outputs, options)
 
 
-def _segments(stage: StageGraph, policies: Mapping[int, str], options: Options) -> list[Segment]:
+def _segments(
+    stage: StageGraph, policies: Mapping[int, str], options: Options, kept: Collection[fx.Node]
+) -> list[Segment]:
     """Neighbouring blocks of one policy together, unless it wants each alone."""
 
     def kind(block: Block) -> tuple[str, int | None]:
@@ -189,7 +198,7 @@ def _segments(stage: StageGraph, policies: Mapping[int, str], options: Options) 
         build_segment(
             stage,
             [(block.index, block.nodes) for block in group],
-            _outputs(stage, group),
+            _outputs(stage, group, kept),
             options,
             policy,
         )
@@ -197,12 +206,14 @@ def _segments(stage: StageGraph, policies: Mapping[int, str], options: Options) 
     ]
 
 
-def _outputs(stage: StageGraph, group: Iterable[Block]) -> list[fx.Node]:
-    """What later segments or other stages read, and the loss."""
+def _outputs(stage: StageGraph, group: Iterable[Block], kept: Collection[fx.Node]) -> list[fx.Node]:
+    """What later segments or other stages read, the loss, and what is kept."""
     own = [node for block in group for node in block.nodes]
     inside = set(own)
     return [
         node
         for node in own
-        if node is stage.trace.loss or any(user.op != "output" and user not in inside for user in node.users)
+        if node is stage.trace.loss
+        or node in kept
+        or any(user.op != "output" and user not in inside for user in node.users)
     ]

@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 from torch import nn
+from transformers import PreTrainedModel
 
 from vpipe import data
+from vpipe.config.code import call_function, describe_error
 from vpipe.errors import ConfigError
 from vpipe.train.models import synthetic_batch
 
@@ -33,10 +35,46 @@ class Datasets(NamedTuple):
 
 def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
     """Training and validation samples; a trained tokenizer and the tokens are kept in `cache`."""
+    if config.data is not None:
+        return own_datasets(config)
+    check_named_data(config, model)
     samples, tokenizer = _samples(config, model, cache)
-    if config.max_samples is not None and config.max_samples < len(samples):
-        samples = data.Subset(samples, np.arange(config.max_samples))
+    samples = _first_samples(samples, config.max_samples)
     return Datasets(*data.split(samples, config.validation_share, config.seed), tokenizer)
+
+
+def own_datasets(config: RunConfig) -> Datasets:
+    """What the function of the key `data` returns: one data set, of which a share is kept apart, or a pair."""
+    place = f"{config.source}: data is {config.data!r}: what it returned"
+    made = call_function(config, "data")
+    parts = made if isinstance(made, tuple) and len(made) == 2 else (made,)
+    for part in parts:
+        data.check_samples(part, place)
+    first, *others = (data.OwnSamples(part, config.seed, describe_error) for part in parts)
+    kept = _first_samples(first, config.max_samples)
+    if not others:
+        return Datasets(*data.split(kept, config.validation_share, config.seed), None)
+    if not all(map(len, parts)):
+        raise ConfigError(
+            f"{place} has no sample for training or for validation: return at least one for each"
+        )
+    train, validation = (data.Subset(part, np.arange(len(part))) for part in (kept, others[0]))
+    return Datasets(train, validation, None)
+
+
+def _first_samples(samples: data.Dataset, most: int | None) -> data.Dataset:
+    if most is None or most >= len(samples):
+        return samples
+    return data.Subset(samples, np.arange(most))
+
+
+def check_named_data(config: RunConfig, model: nn.Module) -> None:
+    """Raise for a model of the user's own that text and random tokens are not made for."""
+    if not isinstance(model, PreTrainedModel):
+        raise ConfigError(
+            f"{config.source}: model is {config.model!r}, which is not a model of transformers: say what it is trained "
+            "on with `data: my_module:build_data`"
+        )
 
 
 def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dataset, Tokenizer | None]:
@@ -79,5 +117,5 @@ def _check_reads_text(model: nn.Module, config: RunConfig) -> None:
     ):
         raise ConfigError(
             f"{config.source}: model {name} is not trained on text alone: set synthetic_data: true, "
-            "or build a Pipeline with your own loader"
+            "or give samples of your own with `data: my_module:build_data`"
         )

@@ -6,35 +6,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.file import resolved_yaml
-from vpipe.cost import Plan, write_plan
+from vpipe.cost import write_plan
+from vpipe.observe.description import plan_of, write_stages
 from vpipe.record.run_folder import STAGES
-from vpipe.system.files import exists, write_json, write_text
-from vpipe.system.units import read_bytes
+from vpipe.system.files import exists, write_text
 from vpipe.train.datasets import TOKENIZER
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
     from vpipe.pipeline import Pipeline
-    from vpipe.pipeline.layout import Layout
     from vpipe.system.best_effort import BestEffort
     from vpipe.train.datasets import Datasets
     from vpipe.train.position import Position
-
-
-def plan_of(pipe: Pipeline, config: RunConfig) -> Plan:
-    """The run as a plan, which another run may name as its partition."""
-    layout, schedule = pipe.layout, pipe.schedule
-    return Plan(
-        layout.partition,
-        layout.policies,
-        schedule.name,
-        tuple(config.replicas or ()),
-        schedule.minibatches if schedule.synchronous else None,
-        config.chunks,
-        None if schedule.synchronous else schedule.update_interval,
-        config.batch_size,
-        layout.graph.plan_fingerprint,
-    )
 
 
 def write_description(
@@ -50,8 +33,9 @@ def write_description(
             write_text(folder / TOKENIZER, data.tokenizer.to_str())
     plan = folder / "plan.json"
     if not exists(plan):  # with `partition: auto` the launcher has written it
+        made = plan_of(pipe, replicas=config.replicas, chunks=config.chunks, batch_size=config.batch_size)
         with effort.writing(plan):
-            write_plan(plan_of(pipe, config), plan)
+            write_plan(made, plan)
 
 
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:
@@ -68,28 +52,3 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
         f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "
         f"{position.updates} updates of {position.interval} x {config.batch_size} samples"
     )
-
-
-def write_stages(layout: Layout, folder: Path, cap: str | None) -> None:
-    schedule = layout.schedule
-    owner = {block: stage.index for stage in layout.stage_graphs for block in stage.blocks}
-    blocks = [
-        {
-            "name": block.name,
-            "stage": owner[block.index],
-            "flops": block.flops,
-            "cut_bytes": block.cut_bytes,
-            "parameters": block.num_parameters,
-        }
-        for block in layout.graph.blocks
-    ]
-    values = {
-        "schedule": schedule.name,
-        "synchronous": schedule.synchronous,
-        "update_interval": schedule.update_interval,
-        "placement": schedule.placement,
-        "edges": sorted(schedule.edges or ()),
-        "cap": None if cap is None else read_bytes(cap, "gpu_memory"),
-        "blocks": blocks,
-    }
-    write_json(folder / STAGES, values)

@@ -10,6 +10,7 @@ import torch
 import transformers as hf
 from torch import Tensor, nn
 
+from vpipe.config.code import call_function
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.train.model_settings import read_model_settings
 
@@ -29,8 +30,21 @@ class Example(NamedTuple):
     batch: Batch
 
 
+def build_own_model(config: RunConfig) -> nn.Module:
+    """What the function of the key `model` returns; it builds the model where it likes, with seeded random numbers."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = call_function(config, "model")
+    if not isinstance(model, nn.Module):
+        raise ConfigError(
+            f"{config.source}: model is {config.model!r}: it returned {type(model).__name__}, not an nn.Module: return "
+            "the model"
+        )
+    return model
+
+
 def build_model(config: RunConfig, device: str = "cpu") -> Example:
-    """The configured model with seeded weights, on `cpu` or on `meta` (no values), and an example batch."""
+    """A named model with seeded weights, on `cpu` or on `meta` (no values), and an example batch."""
     try:
         settings = _settings(config)
         architecture = _architecture(settings, config)

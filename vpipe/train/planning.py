@@ -102,10 +102,23 @@ def cached_profile(config: RunConfig) -> Profile:
     return profile
 
 
+def _own_work(config: RunConfig) -> list[str]:
+    """The user's own model and batch, captured: their code may have changed since a profile was made."""
+    from vpipe.graph import capture
+    from vpipe.train.workload import build_workload
+
+    work = build_workload(config, "meta")
+    graph = capture(work.model, work.batch, work.loss_fn)
+    shapes = {name: list(tensor.shape) for name, tensor in graph.batch_fields(work.batch).items()}
+    return [graph.fingerprint, json.dumps(shapes)]
+
+
 def _fingerprint(config: RunConfig) -> str:
     """A hash of all that the profile depends on: the model, the minibatch, the machine."""
     settings = config.model_dump(mode="json", include=set(MEASURED))
-    if config.model is not None:
+    if config.code:
+        settings |= {"code": _own_work(config), "python_path": None}
+    elif config.model is not None:
         path = config.path(config.model)
         settings["model"] = read_text(path / "config.json" if is_folder(path) else path)
     machine = [METHOD, platform.node(), platform.machine(), version("torch"), config.ranks, config.machines]

@@ -9,6 +9,10 @@ from __future__ import annotations
 import hashlib
 from typing import Any
 
+import torch
+from torch import Tensor
+from torch.utils import _pytree as pytree
+
 from vpipe.config import RunConfig
 from vpipe.data import Batches, Dataset, Sampler
 from vpipe.errors import ConfigError
@@ -43,6 +47,11 @@ class Position:
 
     def resume(self, saved: dict[str, Any], updates: int, path: str) -> None:
         """Go on at the sample where the checkpoint `path` was made, after so many updates."""
+        if "minibatch" not in saved:
+            raise ConfigError(
+                f"{path} was saved by a script, with another position in the data: go on with that script, or start "
+                "from its weights alone with `pretrained`"
+            )
         for key, value in self._order().items():
             if saved[key] != value:
                 raise ConfigError(
@@ -63,8 +72,9 @@ class Position:
     def _order(self) -> dict[str, Any]:
         """Everything that the order of the samples depends on, and a hash of the first sample."""
         first = hashlib.sha256()
-        for field in self.samples.batch([0], 0).values():
-            first.update(field.numpy().tobytes())
+        for field in pytree.tree_leaves(self.samples.batch([0], 0)):
+            tensor = field if isinstance(field, Tensor) else torch.tensor(list(repr(field).encode()))
+            first.update(tensor.contiguous().view(-1).view(torch.uint8).numpy().tobytes())
         return {
             "batch_size": self.config.batch_size,
             "number of samples": len(self.samples),

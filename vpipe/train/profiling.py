@@ -63,12 +63,13 @@ def measure_as_rank(config: RunConfig, output: Path) -> None:
 def measured_model(config: RunConfig) -> MeasuredModel:
     from vpipe.profile.model import MeasuredModel
     from vpipe.system.device import choose_device
-    from vpipe.train.models import build_model
+    from vpipe.train.workload import build_workload
 
-    model, batch = build_model(config, "meta")
+    work = build_workload(config, "meta")
     return MeasuredModel(
-        model,
-        batch,
+        work.model,
+        work.batch,
+        work.loss_fn,
         optimizer=make_optimizer_factory(config),
         precision=config.precision,
         compile="inductor" if config.compile else None,

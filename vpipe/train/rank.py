@@ -12,11 +12,11 @@ from vpipe.config import RunConfig
 from vpipe.errors import NotWrittenError, Stopped, VPipeError, printable
 from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
 from vpipe.observe.recorder import perplexity
+from vpipe.observe.results import write_results
 from vpipe.observe.screen import summary_table
 from vpipe.system.console import show
 from vpipe.system.files import json_text
 from vpipe.train.export import export_run, write_sentence
-from vpipe.train.results import write_results
 from vpipe.train.signals import ignore_save_signal
 from vpipe.train.trainer import Trainer
 
@@ -75,13 +75,20 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         restored = trainer.restore(resume, lambda line: print(printable(line), file=sys.stderr))
         if not trainer.pipe.updates:
             raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
-        loss = trainer.evaluate()
+        loss, metrics = trainer.evaluate()
     finally:
         trainer.close()
     if trainer.rank == 0:
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
         if as_json:
-            figures = {"loss": loss, "perplexity": perplexity(loss), "updates": trainer.pipe.updates}
+            figures = {
+                **metrics,
+                "loss": loss,
+                "perplexity": perplexity(loss),
+                "updates": trainer.pipe.updates,
+            }
             print(json_text(figures, ascii=True))
         else:
-            print(f"{printable(restored)}\nEvaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}")
+            line = f"Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
+            line += "".join(f", {name}: {value:.4f}" for name, value in metrics.items())
+            print(f"{printable(restored)}\n{printable(line)}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import socket
@@ -11,19 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
+from vpipe.config.code import code_directories
 from vpipe.config.file import AUTO
 from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, TORCHRUN, end_with_launcher
 from vpipe.launch.watch import FailureLog
+from vpipe.observe.results import write_interrupted_results
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists, is_folder
 from vpipe.system.host_memory import total_memory
 from vpipe.system.units import show_bytes
-from vpipe.train.results import write_interrupted_results
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -68,6 +70,12 @@ def launch(
         plan = folder.absolute() / "plan.json"
         write_run_plan(config, plan)
         arguments = [*arguments, "--set", f"partition={plan}"]
+    if config.code:  # the ranks may start in another directory
+        arguments = [
+            *arguments,
+            "--set",
+            f"python_path={json.dumps(list(map(str, code_directories(config))))}",
+        ]
     ranks = Ranks(
         arguments,
         config.ranks,

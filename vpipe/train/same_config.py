@@ -13,7 +13,7 @@ from vpipe.config import RunConfig
 from vpipe.config.settings import PATHS
 from vpipe.errors import ConfigError
 
-OF_THE_HOST = {*PATHS, "log_directory", "port"} - {"partition"}
+OF_THE_HOST = {*PATHS, "log_directory", "port", "python_path"} - {"partition"}
 """Keys that may be written differently on each host; what is in the files is compared elsewhere."""
 
 

@@ -14,6 +14,7 @@ from vpipe.communication import ProcessWorld, World, agree
 from vpipe.communication.devices import take_device
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
+from vpipe.config.code import load_function
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.launch.rank import LAUNCHED
@@ -31,11 +32,11 @@ from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import describe, write_description
 from vpipe.train.memory_advice import memory_advice
-from vpipe.train.models import build_model
 from vpipe.train.position import Position
 from vpipe.train.same_config import check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
+from vpipe.train.workload import configured_loss, configured_model
 from vpipe.weights import learning_rate_policy
 
 
@@ -78,7 +79,7 @@ class Trainer:
         self.folder = self._agree_on_folder()
         say = announce if announce is not None and self.rank == 0 else _ignore
         say("building the model and reading the data")
-        self.model = agree(self.world, "model", lambda: build_model(config, "meta").model)
+        self.model = agree(self.world, "model", lambda: configured_model(config, "meta"))
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
@@ -140,7 +141,8 @@ class Trainer:
                     saves.save(self._position_here)
                 saved = str(saves.finish())
                 recorder.write_events()  # before the ranks meet for the summary: then rank 0 reads everybody's
-                summary = self._summary(recorder) | {"checkpoint": saved}
+                summary = recorder.summary(STOPPED if self._stops else COMPLETE)
+                summary["checkpoint"] = saved
             if self._stops:
                 raise Stopped(
                     f"the run was stopped by you (a signal or a program asked it to end): it has made {pipe.updates} "
@@ -181,7 +183,7 @@ class Trainer:
             self.folder,
             total=self.position.updates,
             samples=self.position.interval * config.batch_size,
-            tokens=config.sequence_length,
+            tokens=None if config.data else config.sequence_length,
             print_frequency=config.print_frequency,
             verbose_frequency=config.verbose_frequency,
             hang_limit=config.hang_limit,
@@ -200,16 +202,6 @@ class Trainer:
         if debug:
             attach(pipe, debug, recorder.log.line, recorder.show)
         return recorder
-
-    def _summary(self, recorder: Recorder) -> dict[str, Any]:
-        layout = self.pipe.layout
-        return recorder.summary() | {
-            "schedule": self.pipe.schedule.name,
-            "partition": list(layout.partition),
-            "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],
-            "ended": STOPPED if self._stops else COMPLETE,
-            "report": str(self.folder / "report.html"),
-        }
 
     def _train(self, recorder: Recorder, saves: SavePolicy) -> None:
         """Every update, with the evaluations and checkpoints between them, and the last evaluation."""
@@ -246,17 +238,21 @@ class Trainer:
 
     def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()
-        loss = self.evaluate()
+        loss, metrics = self.evaluate()
         self.evaluated = self.pipe.updates
-        recorder.evaluation(loss)
+        recorder.evaluation(loss, metrics)
         saves.evaluated(loss)
 
-    def evaluate(self) -> float:
-        """The mean loss over the validation samples, always the same ones."""
+    def evaluate(self) -> tuple[float, dict[str, float]]:
+        """The mean loss over the validation samples, always the same ones, and what `compute_metrics` finds."""
         config, samples = self.config, len(self.data.validation)
         sampler = Sampler(samples, config.batch_size, config.seed)
         count = -(-min(samples, config.evaluation_samples) // config.batch_size)
-        return self.pipe.evaluate(Batches(self.data.validation, sampler, 0, count))
+        batches = Batches(self.data.validation, sampler, 0, count)
+        if self.config.compute_metrics is None:
+            return self.pipe.evaluate(batches), {}
+        found = self.pipe.evaluate(batches, load_function(self.config, "compute_metrics"))
+        return found.pop("loss"), found
 
     def close(self) -> None:
         self.pipe.close()
@@ -290,6 +286,7 @@ class Trainer:
         return Pipeline(
             self.model,
             train.batch(range(min(config.batch_size, len(train))), 0),
+            loss_fn=configured_loss(config),
             lr_scheduler=policy,
             precision=config.precision,
             compile=config.compile,

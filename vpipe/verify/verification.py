@@ -8,6 +8,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -25,7 +26,7 @@ from vpipe.schedule import Schedule
 from vpipe.stage import Stage
 from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
-from vpipe.train.models import build_model, synthetic_batch
+from vpipe.train.workload import build_workload
 from vpipe.verify.comparison import (
     Difference,
     StageTensor,
@@ -85,17 +86,18 @@ class _RankRun:
 def verify_config(
     config: RunConfig, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
 ) -> Verification:
-    """Verify the run that a configuration describes, on synthetic data.
+    """Verify the run that a configuration describes, on synthetic data, or on the user's own where `data` names it.
 
     Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
     (compiled dropout draws other masks), and the learning rate is constant.
     """
-    model = build_model(config).model
+    work = build_workload(config)
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
     return verify(
-        model,
-        lambda number: synthetic_batch(model, config.batch_size, config.sequence_length, number),
+        work.model,
+        work.make_batch,
+        loss_fn=work.loss_fn,
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
         updates=updates,
         dtype=dtype,
@@ -106,10 +108,10 @@ def verify_config(
 
 def verify(
     model: nn.Module,
-    make_batch: Callable[[int], Any],
+    batch: Any,
     *,
-    ranks: int,
-    optimizer: OptimizerFactory,
+    ranks: int = 2,
+    optimizer: OptimizerFactory = partial(torch.optim.AdamW, lr=1e-3),  # noqa: B008 (it is not changed)
     loss_fn: Callable[..., Tensor] | None = None,
     updates: int | None = None,
     dtype: str = "float64",
@@ -119,11 +121,15 @@ def verify(
     loss_weight: Callable[[Fields], float] = count_samples,
     **options: Any,
 ) -> Verification:
-    """Train a copy of the model both ways and compare; `make_batch(number)` gives each minibatch.
+    """Train a copy of the model with and without the pipeline, in this process; compare losses, gradients, weights.
 
-    Both compute on `device`, which all ranks share: by default the GPU, if there is one. `options` are those of
-    Pipeline. Dropout stays on. By default there are five `updates`, and in an asynchronous schedule as many more
-    as it takes until every stage reads stale weights.
+        result = vpipe.verify(model, batch, loss_fn=loss, schedule="zb-v", ranks=4)
+        print(result.ok, result.weights)
+
+    `batch` is one for all minibatches, or a function that makes the minibatch of a number. Both ways compute on
+    `device`, which all ranks share: by default the GPU, if there is one. `options` are those of Pipeline. Dropout stays
+    on. By default there are five `updates`, and in an asynchronous schedule as many more as it takes until every stage
+    reads stale weights.
     """
     if dtype not in BOUNDS:
         raise VPipeError(f"dtype is {dtype!r}: {meant(dtype, BOUNDS)}")
@@ -134,16 +140,19 @@ def verify(
     place = choose_device(device, 0)
     model = copy.deepcopy(model).to(kind)
 
-    def batch(number: int) -> Any:
-        return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), make_batch(number))
+    def made(number: int) -> Any:
+        raw = batch(number) if callable(batch) else batch
+        return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), raw)
 
     def run(world: InProcessWorld) -> _RankRun:
-        with Pipeline(model, batch(0), **vars(recipe), device=place, world=world, **options) as pipe:
-            batches = [batch(number) for number in range(_count(pipe.layout, updates))]
+        with Pipeline(model, first, **vars(recipe), device=place, world=world, **options) as pipe:
+            with world.exclusive:  # reading them may draw random numbers
+                batches = [made(number) for number in range(_count(pipe.layout, updates))]
             return _run_rank(pipe, batches)
 
     with torch.random.fork_rng(devices=[]):
-        check_runs(model, batch(0), loss_fn, dtype)
+        first = made(0)
+        check_runs(model, first, loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)

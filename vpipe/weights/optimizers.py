@@ -44,12 +44,23 @@ def make_optimizers(factory: OptimizerFactory, parameters: NamedParameters) -> l
     """The optimizers of some parameters, each of which must be in one group of one of them."""
     if not parameters:
         return []
+    if isinstance(factory, Optimizer):
+        kind = type(factory).__name__
+        raise VPipeError(
+            f"optimizer= is of type {kind}, not a function: it was made for other parameters than those of the stages; "
+            f"give a function that makes it, e.g. optimizer=lambda params: torch.optim.{kind}(params, 1e-3)"
+        )
     if not callable(factory):
         raise VPipeError(f"optimizer= is of type {type(factory).__name__}, not a function: {EXAMPLE}")
     try:
         made: Any = factory(parameters)
     except VPipeError:
         raise
+    except TypeError as error:
+        name = getattr(factory, "__name__", type(factory).__name__)
+        raise VPipeError(
+            f"optimizer= ({name}) failed when it was called with a list of parameters: {error}; {EXAMPLE}"
+        ) from error
     except ValueError as error:
         raise VPipeError(
             f"optimizer= failed for {len(parameters)} parameters ({parameters.names[0]!r} and so on): {error}; it is "
@@ -68,18 +79,18 @@ def make_optimizers(factory: OptimizerFactory, parameters: NamedParameters) -> l
 
 def _check_each_once(optimizers: Iterable[Optimizer], parameters: NamedParameters) -> None:
     counts = Counter(p for o in optimizers for group in o.param_groups for p in group["params"])
+    if foreign := [parameter for parameter in counts if parameter not in set(parameters)]:
+        raise VPipeError(
+            f"optimizer= took a parameter of shape {tuple(foreign[0].shape)} that it was not given: the stages train "
+            "copies of the model's parameters; use those of its argument, not model.parameters(), e.g. "
+            "optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
+        )
     for name, parameter in parameters.named():
         if (count := counts.pop(parameter, 0)) != 1:
             raise VPipeError(
                 f"optimizer= put parameter {name!r} into {count or 'no'} groups: put each parameter that it is given "
                 "into one; to freeze one, call requires_grad_(False) on it"
             )
-    if counts:
-        shape = tuple(next(iter(counts)).shape)
-        raise VPipeError(
-            f"optimizer= took a parameter of shape {shape} that it was not given: use the parameters of its argument "
-            "only, not those of the model"
-        )
 
 
 def optimizer_groups(

@@ -12,8 +12,7 @@ every synchronous schedule), the step is made in place and nothing is copied.
 """
 
 from collections import deque
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -22,9 +21,8 @@ from torch.optim import Optimizer
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
+from vpipe.weights.schedulers import SchedulerFactory, driven_by_metric, make_scheduler
 from vpipe.weights.versions import Version, flat_tensors
-
-SchedulerFactory = Callable[[Optimizer], Any]
 
 
 class OptimizerWithWeightStashing:
@@ -67,7 +65,9 @@ class OptimizerWithWeightStashing:
 
         self.base_optimizers = made(name for name in self.names if name not in set(tied))
         self.tied_optimizers = {name: made([name])[0] for name in tied}
-        self.lr_schedulers = {id(o): lr_scheduler(o) for o in self.optimizers} if lr_scheduler else {}
+        self.lr_schedulers = (
+            {} if lr_scheduler is None else {id(o): make_scheduler(lr_scheduler, o) for o in self.optimizers}
+        )
         self.load_new_params()
 
     @property
@@ -185,6 +185,13 @@ class OptimizerWithWeightStashing:
         self._apply_tied(gradients, {})
         self._publish()
 
+    def step_by_metric(self, metric: float) -> bool:
+        """Step the schedulers that wait for a metric; whether there are any."""
+        waiting = [scheduler for scheduler in self.lr_schedulers.values() if driven_by_metric(scheduler)]
+        for scheduler in waiting:
+            scheduler.step(metric)
+        return bool(waiting)
+
     def skip(self) -> None:
         """Drop the gradients: this update is not made."""
         for parameter in self.model_parameters:
@@ -231,8 +238,9 @@ class OptimizerWithWeightStashing:
         if flag is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
-        if id(optimizer) in self.lr_schedulers:
-            self.lr_schedulers[id(optimizer)].step()
+        scheduler = self.lr_schedulers.get(id(optimizer))
+        if scheduler is not None and not driven_by_metric(scheduler):
+            scheduler.step()
 
     def _apply_tied(self, gradients: Mapping[str, Tensor], flags: Mapping[str, Tensor]) -> None:
         for name, gradient in gradients.items():

@@ -38,8 +38,14 @@ def write_interrupted_results(folder: Path, ended: str, error: str) -> None:
 
     Nothing is written for a run that has written its own, or that ended before it trained.
     """
+    if not (folder / SUMMARY).exists():
+        replace_results(folder, ended, error)
+
+
+def replace_results(folder: Path, ended: str, error: str) -> None:
+    """The same, in place of the results of another run that has used the folder before."""
     statuses = read_statuses(folder)
-    if not statuses or (folder / SUMMARY).exists():
+    if not statuses:
         return
     summary = {
         "ended": ended,

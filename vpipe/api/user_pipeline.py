@@ -1,0 +1,230 @@
+"""The pipeline of a script: what `vpipe.pipeline.Pipeline` does, with a run's folder and checkpoints."""
+
+from __future__ import annotations
+
+import os
+import sys
+import weakref
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, overload
+
+from torch import nn
+
+from vpipe import checkpoint
+from vpipe.api.run_record import RunRecord
+from vpipe.checkpoint.inspection import newest_whole
+from vpipe.communication import agree
+from vpipe.errors import VPipeError
+from vpipe.pipeline import Pipeline
+from vpipe.pipeline.outputs import Metrics
+from vpipe.pipeline.pipeline import Given
+from vpipe.plan import PlanResult, plan
+from vpipe.profile import profile
+from vpipe.schedule import Schedule
+from vpipe.verify import Verification, verify
+from vpipe.verify.comparison import Difference
+
+DATA, OWN = "data", "own"
+"""Keys in a checkpoint: the position in the data, and the user's own values."""
+
+
+class UserPipeline(Pipeline):
+    __doc__ = Pipeline.__doc__
+
+    _record: RunRecord | None = None
+    _loader: Any = None  # of the latest `train`, whose position `save` keeps
+    _position: Any = None  # of a checkpoint, for the loader of the next `train`
+
+    def _opened(self, given: Given) -> None:
+        self._given = given._replace(
+            model=None
+        )  # its stages have their own copies: the user may let go of it
+        self._model_reference = weakref.ref(given.model) if given.model is not None else lambda: None
+        if self.run_dir is not None:
+            self._record = RunRecord(self, self.run_dir, given)
+
+    def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
+        """Train on the batches; yields (update, loss) on every rank.
+
+        Batches that have `state_dict` and `load_state_dict`, such as a `vpipe.Loader`, are resumable: `save` keeps
+        their position, and after `load` or `resume` they are set to it here.
+        """
+        self._loader = batches
+        if self._position is not None:
+            position, self._position = self._position, None
+            agree(self.world, "position in the data", lambda: _set_position(batches, position))
+        return super().train(batches) if self._record is None else self._recorded(batches, self._record)
+
+    def _recorded(self, batches: Iterable[Any], record: RunRecord) -> Iterator[tuple[int, float]]:
+        end = record.begin_pass(batches)
+        try:
+            yield from super().train(batches)
+        finally:
+            end()
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: None = None) -> float: ...
+
+    @overload
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics) -> dict[str, float]: ...
+
+    def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> float | dict[str, float]:
+        if self._record is not None:
+            self._record.recorder.pause()
+        found = super().evaluate(batches, metrics)
+        if self._record is not None:
+            loss, *others = found.values() if isinstance(found, dict) else [found]
+            names = [] if isinstance(found, float) else list(found)[1:]
+            self._record.recorder.evaluation(loss, dict(zip(names, others, strict=True)))
+        return found
+
+    evaluate.__doc__ = Pipeline.evaluate.__doc__
+
+    def save(
+        self, path: str | os.PathLike[str] | None = None, extra: Mapping[str, Any] | None = None
+    ) -> Path:
+        """Save weights, optimizer state and the position in the data; call it on every rank at the same update.
+
+        The checkpoint is `path/step-<updates>`, which is returned; by default `path` is `run_dir/checkpoints`. `extra`
+        are values of your own that JSON can hold; `load` returns them. All ranks must see the same folder.
+        """
+        directory = self._checkpoints("save") if path is None else Path(path)
+        if self._record is not None:
+            self._record.recorder.pause()
+        self.flush()  # before the position is read
+        values: dict[str, Any] = {OWN: dict(extra or {})}
+        if hasattr(self._loader, "state_dict"):
+            values[DATA] = self._loader.state_dict()
+        return checkpoint.save(self, directory, values)
+
+    def load(self, path: str | os.PathLike[str], *, data: bool = True) -> dict[str, Any]:
+        """Go on from a checkpoint, to the bit; call it on every rank, before `train`. Returns its `extra`.
+
+        `path` is a checkpoint, a folder of them or a run's folder, of which the newest good one counts; also those of
+        `vpipe train`. Stages, schedule and replicas may be others than those that it was saved with. With `data=False`
+        the position in the data is not restored.
+        """
+        wanted = agree(
+            self.world, "checkpoint", lambda: str(newest_whole(Path(path))) if self.rank == 0 else None
+        )
+        return self._load(self.world.all_gather("checkpoint found", wanted)[0], data)
+
+    def resume(self) -> dict[str, Any] | None:
+        """Go on from the newest good checkpoint of `run_dir`, as `load` does; None if there is none yet."""
+        directory = self._checkpoints("resume")
+        found = checkpoint.newest(directory) if self.rank == 0 else None
+        chosen = self.world.all_gather("checkpoint found", None if found is None else str(found))[0]
+        return None if chosen is None else self._load(chosen, data=True)
+
+    def verify(
+        self, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+    ) -> Verification:
+        """Verify that this pipeline trains its model as the plain model is trained (`vpipe.verify`), on every rank.
+
+        Rank 0 does it, with a thread for each rank, on copies of the model and with the example batch; the pipeline
+        itself is not touched. The model must still be there.
+        """
+        model, given = self._model(), self._given
+        layout, training = given.layout, given.training
+
+        def run() -> Any:
+            if self.rank:
+                return None
+            result = verify(
+                model,
+                given.example_batch,
+                ranks=self.world.size,
+                loss_fn=given.loss_fn,
+                loss_weight=given.loss_weight,
+                optimizer=training.optimizer,
+                clip_norm=training.clip_norm,
+                seed=training.seed,
+                updates=updates,
+                dtype=dtype,
+                device=device,
+                **{**vars(layout), "precision": "fp32", "partition": self.layout.partition},
+            )
+            return asdict(result)
+
+        found = self.world.all_gather("verification", agree(self.world, "verification", run))[0]
+        differences = {name: Difference(**found[name]) for name in ("loss", "gradients", "weights")}
+        return Verification(**{**found, **differences, "partition": tuple(found["partition"])})
+
+    def plan(
+        self,
+        memory: int | str | None = None,
+        *,
+        schedule: str | Schedule | None = None,
+        minibatches: int | None = None,
+        batch_size: int | str | None = None,
+        chunks: int | None = None,
+    ) -> PlanResult | None:
+        """The best plan for this model on so many ranks: rank 0 measures and plans, the other ranks wait and get None.
+
+        `memory` of a rank is bytes, or text such as "11GiB". `plan.to_plan()` has partition, policies, replicas and
+        schedule, which are arguments of another Pipeline. The model must still be there.
+        """
+        model, given = self._model(), self._given
+        training = given.training
+
+        def run() -> PlanResult | None:
+            if self.rank:
+                return None
+            measured = profile(
+                model,
+                given.example_batch,
+                optimizer=training.optimizer,
+                loss_fn=given.loss_fn,
+                precision=given.layout.precision,
+                compile=training.compile,
+                cuda_graphs=training.cuda_graphs,
+                device=self.device,
+            )
+            wanted = schedule or given.layout.schedule
+            return plan(measured, self.world.size, memory, wanted, minibatches, batch_size, chunks)
+
+        return agree(self.world, "plan", run)
+
+    def _model(self) -> nn.Module:
+        model = self._model_reference()
+        if model is None:
+            raise VPipeError("the model that this pipeline was made from is gone: keep a reference to it")
+        return model
+
+    def close(self) -> None:
+        """Free channels and connections; with `run_dir`, write report, trace and summary. Cannot be used afterwards."""
+        self._close(sys.exc_info()[1])
+
+    def __exit__(self, *raised: object) -> None:
+        error = raised[1]
+        self._close(error if isinstance(error, BaseException) else None)
+
+    def _close(self, error: BaseException | None) -> None:
+        record, self._record = self._record, None
+        try:
+            if record is not None:
+                record.close(error)
+        finally:
+            super().close()
+
+    def _load(self, path: str, data: bool) -> dict[str, Any]:
+        values = checkpoint.load(self, Path(path))
+        self._position = values.get(DATA) if data else None
+        return dict(values.get(OWN, {}))
+
+    def _checkpoints(self, what: str) -> Path:
+        if self.run_dir is None:
+            fix = "pipe.save(path)" if what == "save" else "pipe.load(path)"
+            raise VPipeError(f"{what}() needs a folder: give Pipeline a run_dir, or call {fix}")
+        return self.run_dir / "checkpoints"
+
+
+def _set_position(batches: Any, position: Any) -> None:
+    if not hasattr(batches, "load_state_dict"):
+        raise VPipeError(
+            f"the checkpoint has a position in the data, but train was given a {type(batches).__name__}, which has no "
+            "load_state_dict: give a vpipe.Loader or a loader like the one that was saved, or load with data=False"
+        )
+    batches.load_state_dict(position)

@@ -1,0 +1,50 @@
+"""Hooks on the modules of a model, which a captured graph does not call."""
+
+from __future__ import annotations
+
+import warnings
+
+from torch import nn
+
+from vpipe.graph import ModelGraph
+
+_KINDS = {
+    "forward": ("_forward_pre_hooks", "_forward_hooks"),
+    "backward": ("_backward_pre_hooks", "_backward_hooks"),
+}
+SHOWN = 5
+
+
+def warn_about_hooks(model: nn.Module, graph: ModelGraph) -> None:
+    """Name the modules whose hooks would not run, or would run only once."""
+    if graph.trace.boundaries is not None:  # the modules themselves are called
+        return
+    for kind, attributes in _KINDS.items():
+        names = [
+            name or type(model).__name__
+            for name, module in model.named_modules()
+            if any(
+                not _is_torchs(hook)
+                for attribute in attributes
+                for hook in getattr(module, attribute).values()
+            )
+        ]
+        if names:
+            more = f" and {len(names) - SHOWN} more" if len(names) > SHOWN else ""
+            effect = (
+                "they ran once, while the model was captured: what they compute on tensors is part of the graph, "
+                "anything else is not done for each minibatch"
+                if kind == "forward"
+                else "they will not run"
+            )
+            warnings.warn(
+                f"the model has {kind} hooks on {', '.join(map(repr, names[:SHOWN]))}{more}: {effect}; use "
+                "pipe.on_action, or return the values from the model",
+                stacklevel=3,
+            )
+
+
+def _is_torchs(hook: object) -> bool:
+    """Whether torch itself has set it, as for a weight norm, whose computation is part of the graph."""
+    home = getattr(hook, "__module__", None) or type(hook).__module__
+    return home.startswith("torch.")

@@ -1,0 +1,58 @@
+"""The profile of a user's own model, for plans and simulations."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from vpipe.cost import Profile
+from vpipe.profile.model import MeasuredModel
+from vpipe.stage.compiled import check_compiler
+from vpipe.system.device import choose_device
+from vpipe.system.host_memory import cores
+from vpipe.weights import OptimizerFactory
+
+
+def profile(
+    model: nn.Module,
+    batch: Any,
+    *,
+    optimizer: OptimizerFactory,
+    loss_fn: Callable[..., Tensor] | None = None,
+    precision: str = "fp32",
+    compile: bool | str = False,
+    cuda_graphs: bool = False,
+    device: str | torch.device | None = None,
+    ranks: int = 1,
+    seconds: float = 5.0,
+) -> Profile:
+    """Measure the blocks of a model with a minibatch, this machine's memory and its links; for `vpipe.plan`.
+
+        profile = vpipe.profile(model, batch, optimizer=lambda params: torch.optim.AdamW(params, 1e-3))
+        found = vpipe.plan(profile, ranks=4, memory="11GiB")
+        print(vpipe.simulate(profile, found.to_plan()).step_time)
+
+    The arguments are those of `vpipe.Pipeline`. The model may be on `meta`: only one or two blocks of each kind are
+    built. On the CPU so many other processes as `ranks` says compute meanwhile, as the other ranks of a host would.
+    `vpipe.cost.write_profile` and `read_profile` keep it in a file, as `vpipe profile` does.
+    """
+    place = choose_device(device, 0)
+    backend = "inductor" if compile is True else compile or None
+    if backend is not None:
+        check_compiler(backend, place)
+    measured = MeasuredModel(
+        model,
+        batch,
+        loss_fn,
+        optimizer=optimizer,
+        precision=precision,
+        compile=backend,
+        cuda_graphs=cuda_graphs,
+        place=place,
+    )
+    threads = torch.get_num_threads()
+    others = max(0, min(ranks * threads, int(cores())) - threads) if ranks > 1 else 0
+    return measured.measure(seconds, other_processes=0 if place.type == "cuda" else others)

@@ -1,0 +1,57 @@
+"""What a configuration trains: model, loss and minibatches, named ones or the user's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from torch import Tensor, nn
+
+from vpipe.config.code import load_function
+from vpipe.data import Sampler
+from vpipe.train.datasets import check_named_data, own_datasets
+from vpipe.train.models import build_model, build_own_model, synthetic_batch
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+LossFunction = Callable[..., Tensor]
+
+
+class Workload(NamedTuple):
+    model: nn.Module
+    loss_fn: LossFunction | None
+    make_batch: Callable[[int], Any]
+    """The minibatch of a number: of the user's own data, or random ones of the same form."""
+
+    @property
+    def batch(self) -> Any:
+        return self.make_batch(0)
+
+
+def build_workload(config: RunConfig, device: str = "cpu") -> Workload:
+    """For commands that look at a model without training it. A named model is built on `device`."""
+    model = configured_model(config, device)
+    if config.data is None:
+        check_named_data(config, model)
+
+        def make_batch(number: int) -> Any:
+            return synthetic_batch(model, config.batch_size, config.sequence_length, number)
+
+        return Workload(model, configured_loss(config), make_batch)
+    train = own_datasets(config).train
+    sampler = Sampler(len(train), config.batch_size, config.seed)
+
+    def read_batch(number: int) -> Any:
+        epoch, indices = sampler.minibatch(number)
+        return train.batch(indices, epoch)
+
+    return Workload(model, configured_loss(config), read_batch)
+
+
+def configured_model(config: RunConfig, device: str) -> nn.Module:
+    return build_own_model(config) if "model" in config.code else build_model(config, device).model
+
+
+def configured_loss(config: RunConfig) -> LossFunction | None:
+    return None if config.loss is None else load_function(config, "loss")
