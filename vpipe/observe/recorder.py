@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
+from collections.abc import Mapping
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, sta
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
 from vpipe.observe.screen import ProgressReport
+from vpipe.observe.trackers import start_trackers
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
 from vpipe.record.status import TIMES, read_statuses, stage_lines
@@ -42,8 +44,10 @@ class Recorder:
         verbose_frequency: int,
         hang_limit: float,
         prometheus_port: int,
+        projects: Mapping[str, str | None] | None = None,
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        """`samples` of an update, `tokens` of a sample."""
+        """`samples` of an update, `tokens` of a sample; `projects` of trackers, which are told the run's `keys`."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0)
         self.show = self._progress.say  # prints for the user, without the log
@@ -61,7 +65,10 @@ class Recorder:
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
-        self._metrics = MetricsWriter(folder, self.effort) if pipe.rank == 0 else None
+        self._metrics: MetricsWriter | None = None
+        if pipe.rank == 0:
+            trackers = start_trackers(projects or {}, folder, keys or {}, self.effort)
+            self._metrics = MetricsWriter(folder, self.effort, trackers)
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
