@@ -16,6 +16,7 @@ from tests.captures import capture_config
 from tests.end_to_end.command import vpipe, wait_until_gone
 from tests.end_to_end.tiny import MODEL, POEM, TINY
 from vpipe.config.file import read_config
+from vpipe.observe.report import run_data
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -93,6 +94,8 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny: Callable[..
     resumed, whole = losses(only_run(folder, "again")), losses(run)
     assert sorted(resumed) == list(range(first, 16))
     assert resumed == {update: whole[update] for update in resumed}  # to the bit
+    continued = run_data(only_run(folder, "again"), "again")["losses"]
+    assert [update for update, _ in continued] == [update + 1 for update in sorted(whole)]
 
     reported = vpipe("eval", "run.yml", "--resume", run, "--json", cwd=folder)
     assert reported.code == 0, reported.said

@@ -280,6 +280,12 @@ class RunConfig(_Keys):
     prometheus_port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
     """Port of the loopback interface where rank 0 serves metrics to Prometheus; 0: none."""
 
+    wandb: Annotated[str, Field(min_length=1)] | None = None
+    """Project of Weights & Biases that rank 0 sends the metrics to, if the package `wandb` is installed."""
+    mlflow: Annotated[str, Field(min_length=1)] | None = None
+    """Experiment of MLflow that rank 0 sends the metrics to, if the package `mlflow` is installed; the variable
+    `MLFLOW_TRACKING_URI` says where it is kept."""
+
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)
 

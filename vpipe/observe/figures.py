@@ -29,6 +29,7 @@ from vpipe.system.device_memory import allocator_retries, peak_memory
 from vpipe.system.files import json_text
 
 if TYPE_CHECKING:
+    from vpipe.observe.trackers import Tracker
     from vpipe.pipeline import Pipeline
 
 
@@ -148,9 +149,13 @@ def stage_figures(ranks: Sequence[RankFigures], placement: Sequence[Sequence[int
 
 
 class MetricsWriter:
-    """`metrics.jsonl`, one line for each report (kind, update, figures), and scalars for TensorBoard if installed."""
+    """`metrics.jsonl`, one line for each report (kind, update, figures), and scalars for TensorBoard if installed.
 
-    def __init__(self, folder: Path, effort: BestEffort) -> None:
+    Trackers are sent the same scalars.
+    """
+
+    def __init__(self, folder: Path, effort: BestEffort, trackers: Sequence[Tracker] = ()) -> None:
+        self._trackers = trackers
         self._file = LogFile(folder / "metrics.jsonl", effort)
         self._board: TensorBoardFile | None = None
         with suppress(ImportError):
@@ -160,11 +165,15 @@ class MetricsWriter:
         self._file.line(json_text({"kind": kind, "update": update, **figures}))
         if self._board is not None:
             self._board.write(update, scalars(kind, figures))
+        for tracker in self._trackers:
+            tracker.write(update, scalars(kind, figures))
 
     def close(self) -> None:
         self._file.close()
         if self._board is not None:
             self._board.close()
+        for tracker in self._trackers:
+            tracker.close()
 
 
 class TensorBoardFile:

@@ -15,6 +15,7 @@ from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights
 from vpipe.observe.prometheus import PrometheusEndpoint
 from vpipe.observe.results import REPORT
 from vpipe.observe.screen import ProgressReport
+from vpipe.observe.trackers import start_trackers
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
 from vpipe.record.status import TIMES, read_statuses, stage_lines
@@ -46,8 +47,11 @@ class Recorder:
         hang_limit: float,
         prometheus_port: int,
         shows_progress: bool = True,
+        projects: Mapping[str, str | None] | None = None,
+        keys: Mapping[str, str] | None = None,
     ) -> None:
-        """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any."""
+        """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any;
+        `projects` of trackers, which are told the run's `keys`."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
@@ -67,7 +71,10 @@ class Recorder:
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
-        self._metrics = MetricsWriter(folder, self.effort) if pipe.rank == 0 else None
+        self._metrics: MetricsWriter | None = None
+        if pipe.rank == 0:
+            trackers = start_trackers(projects or {}, folder, keys or {}, self.effort)
+            self._metrics = MetricsWriter(folder, self.effort, trackers)
         self._held = count_first_forwards(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(

@@ -20,6 +20,7 @@ from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, TORCHRUN, end_with_launcher
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import write_interrupted_results
+from vpipe.observe.trackers import check_trackers
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
@@ -58,6 +59,8 @@ def launch(
     _check_memory(config)
     stages = _stages_of_ranks(config)
     _check_paths(config)
+    if config.container is None:  # else it is the image that must have them
+        check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
     directory = None if config.directory is None else config.path(config.directory)
     if directory is not None and not is_folder(directory):
         raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")

@@ -21,6 +21,7 @@ from vpipe.launch.rank import LAUNCHED
 from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
+from vpipe.observe.trackers import check_trackers
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
@@ -74,6 +75,11 @@ class Trainer:
                 f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
             )
         check_same_config(self.world, config)
+        agree(
+            self.world,
+            "trackers",
+            lambda: check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow}),
+        )
         self.rank = self.world.rank
         self.device = self._take_device()
         self.folder = self._agree_on_folder()
@@ -188,6 +194,10 @@ class Trainer:
             verbose_frequency=config.verbose_frequency,
             hang_limit=config.hang_limit,
             prometheus_port=config.prometheus_port,
+            projects={"wandb": config.wandb, "mlflow": config.mlflow},
+            keys={
+                key: str(value) for key, value in config.model_dump(mode="json", exclude_none=True).items()
+            },
         )
         if self.rank == 0:
             write_description(pipe, config, self.data, self.folder, recorder.effort)
