@@ -52,7 +52,7 @@ def _optimizers(model: nn.Module, options: TrainingOptions) -> str:
     What it refuses, it refuses again for the stages, with words of its own.
     """
     named = [
-        (name, nn.Parameter(torch.zeros(1).expand(parameter.shape)))
+        (name, nn.Parameter(torch.zeros(()).expand(parameter.shape)))
         for name, parameter in model.named_parameters()
         if parameter.requires_grad
     ]
