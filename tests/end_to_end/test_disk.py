@@ -79,7 +79,7 @@ def obey_permissions() -> None:
 
 
 class Midway:
-    """A run that stands still in the middle of an update until it is told to go on."""
+    """A run that stands still in the middle of an update until it gets SIGCONT."""
 
     def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, **forked: Any) -> None:
         monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=6,point=step,kind=stop")

@@ -34,7 +34,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 
 @pytest.fixture
 def stubborn(install: Install, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A daemon whose server goes on when it is told to quit, and that never answers."""
+    """A daemon whose server goes on after "quit", and that never answers."""
     server = tmp_path / "nvidia-cuda-mps-server"
     shutil.copy("/bin/sleep", server)
     install(f'if [ "$1" = -d ]; then setsid {server} 600 & else {server} 600; fi')

@@ -117,7 +117,7 @@ def test_strangers_do_not_delay_heartbeats(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def be_another_user(address: str, links: int, said: Connection) -> None:
-    """What a process of another user is told when it calls."""
+    """The answer to a call from a process of another user."""
     os.setgroups([])
     os.setresgid(NOBODY, NOBODY, NOBODY)
     os.setresuid(NOBODY, NOBODY, NOBODY)
@@ -130,7 +130,7 @@ def be_another_user(address: str, links: int, said: Connection) -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be another user")
 def test_another_user_is_turned_away_by_the_kernels_word(logged: list[str]) -> None:
-    """It is told nothing, not even a greeting."""
+    """It gets no answer, not even a greeting."""
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind("")
         listener.listen(socket.SOMAXCONN)

@@ -1,4 +1,4 @@
-"""Weights & Biases and MLflow: stand-in modules of theirs that write down what they are told."""
+"""Weights & Biases and MLflow: stand-in modules of theirs that write down what they get."""
 
 import json
 import sys

@@ -1,7 +1,7 @@
 """Helper processes of the launcher: found when they are stopped or gone, and never waited for without a limit.
 
 A helper works when the launcher has ended, so nothing else would show that it cannot. One that is stopped is continued,
-and the user is told; a run does not depend on it and goes on.
+with a warning; a run does not depend on it and goes on.
 """
 
 from __future__ import annotations

@@ -51,7 +51,7 @@ class Recorder:
         keys: Mapping[str, str] | None = None,
     ) -> None:
         """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any;
-        `projects` of trackers, which are told the run's `keys`."""
+        `projects` of trackers, which get the run's `keys`."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log

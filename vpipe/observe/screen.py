@@ -30,7 +30,7 @@ class ProgressReport:
     """Progress as rank 0 sees it: a live bar on a terminal, plain lines anywhere else. Other ranks' are silent."""
 
     def __init__(self, total: int, done: int, *, speaks: bool, live: bool = True) -> None:
-        """If it is not `live`, it shows only what it is told to say."""
+        """If it is not `live`, it shows only lines given to `say`."""
         self._live = live
         self._console = PlainConsole(soft_wrap=True, quiet=not speaks)
         self._bar: Progress | None = None
