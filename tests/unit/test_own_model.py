@@ -22,12 +22,13 @@ torch.manual_seed(0)
 MODEL = OWN["Net"]()
 
 
-def batches(count: int = 8) -> list[Any]:
-    return [batch for _ in range(-(-count // 10)) for batch in vpipe.Loader(OWN["Data"](40), 4)][:count]
+BATCHES = list(
+    vpipe.Loader(OWN["Data"](40), 4)
+)  # read once: samples draw random numbers, and ranks are threads
 
 
 def in_ranks(work: Callable[[Any], Any], ranks: int = 2, model: Any = MODEL, **options: Any) -> list[Any]:
-    """What `work` returns for the pipeline of each rank; `model` may be a function of the rank."""
+    """What `work` returns for the pipeline of each rank; `model` may be a list, one for each rank."""
     arguments = {
         "schedule": "1f1b",
         "optimizer": lambda params: torch.optim.AdamW(params, 0.01),
@@ -36,8 +37,8 @@ def in_ranks(work: Callable[[Any], Any], ranks: int = 2, model: Any = MODEL, **o
     } | options
 
     def run(world: Any) -> Any:
-        built = model if isinstance(model, nn.Module) else model(world.rank)
-        with vpipe.Pipeline(built, batches(1)[0], world=world, **arguments) as pipe:
+        built = model[world.rank] if isinstance(model, list) else model
+        with vpipe.Pipeline(built, BATCHES[0], world=world, **arguments) as pipe:
             return work(pipe)
 
     return run_ranks(ranks, run)
@@ -48,7 +49,7 @@ def whole_state(pipe: vpipe.Pipeline) -> Any:
 
 
 def trained_state(pipe: vpipe.Pipeline) -> Any:
-    for _ in pipe.train(batches()):
+    for _ in pipe.train(BATCHES[:8]):
         pass
     return pipe.full_state_dict()
 
@@ -98,7 +99,7 @@ def rank_model(rank: int) -> nn.Module:
 
 @pytest.mark.parametrize("options", [{}, {"precision": "bf16"}, {"replicas": [1, 2], "ranks": 3}])
 def test_weights_that_differ_are_those_of_rank_0(options: dict[str, Any]) -> None:
-    ours = in_ranks(whole_state, model=rank_model, **options)[0]
+    ours = in_ranks(whole_state, model=[rank_model(rank) for rank in range(3)], **options)[0]
     theirs = rank_model(0).state_dict()
     assert all(torch.equal(tensor, theirs[name]) for name, tensor in ours.items())
 
@@ -126,7 +127,7 @@ def test_weights_on_rank_0_alone() -> None:
 
 def test_weights_that_differ_can_be_refused() -> None:
     with pytest.raises(PeerError, match="another set of initial weights than rank 0"):
-        in_ranks(whole_state, model=rank_model, initial_weights="refuse")
+        in_ranks(whole_state, model=[rank_model(rank) for rank in range(3)], initial_weights="refuse")
     with pytest.raises(VPipeError, match="unknown initial_weights 'mine': choose from 'rank 0', 'refuse'"):
         in_ranks(whole_state, initial_weights="mine", ranks=1)
 
@@ -186,7 +187,7 @@ def test_mistakes_with_optimizers(name: str) -> None:
 
 def test_a_model_that_trains_nothing_is_told() -> None:
     frozen = copy.deepcopy(MODEL).requires_grad_(False)
-    loss: Any = lambda pipe: pipe.evaluate(batches(2))  # noqa: E731
+    loss: Any = lambda pipe: pipe.evaluate(BATCHES[:2])  # noqa: E731
     assert in_ranks(loss, model=frozen)[0] > 0  # it can be evaluated
     with pytest.raises(
         VPipeError, match=r"nothing to train: none of the 14 parameters .* requires a gradient"
@@ -209,7 +210,7 @@ def test_a_scheduler_that_is_driven_by_a_metric(tmp_path: Path) -> None:
     def work(pipe: vpipe.Pipeline) -> tuple[list[float], Path]:
         rates = []
         for metric in (2.0, 1.0, 1.0):
-            for _ in pipe.train(batches(4)):
+            for _ in pipe.train(BATCHES[:4]):
                 pass
             pipe.step_schedulers(metric)
             rates.append(pipe.learning_rate)

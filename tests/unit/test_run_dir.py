@@ -23,6 +23,15 @@ torch.manual_seed(0)
 MODEL = OWN["Net"]()
 
 
+def loader(count: int = 40) -> vpipe.Loader:
+    return vpipe.Loader(OWN["Data"](count), 4)
+
+
+BATCHES = list(
+    loader()
+)  # read once: samples draw random numbers, which ranks as threads would draw side by side
+
+
 def in_ranks(
     work: Callable[[Any], Any], run_dir: Path | None = None, ranks: int = 2, **options: Any
 ) -> list[Any]:
@@ -30,17 +39,12 @@ def in_ranks(
     arguments = {"schedule": "1f1b", "optimizer": lambda params: torch.optim.AdamW(params, 0.01)} | options
 
     def run(world: Any) -> Any:
-        batch = next(iter(loader()))
         with vpipe.Pipeline(
-            MODEL, batch, loss_fn=OWN["loss"], world=world, run_dir=run_dir, **arguments
+            MODEL, BATCHES[0], loss_fn=OWN["loss"], world=world, run_dir=run_dir, **arguments
         ) as pipe:
             return work(pipe)
 
     return run_ranks(ranks, run)
-
-
-def loader(count: int = 40) -> vpipe.Loader:
-    return vpipe.Loader(OWN["Data"](count), 4)
 
 
 def test_the_files_of_a_run(tmp_path: Path) -> None:
@@ -137,10 +141,9 @@ class Counted:
         self.given = 0
 
     def __iter__(self) -> Iterator[Any]:
-        batches = list(loader())
-        while self.given < len(batches):
+        while self.given < len(BATCHES):
             self.given += 1
-            yield batches[self.given - 1]
+            yield BATCHES[self.given - 1]
 
     def state_dict(self) -> dict[str, Any]:
         return {"given": self.given}
@@ -167,14 +170,14 @@ def test_a_users_own_state(tmp_path: Path) -> None:
 
     def plain(pipe: vpipe.Pipeline) -> None:
         pipe.resume()
-        list(pipe.train(list(loader())))
+        list(pipe.train(BATCHES))
 
     with pytest.raises(VPipeError, match="train was given a list, which has no load_state_dict: give a"):
         in_ranks(plain, tmp_path / "run", minibatches=4)
 
     def weights_only(pipe: vpipe.Pipeline) -> int:
         pipe.load(tmp_path / "run", data=False)
-        return len(list(pipe.train(list(loader()))))
+        return len(list(pipe.train(BATCHES)))
 
     assert in_ranks(weights_only, minibatches=4) == [3, 3]
 
