@@ -22,13 +22,13 @@ def make_app() -> typer.Typer:
     import typer
 
     from vpipe.cli import checkpoints, planning, running, schedules
+    from vpipe.cli.options import common
 
     app = typer.Typer(
         help="Pipeline-parallel training for any PyTorch module, with every schedule as data.",
         no_args_is_help=True,
-        add_completion=False,
         pretty_exceptions_enable=False,
-        callback=lambda: None,
+        callback=common,
     )
     for group in (schedules, running, planning):
         app.add_typer(group.app)

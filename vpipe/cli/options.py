@@ -12,7 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from rich.table import Table
 
+from vpipe import __version__
 from vpipe.errors import printable
+from vpipe.schedule import KINDS
 from vpipe.system.console import show
 from vpipe.system.files import json_text, link_mistake
 
@@ -25,6 +27,26 @@ Settings = Annotated[
     typer.Option("--set", help="A key of the file with another value, such as batch_size=16."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Print it as JSON.")]
+
+
+def schedule_names(typed: str) -> list[str]:
+    """For the completion of shells; where none fits, the shell offers files."""
+    return [name for name in KINDS if name.startswith(typed)]
+
+
+def print_version(wanted: bool) -> None:
+    if wanted:
+        print(f"vpipe {__version__}")
+        raise typer.Exit
+
+
+def common(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=print_version, is_eager=True, help="Print the version and exit."),
+    ] = False,
+) -> None:
+    """The options of `vpipe` itself."""
 
 
 def print_result(value: Any, table: Table, as_json: bool) -> None:

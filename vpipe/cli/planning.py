@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
+from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run, schedule_names
 from vpipe.errors import VPipeError, printable
 from vpipe.system.console import announce, show
 from vpipe.system.files import read_text
@@ -61,7 +61,10 @@ def plan(
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
     schedule: Annotated[
         str | None,
-        typer.Option(help="A schedule's name, its table (.csv), or auto for the fastest that fits."),
+        typer.Option(
+            help="A schedule's name, its table (.csv), or auto for the fastest that fits.",
+            autocompletion=schedule_names,
+        ),
     ] = None,
     minibatches: Annotated[
         int | None, typer.Option(help="Minibatches of an update (synchronous ones).")
@@ -114,7 +117,10 @@ def simulate(
     profile: Annotated[Path, typer.Option(help="A file of `vpipe profile`, or PipeDream's graph.txt.")],
     plan: Annotated[Path, typer.Option(help="A file of `vpipe plan`, or a vpipe.json.")],
     schedule: Annotated[
-        str | None, typer.Option(help="Another schedule than the plan's: a name, or a CSV file.")
+        str | None,
+        typer.Option(
+            help="Another schedule than the plan's: a name, or a CSV file.", autocompletion=schedule_names
+        ),
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
     trace: Annotated[

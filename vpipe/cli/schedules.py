@@ -11,7 +11,7 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run
+from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run, schedule_names
 from vpipe.errors import ScheduleError, printable
 from vpipe.schedule import KINDS
 from vpipe.system.console import announce
@@ -25,7 +25,9 @@ app = typer.Typer()
 
 @app.command()
 def schedule(
-    name: Annotated[str | None, typer.Argument(help=f"{', '.join(KINDS)}, or a CSV file.")] = None,
+    name: Annotated[
+        str | None, typer.Argument(help=f"{', '.join(KINDS)}, or a CSV file.", autocompletion=schedule_names)
+    ] = None,
     stages: Annotated[
         int | None, typer.Option(help="Pipeline positions: ranks, where there are no replicas.")
     ] = None,
@@ -96,7 +98,10 @@ def verify(
     config: Config,
     settings: Settings = None,
     schedule: Annotated[
-        str | None, typer.Option(help="Another schedule than the file's: a name, or a CSV file.")
+        str | None,
+        typer.Option(
+            help="Another schedule than the file's: a name, or a CSV file.", autocompletion=schedule_names
+        ),
     ] = None,
     updates: Annotated[
         int | None, typer.Option(help="Updates to train; default: 5, more where weights are stale.")
