@@ -3,6 +3,7 @@
 from hypothesis import strategies as st
 
 from vpipe.schedule import KINDS, Schedule, build, lower
+from vpipe.schedule.kind import too_shallow
 
 NAMES = tuple(KINDS)
 ASYNCHRONOUS = tuple(name for name, kind in KINDS.items() if not kind.synchronous)
@@ -15,18 +16,21 @@ def programs(schedule: Schedule) -> list[str]:
 
 
 def plain_schedules() -> st.SearchStrategy[Schedule]:
-    """Any schedule with any replicas that it takes."""
+    """Any schedule with any replicas and any depth that it takes."""
 
-    def schedule(name: str, counts: list[int], minibatches: int) -> Schedule:
+    def schedule(name: str, counts: list[int], minibatches: int, ahead: list[int]) -> Schedule:
         if name in CHUNKED:
             counts = [counts[0]] * len(counts)
-        return build(name, len(counts), minibatches, replicas=counts)
+        depth = ahead[: len(counts)]
+        fits = KINDS[name].any_depth and too_shallow(counts, depth) is None
+        return build(name, len(counts), minibatches, replicas=counts, depth=depth if fits else None)
 
     return st.builds(
         schedule,
         st.sampled_from(NAMES),
         st.lists(st.integers(1, 3), min_size=1, max_size=4),
         st.integers(1, 14),
+        st.lists(st.integers(0, 5), min_size=4, max_size=4).map(lambda drawn: sorted(drawn, reverse=True)),
     )
 
 

@@ -1,6 +1,7 @@
 """The maps of `mp_conf.json`, alone and beside the keys that say the same."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from vpipe.config.arguments import build_schedule
 from vpipe.config.file import read_config
 from vpipe.config.maps import KEYS, Maps, read_maps
 from vpipe.errors import ConfigError
-from vpipe.schedule import Op, build
+from vpipe.schedule import Op, build, holdings
 
 MODULES, RANKS, DEPTHS = KEYS
 
@@ -67,12 +69,15 @@ def test_each_may_be_missing(file: Path) -> None:
         ({RANKS: {"0": [0], "1": []}}, "stage_to_rank_map, stage 1: [] is no list of ranks"),
         ({RANKS: {"0": [0, 0]}}, "stage 0: the rank is 0, expected 1: write each rank once"),
         ({RANKS: {"0": [1], "1": [0]}}, "stage 0: the rank is 1, expected 0"),
-        ({DEPTHS: {"0": 0, "1": 0}}, 'the last none: write {"0": 1, "1": 0}'),
-        ({DEPTHS: {"0": False}}, "stage_to_depth_map is {'0': False}"),
         (
-            {DEPTHS: {"0": 0, "1": 1, "2": 2}},
-            "stage_to_depth_map is {'0': 0, '1': 1, '2': 2} (it is the wrong way round): the first of 3 stages "
-            'runs 2 forwards before its first backward, the last none: write {"0": 2, "1": 1, "2": 0}',
+            {DEPTHS: {"0": False}},
+            "stage_to_depth_map, stage 0: False is no number of forwards: write one from 0",
+        ),
+        ({DEPTHS: {"0": 1, "1": -1}}, "stage_to_depth_map, stage 1: -1 is no number of forwards"),
+        (
+            {DEPTHS: {"0": 0, "1": 2, "2": 0}},
+            "stage_to_depth_map is [0, 2, 0]: no stage may run fewer forwards ahead than the next one, else that one "
+            'waits for ever for its first backward: the usual one is {"0": 2, "1": 1, "2": 0}',
         ),
         (
             {MODULES: [0, 1, 2], RANKS: {"0": [0], "1": [1]}},
@@ -159,18 +164,40 @@ def test_depths_are_those_of_the_schedule(file: Path, replicas: list[int], mappe
         written[RANKS] = {str(stage): list(ranks) for stage, ranks in enumerate(schedule.placement)}
     file.write_text(json.dumps(written))
     given_too = None if mapped else replicas
-    assert read_maps(file, given_too).replicas == (replicas if mapped else None)
+    assert read_maps(file, given_too) == Maps(None, replicas if mapped else None, None)
     written[DEPTHS]["0"] += 1
     file.write_text(json.dumps(written))
-    with pytest.raises(ConfigError, match="stage_to_depth_map is "):
-        read_maps(file, given_too)
+    assert read_maps(file, given_too).depth == [depths[0] + 1, *depths[1:]]
+
+
+def test_the_depths_of_the_guides_are_turned_round(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = configured(file, {DEPTHS: {"0": 0, "1": 2, "2": 4, "3": 6}}, stages=4, sync_mode="asp")
+    config = read_config(path)
+    assert config.depth == [6, 4, 2, 0]
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line == (
+        f"warning: {file}: stage_to_depth_map is {{'0': 0, '1': 2, '2': 4, '3': 6}}, the wrong way round: "
+        '{"0": 6, "1": 4, "2": 2, "3": 0} is taken, because the first stage runs most forwards before its first '
+        "backward"
+    )
+    assert holdings(replace(build_schedule(config), minibatches=40))[0] == (7, 7, 6)
+    read_config(configured(file, {DEPTHS: {"0": 6, "1": 4, "2": 2, "3": 0}}, stages=4, depth=[6, 4, 2, 0]))
+    assert not capsys.readouterr().err
+
+
+def test_schedules_with_a_warm_up_of_their_own_do_not_use_depths(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = read_config(configured(file, {DEPTHS: {"0": 4, "1": 0}}, stages=2, schedule="zb-v"))
+    assert config.depth is None
+    assert "stage_to_depth_map is not used: schedule 'zb-v' has a warm-up" in capsys.readouterr().err
+    read_config(configured(file, {DEPTHS: {"0": 1, "1": 0}}, stages=2, schedule="zb-v"))
+    assert not capsys.readouterr().err, "what is usual needs no word"
 
 
 def test_depths_of_uneven_replicas_that_the_run_gives(file: Path) -> None:
-    path = configured(file, {DEPTHS: {"0": 2, "1": 0}}, replicas=[1, 2])
-    assert read_config(path).replicas == [1, 2]
-    with pytest.raises(ConfigError, match=r'write \{"0": 2, "1": 0\}'):
-        read_config(configured(file, {DEPTHS: {"0": 1, "1": 0}}, replicas=[1, 2]))
+    assert read_config(configured(file, {DEPTHS: {"0": 2, "1": 0}}, replicas=[1, 2])).depth is None
+    assert read_config(configured(file, {DEPTHS: {"0": 1, "1": 0}}, replicas=[1, 2])).depth == [1, 0]
 
 
 TWO = {MODULES: [0, 0, 0, 1, 1], RANKS: {"0": [0, 1], "1": [2]}}

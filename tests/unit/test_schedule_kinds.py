@@ -93,7 +93,9 @@ def test_everything_is_known_after_the_lag(name: str, replicas: list[int], inter
     assert schedule.lag == max(found)
     rule = KINDS[name].holding
     assert rule is not None
-    assert schedule.lag <= rule(ranks, 1, 1, 1, interval or KINDS[name].interval((1,) * ranks, None)).lag
+    assert (
+        schedule.lag <= rule(ranks, 1, 1, 1, interval or KINDS[name].interval((1,) * ranks, None, None)).lag
+    )
 
 
 def test_what_a_kind_says_is_what_it_builds() -> None:
@@ -148,7 +150,7 @@ def pairs(shape: PipelineShape, rank: int, exists: Exists) -> Iterator[Action]:
         first += 2
 
 
-def two_at_a_time(replicas: Any, wanted: int | None) -> int:
+def two_at_a_time(replicas: Any, depth: Any, wanted: int | None) -> int:
     return 2
 
 

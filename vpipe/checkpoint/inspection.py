@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,8 @@ from typing import Any
 from vpipe.checkpoint.directory import checkpoints, evaluation_loss, newest, prune
 from vpipe.checkpoint.files import file_errors, not_finite
 from vpipe.checkpoint.manifest import MANIFEST, Manifest, read_manifest, verify
-from vpipe.errors import VPipeError, printable
+from vpipe.errors import VPipeError
+from vpipe.system.console import warn
 from vpipe.system.files import is_file, link_mistake
 
 UNFINISHED_AFTER = 3600.0
@@ -81,10 +81,6 @@ def prune_run(path: Path, keep: int) -> list[Path]:
     good = newest(folder, warn)
     with file_errors("prune", folder):
         return prune(folder, keep, spare=[] if good is None else [good], unfinished_after=UNFINISHED_AFTER)
-
-
-def warn(line: str) -> None:
-    print(printable(f"warning: {line}"), file=sys.stderr)
 
 
 def _optimizer(manifest: Manifest) -> str | None:

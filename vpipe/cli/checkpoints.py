@@ -10,7 +10,7 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, print_result
 from vpipe.errors import VPipeError, printable
-from vpipe.system.console import announce
+from vpipe.system.console import announce, warn
 from vpipe.system.files import is_file, json_text
 from vpipe.system.units import show_bytes
 
@@ -25,7 +25,7 @@ CheckpointPath = Annotated[
 def show(path: CheckpointPath, as_json: AsJson = False) -> None:
     """Show what a checkpoint holds, or list those of a run."""
     _announce_reading(path)
-    from vpipe.checkpoint.inspection import describe, find, warn
+    from vpipe.checkpoint.inspection import describe, find
 
     found = find(path)
     described: list[dict[str, Any]] = []

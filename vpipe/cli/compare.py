@@ -22,7 +22,7 @@ from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError, printable
 from vpipe.launch.mps import gpus_of
 from vpipe.schedule.palette import SERIES_LIGHT
-from vpipe.system.console import announce
+from vpipe.system.console import announce, warn
 from vpipe.system.files import LARGE, read_json
 from vpipe.system.host_memory import busy_cores, usable_cores
 
@@ -117,13 +117,9 @@ def warn_of_load(config: RunConfig) -> None:
     all_cores = os.cpu_count() or 1
     busy = busy_cores()
     if busy is not None and busy > BUSY * all_cores:
-        _warn(f"other programs keep {busy:.1f} of {all_cores} cores busy: the speed of this run says little")
+        warn(f"other programs keep {busy:.1f} of {all_cores} cores busy: the speed of this run says little")
     if config.ranks > usable_cores() and gpus_of(config) is None:
-        _warn(f"{config.ranks} ranks share {usable_cores()} cores: they cannot all compute at the same time")
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
+        warn(f"{config.ranks} ranks share {usable_cores()} cores: they cannot all compute at the same time")
 
 
 def variants(

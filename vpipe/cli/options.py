@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -13,9 +12,8 @@ import typer
 from rich.table import Table
 
 from vpipe import __version__
-from vpipe.errors import printable
 from vpipe.schedule import KINDS
-from vpipe.system.console import show
+from vpipe.system.console import show, warn
 from vpipe.system.files import json_text, link_mistake
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ def warn_of_links(run: Path) -> None:
     with suppress(OSError):
         for path in sorted(folder.glob("step-*")):
             if os.path.islink(path):
-                print(printable(f"warning: {link_mistake(path)}"), file=sys.stderr)
+                warn(link_mistake(path))
 
 
 def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:

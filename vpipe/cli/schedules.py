@@ -37,6 +37,9 @@ def schedule(
     update_interval: Annotated[
         int | None, typer.Option(help="Minibatches of an update (asynchronous ones).")
     ] = None,
+    depth: Annotated[
+        str | None, typer.Option(help="Forwards of each stage ahead of its first backward, such as 6,4,2,0.")
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print facts and programs as JSON.")] = False,
     svg: Annotated[Path | None, typer.Option(help="Write a picture to this file.")] = None,
     csv: Annotated[Path | None, typer.Option(help="Write the programs to this file, one row a rank.")] = None,
@@ -61,9 +64,14 @@ def schedule(
     elif name is None or stages is None or minibatches is None:
         raise ScheduleError("give NAME, --stages and --minibatches, or --from FILE")
     else:
-        counts = None if replicas is None else read_counts(replicas)
         plan = build(
-            name, stages, minibatches, chunks=chunks, replicas=counts, update_interval=update_interval
+            name,
+            stages,
+            minibatches,
+            chunks=chunks,
+            replicas=read_counts("--replicas", replicas, "2,1 for two ranks, then one"),
+            update_interval=update_interval,
+            depth=read_counts("--depth", depth, "2,0 for two forwards ahead, then none"),
         )
     check(finite(plan))
     if csv is not None:
@@ -130,13 +138,11 @@ def verify(
         raise typer.Exit(1)
 
 
-def read_counts(text: str) -> list[int]:
+def read_counts(option: str, text: str | None, example: str) -> list[int] | None:
     try:
-        return [int(part) for part in text.split(",")]
+        return None if text is None else [int(part) for part in text.split(",")]
     except ValueError:
-        raise ScheduleError(
-            f"--replicas {text!r} is not a list of numbers: write 2,1 for two ranks, then one"
-        ) from None
+        raise ScheduleError(f"{option} {text!r} is not a list of numbers: write {example}") from None
 
 
 def describe_blocks(config: RunConfig) -> dict[str, Any]:

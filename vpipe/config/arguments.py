@@ -34,6 +34,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "update_interval": config.update_interval,
         "chunks": config.chunks,
         "replicas": config.replicas,
+        "depth": config.depth,
     }
 
 
@@ -114,6 +115,7 @@ def build_schedule(config: RunConfig) -> Schedule:
             chunks=config.chunks,
             replicas=config.replicas,
             update_interval=config.update_interval,
+            depth=config.depth,
         )
     if config.machines is not None and len(config.machines) != schedule.num_ranks:
         raise ConfigError(

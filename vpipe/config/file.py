@@ -15,6 +15,8 @@ from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
+from vpipe.schedule import KINDS
+from vpipe.system.console import warn
 from vpipe.system.files import SMALL_YAML, parse_yaml, read_text, short_repr
 from vpipe.system.validation import first_mistake
 
@@ -45,6 +47,7 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
         planned["schedule"] = plan.schedule
     if plan.schedule == planned.get("schedule", config.chosen_schedule):
         planned |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
+        planned["depth"] = list(plan.depth) or None
     planned["replicas"] = list(plan.replicas) or None
     given = config.model_dump(exclude_unset=True)
     kept = {key: value for key, value in given.items() if key != "partition"}
@@ -56,9 +59,15 @@ def _with_plan(config: RunConfig, path: Path) -> RunConfig:
 
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
-    """The partition and the replicas of the maps, which must not contradict the keys."""
+    """The partition, the replicas and the depth of the maps, which must not contradict the keys."""
     maps = read_maps(path, config.replicas)
-    mapped = {"partition": maps.partition, "replicas": maps.replicas}
+    kind = KINDS.get(config.chosen_schedule)
+    depth = maps.depth if kind is not None and kind.any_depth else None
+    if depth != maps.depth:
+        warn(
+            f"{path}: stage_to_depth_map is not used: schedule {config.chosen_schedule!r} has a warm-up of its own"
+        )
+    mapped = {"partition": maps.partition, "replicas": maps.replicas, "depth": depth}
     for key, value in mapped.items():
         own = getattr(config, key)
         if value is not None and own is not None and own != value:

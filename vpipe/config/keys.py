@@ -22,6 +22,7 @@ from vpipe.config.code import CODE_KEYS, names_code
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.schedule import KINDS, read_table
+from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.system.files import check_path, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
@@ -55,6 +56,7 @@ LARGEST = 10**9
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Depth = Annotated[int, Field(strict=True, ge=0, le=MOST_DEPTH)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
 Seconds = Annotated[Real, Field(gt=0, le=1e6)]
@@ -166,6 +168,10 @@ class RunConfig(_Keys):
     """Stages on each rank, for the schedule interleaved."""
     replicas: Annotated[list[Places], Field(min_length=1, max_length=4096)] | None = None
     """Number of ranks of each position of the pipeline, such as [2, 1]."""
+    depth: Annotated[list[Depth], Field(min_length=1, max_length=4096)] | None = None
+    """Forwards of each stage before its first pair of forward and backward, such as [6, 4, 2, 0]: more of them hide
+    slow links, for more memory (and older weights in asynchronous schedules). If not given, as many as keep the ranks
+    behind the stage busy. For 1f1b, zb-h1, pipedream, vpipe and 2bw."""
     partition: Annotated[list[Count], Field(min_length=1, max_length=4096)] | Path_ | None = None
     """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
     wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
@@ -244,7 +250,7 @@ class RunConfig(_Keys):
     directory: Path_ | None = None
     """Directory that the ranks start in; the current one if not given."""
     config_file: Path_ | None = None
-    """Path of an `mp_conf.json` with the maps of modules, stages and ranks."""
+    """Path of an `mp_conf.json` with the maps of modules, stages, ranks and depths."""
     container: Path_ | None = None
     """Singularity or Apptainer image that the ranks run in."""
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
@@ -401,4 +407,6 @@ class RunConfig(_Keys):
             kept["update_interval" if kind.synchronous else "minibatches"] = None
         if kind is None or not kind.any_chunks:
             kept["chunks"] = None
+        if kind is None or not kind.any_depth:
+            kept["depth"] = None
         return self.model_copy(update=kept)

@@ -2,10 +2,11 @@
 
     {"module_to_stage_map": [0, 0, 0, 1, 1],            blocks 0 to 2 on stage 0, 3 and 4 on stage 1
      "stage_to_rank_map": {"0": [0, 1], "1": [2]},      two replicas of stage 0, one of stage 1
-     "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first backward
+     "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first pair of forward and backward
 
-Each may be missing. They are the guides' form of the keys `partition` and `replicas`; the depths follow
-from the ranks of the stages, so they are only checked.
+Each may be missing. They are the guides' form of the keys `partition`, `replicas` and `depth`. The guides print
+{"0": 0, "1": 2, "2": 4, "3": 6}, which cannot run: in a pipeline the first stage runs most forwards ahead. Depths that
+are the wrong way round are turned round.
 """
 
 from __future__ import annotations
@@ -16,7 +17,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
+from vpipe.schedule.kind import MOST_DEPTH, too_shallow
 from vpipe.schedule.staircase import depths
+from vpipe.system.console import warn
 from vpipe.system.files import read_json, short_repr
 from vpipe.system.validation import unknown_key
 
@@ -30,6 +33,8 @@ class Maps(NamedTuple):
     """Blocks of each stage."""
     replicas: list[int] | None
     """Ranks of each stage."""
+    depth: list[int] | None = None
+    """Forwards of each stage before its first pair of forward and backward; None also if they are the usual ones."""
 
 
 def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
@@ -39,12 +44,16 @@ def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
     """
     found = read_json(path)
     try:
-        return _maps(found, replicas)
+        maps, turned = _maps(found, replicas)
     except ValueError as error:
         raise ConfigError(f"{path}: {error}") from None
+    if turned:
+        warn(f"{path}: {turned}")
+    return maps
 
 
-def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
+def _maps(found: Any, replicas: Sequence[int] | None) -> tuple[Maps, str]:
+    """The maps, and what was turned round in them."""
     if not isinstance(found, dict):
         raise ValueError(
             f'holds {short_repr(found)}, not the maps: write {{"{RANKS}": {{"0": [0], "1": [1]}}}}'
@@ -53,6 +62,7 @@ def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
         if key not in KEYS:
             raise ValueError(unknown_key(key, value, KEYS))
     readers = {MODULES: _blocks, RANKS: _ranks, DEPTHS: _depths}
+    turned, depth = "", None
     maps = {key: read(found[key]) for key, read in readers.items() if key in found}
     if len({len(stages) for stages in maps.values()}) > 1:
         listed = ", ".join(f"{key} has {len(stages)}" for key, stages in maps.items())
@@ -60,8 +70,16 @@ def _maps(found: Any, replicas: Sequence[int] | None) -> Maps:
     if DEPTHS in maps:
         stages = len(maps[DEPTHS])
         ranks = maps.get(RANKS) or replicas or ()
-        _check_depths(found[DEPTHS], maps[DEPTHS], ranks if len(ranks) == stages else [1] * stages)
-    return Maps(maps.get(MODULES), maps.get(RANKS))
+        counts = ranks if len(ranks) == stages else [1] * stages
+        depth = _turned(maps[DEPTHS], counts)
+        if depth != maps[DEPTHS]:
+            turned = (
+                f"{DEPTHS} is {short_repr(found[DEPTHS])}, the wrong way round: {_written(depth)} is taken, because "
+                "the first stage runs most forwards before its first backward"
+            )
+        if depth == depths(counts):
+            depth = None
+    return Maps(maps.get(MODULES), maps.get(RANKS), depth), turned
 
 
 def _blocks(value: Any) -> list[int]:
@@ -102,20 +120,30 @@ def _ranks(value: Any) -> list[int]:
     return [len(ranks) for ranks in stages]
 
 
-def _depths(value: Any) -> list[Any]:
-    return _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
+def _depths(value: Any) -> list[int]:
+    stages = _by_stage(DEPTHS, value, '{"0": 1, "1": 0}')
+    for stage, depth in enumerate(stages):
+        if type(depth) is not int or not 0 <= depth <= MOST_DEPTH:
+            raise ValueError(
+                f"{DEPTHS}, stage {stage}: {short_repr(depth)} is no number of forwards: "
+                f"write one from 0 to {MOST_DEPTH}"
+            )
+    return stages
 
 
-def _check_depths(value: Any, found: list[Any], replicas: Sequence[int]) -> None:
-    """Whether they are those that the schedule has with so many ranks of each stage."""
-    right = depths(replicas)
-    if not all(type(depth) is int for depth in found) or found != right:
-        written = "{" + ", ".join(f'"{stage}": {depth}' for stage, depth in enumerate(right)) + "}"
-        turned = " (it is the wrong way round)" if found == right[::-1] else ""
-        raise ValueError(
-            f"{DEPTHS} is {short_repr(value)}{turned}: the first of {len(found)} stages runs {right[0]} forwards "
-            f"before its first backward, the last none: write {written}"
-        )
+def _turned(found: list[int], replicas: Sequence[int]) -> list[int]:
+    """The depths as they are or, if only that can run, the other way round."""
+    for depth in (found, found[::-1]):
+        if too_shallow(replicas, depth) is None:
+            return depth
+    raise ValueError(
+        f"{DEPTHS} is {short_repr(found)}: no stage may run fewer forwards ahead than the next one, else that one "
+        f"waits for ever for its first backward: the usual one is {_written(depths(replicas))}"
+    )
+
+
+def _written(depth: Sequence[int]) -> str:
+    return "{" + ", ".join(f'"{stage}": {ahead}' for stage, ahead in enumerate(depth)) + "}"
 
 
 def _by_stage(name: str, value: Any, example: str) -> list[Any]:

@@ -18,6 +18,7 @@ from vpipe.cost.fields import FileObject, Unit, finite, read_object
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE
 from vpipe.errors import ConfigError, meant
 from vpipe.schedule import KINDS, Schedule, read_table
+from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.system.files import check_path, read_text, short_repr, write_json
 
 MOST_BLOCKS = 1_000_000
@@ -60,6 +61,10 @@ class Plan(FileObject):
     minibatches: Annotated[int, Unit("minibatches of a run or an update", least=1)] | None = None
     chunks: Annotated[int, Unit("stages on each rank", least=1)] | None = None
     update_interval: Annotated[int, Unit("minibatches of an update", least=1)] | None = None
+    depth: Annotated[
+        tuple[Annotated[int, Unit("forwards ahead", most=MOST_DEPTH)], ...], Field(min_length=1)
+    ] = ()
+    """Of each stage, before its first pair of forward and backward; empty: as many as the schedule has by itself."""
     batch_size: Annotated[int, Unit("samples of a minibatch")] = 0
     """0: as the profile's."""
     fingerprint: str = ""
@@ -136,6 +141,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         "minibatches": plan.minibatches,
         "chunks": plan.chunks,
         "update_interval": plan.update_interval,
+        "depth": list(plan.depth) or None,
         "batch_size": plan.batch_size or None,
         "fingerprint": plan.fingerprint or None,
         "prediction": plan.prediction or None,

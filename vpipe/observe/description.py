@@ -27,6 +27,7 @@ def plan_of(pipe: Pipeline, *, replicas: Sequence[int] | None, chunks: int | Non
         schedule.minibatches if schedule.synchronous else None,
         chunks,
         None if schedule.synchronous else schedule.update_interval,
+        schedule.depth or (),
         batch_size,
         layout.graph.plan_fingerprint,
     )

@@ -19,6 +19,7 @@ from vpipe.observe.action_figures import Medians, medians
 from vpipe.record.events import RankEvents, StageBytes
 from vpipe.record.run_folder import BlockFacts, StageFacts, read_stages
 from vpipe.schedule import Op, Schedule
+from vpipe.schedule.program import filling
 from vpipe.simulate import Simulation, simulate
 from vpipe.simulate.arrange import arrange
 from vpipe.system.files import is_file
@@ -30,7 +31,7 @@ UNLIMITED = 1 << 50
 AT_ONCE = 1e15
 """Bytes a second of a link whose time is all latency."""
 WARM = 4
-"""Times its depth that an asynchronous pipeline is simulated, to reach its steady state."""
+"""Times the minibatches that fill it that an asynchronous pipeline is simulated, to reach its steady state."""
 
 
 class RunCosts(NamedTuple):
@@ -74,7 +75,7 @@ def run_costs(folder: Path, ranks: Sequence[RankEvents]) -> RunCosts | None:
             profile, source = own_profile(ranks, facts, found, plan.batch_size or 1), OWN
             # The measured times include recomputation and swapping.
             plan = replace(plan, policies=(KEEP,) * sum(plan.partition))
-        schedule = arrange(plan, None, None if facts.synchronous else _enough(facts))
+        schedule = arrange(plan, None, None if facts.synchronous else _enough(facts, plan))
     except VPipeError:
         return None
     linked = bool(facts.edges) and all(len(holders) == 1 for holders in facts.placement)
@@ -148,10 +149,11 @@ def _links(facts: StageFacts, found: Medians) -> dict[tuple[int, int], LinkCost]
     return links
 
 
-def _enough(facts: StageFacts) -> int:
+def _enough(facts: StageFacts, plan: Plan) -> int:
     """Minibatches that reach the steady state, a whole number of periods."""
-    period, depth = _period(facts), sum(map(len, facts.placement))
-    return -(-WARM * (depth + facts.update_interval) // period) * 2 * period
+    period, counts = _period(facts), [len(ranks) for ranks in facts.placement]
+    filled = filling(counts, plan.depth, sum(counts))
+    return -(-WARM * (filled + facts.update_interval) // period) * 2 * period
 
 
 def _period(layout: Schedule | StageFacts) -> int:

@@ -142,5 +142,5 @@ def _make_stage(
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:
     """The most of the weights that a rank will hold of a stage: the first rounds of its program tell."""
-    begin = islice(schedule.program(rank), ROUNDS * schedule.num_ranks)
+    begin = islice(schedule.program(rank), ROUNDS * schedule.filling)
     return holding(action for action in begin if action.stage == stage).versions

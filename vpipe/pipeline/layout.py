@@ -80,6 +80,7 @@ class LayoutOptions:
     update_interval: int | None
     chunks: int | None
     replicas: Sequence[int] | None
+    depth: Sequence[int] | None
     partition: Sequence[int] | None
     recompute_ratio: Sequence[float] | float
     policies: Sequence[str] | None
@@ -137,6 +138,7 @@ def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[i
             chunks=options.chunks,
             replicas=options.replicas,
             update_interval=options.update_interval,
+            depth=options.depth,
         )
         plain = for_count(_count(kind, options.minibatches, positions))
     if plain.num_ranks != ranks:

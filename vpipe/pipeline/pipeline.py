@@ -60,6 +60,9 @@ class Pipeline:
     schedule, minibatches, update_interval
         The order of the work, by name or as a `Schedule`. A synchronous one makes one update from `minibatches` of the
         loader's (twice the positions), an asynchronous one from `update_interval` (1 for "pipedream").
+    depth
+        Forwards of each stage before its first pair of forward and backward, such as [6, 4, 2, 0]: more of them hide
+        slow links, for more memory ("1f1b", "zb-h1", "pipedream", "vpipe", "2bw").
     partition
         Blocks of each stage (`vpipe blocks` lists them); if not given, stages of about equal work.
     recompute_ratio, policies
@@ -104,6 +107,7 @@ class Pipeline:
         update_interval: int | None = None,
         chunks: int | None = None,
         replicas: Sequence[int] | None = None,
+        depth: Sequence[int] | None = None,
         partition: Sequence[int] | None = None,
         recompute_ratio: Sequence[float] | float = 0.0,
         policies: Sequence[str] | None = None,
@@ -132,6 +136,7 @@ class Pipeline:
             update_interval=update_interval,
             chunks=chunks,
             replicas=replicas,
+            depth=depth,
             partition=partition,
             recompute_ratio=recompute_ratio,
             policies=policies,

@@ -63,8 +63,8 @@ def load_at(kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatc
 
 def planned_interval(kind: ScheduleKind, ranks: int, replicas: int = 1) -> int:
     """The update interval that is planned for: that of a stage on each rank, or more where replicas need it."""
-    usual = kind.interval((1,) * ranks, None)
-    return usual if replicas == 1 else kind.interval((replicas,) * (ranks // replicas), usual)
+    usual = kind.interval((1,) * ranks, None, None)
+    return usual if replicas == 1 else kind.interval((replicas,) * (ranks // replicas), None, usual)
 
 
 def _stated_interval(kind: ScheduleKind, ranks: int) -> int | None:

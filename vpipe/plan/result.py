@@ -85,6 +85,7 @@ class PlanResult:
             self.minibatches,
             self.chunks,
             self.update_interval,
+            (),
             self.batch_size,
             self.fingerprint,
             {

@@ -125,6 +125,7 @@ def describe(schedule: Schedule, communication: bool = False) -> dict[str, objec
         "minibatches": schedule.minibatches,
         "update_interval": schedule.update_interval,
         "placement": [list(ranks) for ranks in schedule.placement],
+        **({} if schedule.depth is None else {"depth": list(schedule.depth)}),
         "ranks": [[str(action) for action in program if action.op not in hidden] for program in programs],
         "bubble": bubble(schedule),
         "steady_bubble": steady_bubble(schedule),

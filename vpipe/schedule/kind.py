@@ -14,7 +14,9 @@ from vpipe.schedule.program import Order, Placement, Schedule
 
 MOST_STAGES = MOST_RANKS = 4096
 MOST_INTERVAL = 10_000
-"""Minibatches of an asynchronous update. Beyond these numbers a schedule is a typing error."""
+MOST_DEPTH = 4096
+"""Minibatches of an asynchronous update, and those in flight at a rank. Beyond these numbers a schedule is a typing
+error."""
 
 
 class PipelineShape(NamedTuple):
@@ -29,6 +31,8 @@ class PipelineShape(NamedTuple):
     minibatches: int | None
     """None: as many as the data has (asynchronous schedules only)."""
     update_interval: int
+    depth: tuple[int, ...] | None = None
+    """Forwards of each stage before its first pair of F and B; None: as many as keep the ranks behind it busy."""
 
     @property
     def placement(self) -> Placement:
@@ -45,6 +49,7 @@ class PipelineShape(NamedTuple):
             self.synchronous,
             order,
             lazy,
+            depth=self.depth,
         )
 
 
@@ -67,7 +72,7 @@ class HoldingRule(Protocol):
         ...
 
 
-def at_once(replicas: Sequence[int], wanted: int | None) -> int:
+def at_once(replicas: Sequence[int], depth: Sequence[int] | None, wanted: int | None) -> int:
     """An update after every minibatch, or after one of each replica."""
     return max(wanted or 1, *replicas)
 
@@ -85,8 +90,10 @@ class ScheduleKind:
     """Whether users may choose another number of them."""
     replicas: Literal["any", "equal", "one"] = "one"
     """How many ranks a position may have: any number, as many as all others, or one."""
-    interval: Callable[[Sequence[int], int | None], int] = at_once
-    """Of an asynchronous schedule: the update interval for these replicas and the one that users want."""
+    any_depth: bool = False
+    """Whether users may choose how many forwards each stage runs ahead."""
+    interval: Callable[[Sequence[int], Sequence[int] | None, int | None], int] = at_once
+    """Of an asynchronous schedule: the update interval for these replicas, this depth and the one that users want."""
     holding: HoldingRule | None = None
     """None: known only of a whole schedule, from its programs."""
     table: Schedule | None = None
@@ -108,12 +115,14 @@ class ScheduleKind:
         chunks: int | None = None,
         replicas: Sequence[int] | None = None,
         update_interval: int | None = None,
+        depth: Sequence[int] | None = None,
     ) -> Schedule:
         """The schedule over so many pipeline positions.
 
         With v `chunks` it has v stages on each position. `replicas` gives the number of ranks of each position;
         ranks are numbered position by position. `minibatches` None is a run without a known end, which only
-        asynchronous schedules can have; `update_interval` is theirs too.
+        asynchronous schedules can have; `update_interval` is theirs too. `depth` gives the forwards that a rank of each
+        position runs before its first pair of forward and backward.
         """
         if self.table is not None:
             return self.table
@@ -124,8 +133,11 @@ class ScheduleKind:
         if minibatches is not None:
             at_least_one("minibatches", minibatches)
         counts = self._checked_replicas(positions, replicas)
-        interval = self._checked_interval(counts, minibatches, update_interval)
-        return self.make(PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval))
+        ahead = self._checked_depth(counts, depth)
+        interval = self._checked_interval(counts, ahead, minibatches, update_interval)
+        return self.make(
+            PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval, ahead)
+        )
 
     def checked_chunks(self, chunks: int | None) -> int:
         if chunks is None:
@@ -160,12 +172,46 @@ class ScheduleKind:
             )
         return counts
 
-    def _checked_interval(self, counts: tuple[int, ...], minibatches: int | None, wanted: int | None) -> int:
+    def _checked_depth(self, counts: tuple[int, ...], depth: Sequence[int] | None) -> tuple[int, ...] | None:
+        if depth is None:
+            return None
+        shown = short_list(depth)
+        if not self.any_depth:
+            raise ScheduleError(
+                f"depth is {shown}, but schedule {self.name!r} has a warm-up of its own: leave depth out, or choose "
+                "1f1b, zb-h1, pipedream, vpipe or 2bw"
+            )
+        if len(depth) != len(counts):
+            raise ScheduleError(
+                f"depth {shown} names {len(depth)} stages, but there are {len(counts)}: give one number for each"
+            )
+        for stage, ahead in enumerate(depth):
+            if isinstance(ahead, bool) or not isinstance(ahead, int) or ahead < 0:
+                raise ScheduleError(
+                    f"depth of stage {stage} is {ahead!r}: it must be a whole number, 0 or more"
+                )
+            at_most(f"depth of stage {stage}", ahead, MOST_DEPTH)
+        if (found := too_shallow(counts, depth)) is not None:
+            stage, later = found
+            least = depth[later] * counts[later] // counts[stage]
+            raise ScheduleError(
+                f"depth of stage {stage} is {depth[stage]}, but stage {later} has {depth[later]}, and its first "
+                f"backward would wait for ever for more forwards: give stage {stage} at least {least}"
+            )
+        return tuple(depth)
+
+    def _checked_interval(
+        self,
+        counts: tuple[int, ...],
+        depth: tuple[int, ...] | None,
+        minibatches: int | None,
+        wanted: int | None,
+    ) -> int:
         if not self.synchronous:
             if wanted is not None:
                 at_least_one("update_interval", wanted)
                 at_most("update_interval", wanted, MOST_INTERVAL)
-            return self.interval(counts, wanted)
+            return self.interval(counts, depth, wanted)
         if minibatches is None:
             raise ScheduleError(
                 f"schedule {self.name!r} needs the number of minibatches of an update: it is synchronous"
@@ -176,6 +222,20 @@ class ScheduleKind:
                 f"{minibatches} minibatches: leave it out, or choose an asynchronous schedule"
             )
         return minibatches
+
+
+def too_shallow(replicas: Sequence[int], depth: Sequence[int]) -> tuple[int, int] | None:
+    """A stage that lets in fewer minibatches than a later one needs for its first backward, and that one, if there are.
+
+    A stage of R ranks lets (d + 1) R minibatches in; one of R' ranks needs those up to number d' R'.
+    """
+    needs = [ahead * count for ahead, count in zip(depth, replicas, strict=True)]
+    most = len(needs) - 1  # of the stages from here on, the one that needs most
+    for stage in reversed(range(len(needs))):
+        if needs[most] >= needs[stage] + replicas[stage]:
+            return stage, most
+        most = max(most, stage, key=needs.__getitem__)
+    return None
 
 
 def table_kind(schedule: Schedule) -> ScheduleKind:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import lcm
@@ -38,6 +38,9 @@ class Schedule:
     """(producer, reader) pairs of stages; None is the chain 0, 1, 2, ..."""
     reduced: frozenset[int] = frozenset()
     """Stages with a REDUCE before their STEP."""
+    depth: tuple[int, ...] | None = None
+    """Of each stage, the forwards that a rank runs before its first pair of F and B; None: what the schedule has by
+    itself."""
 
     @property
     def num_stages(self) -> int:
@@ -71,10 +74,15 @@ class Schedule:
         return self.order(rank, exists or self.exists)
 
     @cached_property
+    def filling(self) -> int:
+        """Minibatches that fill the pipeline."""
+        return filling([len(ranks) for ranks in self.placement], self.depth, self.num_ranks)
+
+    @cached_property
     def representative(self) -> int:
         """As many minibatches of a lazy schedule as show its start, its steady state and its end."""
         interval = 0 if self.synchronous else self.update_interval
-        enough = self.num_ranks + self.num_stages + 2 * interval
+        enough = self.filling + self.num_stages + 2 * interval
         if self.minibatches is None:
             return enough
         return min(self.minibatches, enough) if self.lazy else self.minibatches
@@ -113,11 +121,16 @@ class Schedule:
     @property
     def buffer(self) -> int:
         """Messages of one tensor that a channel has room for, so that a full pipeline never waits for it."""
-        return 2 * self.num_stages
+        return max(2 * self.num_stages, self.filling)
 
     @property
     def exists(self) -> Exists:
         return always if self.minibatches is None else range(self.minibatches).__contains__
+
+
+def filling(replicas: Sequence[int], depth: Sequence[int] | None, ranks: int) -> int:
+    """Minibatches that fill a pipeline: one for each rank or, where its depth is chosen, as many as that lets in."""
+    return max(ranks, *((ahead + 1) * count for ahead, count in zip(depth or (), replicas, strict=False)), 1)
 
 
 def shortened(schedule: Schedule, minibatches: int) -> Schedule:

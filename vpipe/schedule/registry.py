@@ -32,8 +32,9 @@ def build(
     chunks: int | None = None,
     replicas: Sequence[int] | None = None,
     update_interval: int | None = None,
+    depth: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule `name` over `stages` pipeline positions: see `ScheduleKind.build`."""
     return kind_of(name).build(
-        stages, minibatches, chunks=chunks, replicas=replicas, update_interval=update_interval
+        stages, minibatches, chunks=chunks, replicas=replicas, update_interval=update_interval, depth=depth
     )

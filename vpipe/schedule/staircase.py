@@ -5,10 +5,14 @@
     stage 2         F0 F1 B0 F2 B1 ...             depth 1
     stage 3            F0 B0 F1 B1 ...             depth 0
 
+These depths keep all ranks busy if messages take no time. More (6, 4, 2, 0) hide the time of messages, for more
+memory and, in asynchronous schedules, more versions of the weights.
+
 GPipe is the staircase of endless depth. ZB-H1 is the one whose backwards are split: the input gradient leaves
 before the weight gradient is made, and stage s is s weight gradients behind, which fill its share of the last
-bubble; so every stage holds as much as the first, and no stage more than 1F1B's first. PipeDream and 2BW are the
-ones that update before the end.
+bubble; so every stage holds as much as the first, and no stage more than 1F1B's first. With twice the depth (6, 4, 2,
+0) stage s is 2 s weight gradients behind: that is ZB-2p, which has no bubble at all. PipeDream and 2BW are the ones
+that update before the end.
 """
 
 from __future__ import annotations
@@ -33,9 +37,17 @@ def depths(replicas: Sequence[int]) -> list[int]:
 
 
 def staircase(
-    placement: Placement, depth: Sequence[int] | None, split: bool, interval: int, rank: int, exists: Exists
+    placement: Placement,
+    depth: Sequence[int] | None,
+    behind: Sequence[int] | None,
+    interval: int,
+    rank: int,
+    exists: Exists,
 ) -> Iterator[Action]:
-    """One rank's program; `depth` None is endless, `interval` the number of minibatches of an update."""
+    """One rank's program; `depth` None is endless, `interval` the number of minibatches of an update.
+
+    `behind`: how many weight gradients each stage is late; None: backwards are not split.
+    """
     F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741 (members are slow to look up)
     make = partial(tuple.__new__, Action)  # as Action(...) does, without its detour
     stage, replica = stage_of(placement, rank)
@@ -43,6 +55,7 @@ def staircase(
     forward = backward = replica
     group_end = (backward // interval + 1) * interval
     ahead = None if depth is None else replica + depth[stage] * count
+    most_late = None if behind is None else behind[stage]
     late: deque[int] = deque()  # minibatches whose weight gradients are still to be made
     more = True
     while more or backward < forward:
@@ -53,10 +66,10 @@ def staircase(
                 continue
         if backward >= forward:
             break
-        if split:
+        if most_late is not None:
             yield make((stage, I, backward))
             late.append(backward)
-            if len(late) > stage:
+            if len(late) > most_late:
                 yield make((stage, W, late.popleft()))
         else:
             yield make((stage, B, backward))
@@ -94,8 +107,17 @@ def last_existing(minibatch: int, exists: Exists) -> int:
 
 def make(ahead: bool, split: bool, shape: PipelineShape) -> Schedule:
     """`ahead`: whether a stage runs only as many minibatches ahead as keep the ranks behind it busy."""
-    depth = depths(shape.replicas) if ahead else None
-    return shape.schedule(partial(staircase, shape.placement, depth, split, shape.update_interval))
+    usual = tuple(depths(shape.replicas))
+    depth = shape.depth or usual
+    behind = weight_gradients_behind(usual, depth) if split else None
+    order = partial(staircase, shape.placement, depth if ahead else None, behind, shape.update_interval)
+    return shape._replace(depth=None if depth == usual else depth).schedule(order)
+
+
+def weight_gradients_behind(usual: Sequence[int], depth: Sequence[int]) -> list[int]:
+    """As many more than on the first stage as its depth is less: stage s is s behind with the usual depths."""
+    more = [chosen - own for chosen, own in zip(depth, usual, strict=True)]
+    return [max(0, stage + more[0] - own) for stage, own in enumerate(more)]
 
 
 def all_held(ranks: int, behind: int, replicas: int, minibatches: int, interval: int) -> PlaceHolding:
@@ -117,14 +139,14 @@ def stale_held(ranks: int, behind: int, replicas: int, minibatches: int, interva
     return PlaceHolding(in_flight, versions, lag=1 + -(-(ranks - 1) // interval))
 
 
-def two_versions(replicas: Sequence[int], wanted: int | None) -> int:
+def two_versions(replicas: Sequence[int], depth: Sequence[int] | None, wanted: int | None) -> int:
     """The interval of 2BW: two versions are enough if all that was in flight at an update is done at the next one."""
-    ahead = (count * depth for count, depth in zip(replicas, depths(replicas), strict=True))
+    ahead = (count * own for count, own in zip(replicas, depth or depths(replicas), strict=True))
     smallest = max(*replicas, *ahead)
     if wanted is not None and wanted < smallest:
         raise ScheduleError(
             f"update_interval {wanted} is too short for two versions of the weights: "
-            f"with these stages schedule '2bw' needs at least {smallest}"
+            f"with {'these stages' if depth is None else 'this depth'} schedule '2bw' needs at least {smallest}"
         )
     return wanted or max(len(replicas), smallest)
 
@@ -132,8 +154,8 @@ def two_versions(replicas: Sequence[int], wanted: int | None) -> int:
 GPIPE = ScheduleKind(
     "gpipe", synchronous=True, make=partial(make, False, False), replicas="any", holding=all_held
 )
-ONE_F_ONE_B = replace(GPIPE, name="1f1b", make=partial(make, True, False), holding=depth_held)
-ZB_H1 = replace(GPIPE, name="zb-h1", make=partial(make, True, True), holding=None)
+ONE_F_ONE_B = replace(GPIPE, name="1f1b", make=partial(make, True, False), any_depth=True, holding=depth_held)
+ZB_H1 = replace(ONE_F_ONE_B, name="zb-h1", make=partial(make, True, True), holding=None)
 VPIPE = replace(ONE_F_ONE_B, name="vpipe", synchronous=False, holding=stale_held)
 PIPEDREAM = replace(VPIPE, name="pipedream")
 TWO_BW = replace(VPIPE, name="2bw", interval=two_versions)

@@ -1,7 +1,7 @@
 """The steady part of an asynchronous run: what is left without filling and draining.
 
 It is taken on the rank with the most work for a minibatch, between the starts of two of its backwards: the first
-after as many minibatches as the pipeline has ranks, the last as many before the end. Between them lie equally many
+after as many minibatches as fill the pipeline, the last as many before the end. Between them lie equally many
 forwards, backwards and updates, so the rate can never seem higher than that rank's work allows; and since no rank
 can run away from the others for long, its rate is the pipeline's.
 
@@ -26,7 +26,7 @@ class SteadyPart:
         self.stage = schedule.stages_of(self.rank)[0]
         self.total = schedule.minibatches or 0
         self.exists = schedule.lazy and not schedule.synchronous
-        self.margin = schedule.num_ranks
+        self.margin = schedule.filling
         self.period = lcm(schedule.update_interval, *(len(ranks) for ranks in schedule.placement))
         self.starts: dict[int, float] = {}
 
@@ -46,9 +46,9 @@ class SteadyPart:
         return (self.starts[last] - self.starts[first]) / (last - first) if last > first else None
 
 
-def enough_minibatches(ranks: int, update_interval: int) -> int:
-    """So many that there is a steady part between filling and draining."""
-    return 6 * ranks + 4 * update_interval
+def enough_minibatches(filling: int, update_interval: int) -> int:
+    """So many that there is a steady part between filling, which takes so many, and draining."""
+    return 6 * filling + 4 * update_interval
 
 
 def steady_bubble(schedule: Schedule) -> float | None:
@@ -58,7 +58,7 @@ def steady_bubble(schedule: Schedule) -> float | None:
     """
     if schedule.synchronous or not schedule.lazy:
         return None
-    minibatches = enough_minibatches(schedule.num_ranks, schedule.update_interval)
+    minibatches = enough_minibatches(schedule.filling, schedule.update_interval)
     longer = replace(schedule, minibatches=minibatches)
     busy = [0.0] * schedule.num_ranks
     events = list(walk(longer))

@@ -10,7 +10,7 @@ from vpipe.cost import Plan, Profile
 from vpipe.errors import PartitionError, ScheduleError, VPipeError
 from vpipe.schedule import Action, Op, Schedule, kind_of, lower
 from vpipe.schedule.facts import finite
-from vpipe.schedule.program import Exists, Order
+from vpipe.schedule.program import Exists, Order, filling
 from vpipe.schedule.steady import enough_minibatches
 
 MESSAGES = frozenset({Op.SEND_F, Op.RECV_F, Op.SEND_B, Op.RECV_B})
@@ -75,12 +75,16 @@ def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
         )
     positions = stages // chunks
     replicas = plan.replicas if any(count > 1 for count in plan.replicas) else None
-    ranks = sum(replicas or (1,) * positions)
+    counts = replicas or (1,) * positions
     interval = plan.update_interval if own and not kind.synchronous else None
+    depth = plan.depth or None if own else None
+    filled = filling(counts, depth, sum(counts))
     minibatches = (
-        minibatches or kind.default_minibatches(positions) or enough_minibatches(ranks, interval or ranks)
+        minibatches or kind.default_minibatches(positions) or enough_minibatches(filled, interval or filled)
     )
-    made = kind.build(positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval)
+    made = kind.build(
+        positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval, depth=depth
+    )
     return finite(made)
 
 

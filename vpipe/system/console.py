@@ -31,6 +31,10 @@ def announce(text: str) -> None:
     print(printable(f"{text} ..."), file=sys.stderr, flush=True)
 
 
+def warn(text: str) -> None:
+    print(printable(f"warning: {text}"), file=sys.stderr, flush=True)
+
+
 def show(table: Table) -> None:
     # Names are long; a file or a pipe has no width that they must fit into.
     console = PlainConsole(width=None if Console().is_terminal else 200)

@@ -36,7 +36,7 @@ METHOD = 5
 
 def write_run_plan(config: RunConfig, path: Path) -> None:
     """Plan the run and write the plan, with the profile that it is made from beside it."""
-    for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks"):
+    for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth"):
         if getattr(config, key) is not None:
             raise ConfigError(
                 f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
