@@ -46,6 +46,7 @@ class RunRecord:
             hang_limit=HANG_LIMIT,
             prometheus_port=0,
             shows_progress=False,
+            phases=pipe.phases,
         )
         if pipe.rank == 0:
             self._describe(given, samples)
@@ -55,6 +56,8 @@ class RunRecord:
         """A pass over some batches begins; returns what ends it."""
         pipe, epoch = self._pipe, self._passes
         self._passes += 1
+        if epoch == 0:
+            pipe.phases.begin("first update")
         more = -(-len(batches) // pipe.schedule.update_interval) if isinstance(batches, Sized) else 0
         self.recorder.expect(pipe.updates + more if more else 0)
 

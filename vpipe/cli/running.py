@@ -11,6 +11,7 @@ from vpipe.cli.options import AsJson, Config, Settings, read_run, warn_of_links
 from vpipe.errors import printable
 from vpipe.system.best_effort import survive_lost_output
 from vpipe.system.console import announce
+from vpipe.system.start import collector_off
 
 app = typer.Typer()
 
@@ -33,6 +34,9 @@ def train(
         int, typer.Option(min=0, help="Restarts from the newest checkpoint after a fault.")
     ] = 0,
     print_config: Annotated[bool, typer.Option(help="Print every key with its value and exit.")] = False,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", help="Show how long each phase took until the first update.")
+    ] = False,
 ) -> None:
     """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
@@ -41,9 +45,10 @@ def train(
     from vpipe.train.run import run
 
     def work() -> None:
-        from vpipe.train.rank import train_rank  # with torch: for a rank, not for the launcher
+        with collector_off(keep=True):
+            from vpipe.train.rank import train_rank  # with torch: for a rank, not for the launcher
 
-        train_rank(chosen, resume, scenes)
+        train_rank(chosen, resume, scenes, verbose=verbose)
 
     chosen = read_run(config, settings)
 
@@ -54,6 +59,7 @@ def train(
     scenes = read_scenes(debug or ())
     arguments = ["train", *rank_arguments(config, settings or ())]
     arguments += [part for scene in scenes for part in ("--debug", scene)]
+    arguments += ["--verbose"] if verbose else []
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
     run(chosen, arguments, work, max_restarts=max_restarts)

@@ -31,6 +31,7 @@ from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
 from vpipe.graph.outputs import ModelOutput, OutputForm
 from vpipe.graph.trace import Trace
+from vpipe.system.start import collector_off
 
 _LOG = logging.getLogger(__name__)
 """At DEBUG it has torch's own traceback of a capture that fails; the error that users see is one line."""
@@ -51,7 +52,7 @@ def capture(
     layout = BatchLayout(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)
     fields = {name: entries[name] for name in layout.tensors}
-    with _training(model):
+    with _training(model), collector_off():
         trace = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
     check = FieldCheck(layout, fields, trace)
     prune(trace)

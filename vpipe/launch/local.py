@@ -7,6 +7,7 @@ be killed with it. No child outlives the launcher, however it ends.
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import signal
@@ -30,6 +31,7 @@ from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.environment import COMPILE_THREADS, LISTENER, MOST_COMPILE_THREADS, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.host_memory import usable_cores
+from vpipe.system.start import VARIABLE as PHASES
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
@@ -179,6 +181,8 @@ def _open_log(path: Path, effort: BestEffort) -> int:
 
 
 def _environment(ranks: Ranks, port: int) -> dict[str, str]:
+    if ranks.phases is not None:
+        ranks.phases.end()
     share = max(1, usable_cores() // ranks.count)
     return {
         "OMP_NUM_THREADS": str(share),
@@ -191,6 +195,7 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
         SECRET: secrets.token_hex(32),
         LAUNCHED: str(ranks.folder.absolute()),
         LAUNCHER: str(os.getpid()),
+        PHASES: json.dumps(ranks.phases.seconds if ranks.phases else {}),
     }
 
 

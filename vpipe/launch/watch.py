@@ -22,6 +22,7 @@ from vpipe.launch.rank import ASKED, INTERVAL, PEER_FAILED
 from vpipe.record.whereabouts import Page
 from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.files import json_text, read_tail
+from vpipe.system.start import Phases
 
 IDLE = 0.05
 """Share of a processor below which a process without heartbeats is not at work."""
@@ -52,6 +53,8 @@ class Ranks:
     patience: float = 600.0
     gpus: Sequence[int] | None = None
     """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
+    phases: Phases | None = None
+    """What has gone before, for the ranks' own account of their start."""
 
     def log(self, rank: int) -> Path:
         return self.folder / f"output.log.{rank}"

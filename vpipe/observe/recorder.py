@@ -20,7 +20,9 @@ from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
 from vpipe.record.status import TIMES, read_statuses, stage_lines
 from vpipe.record.thinning import Curve, is_written
+from vpipe.stage.compiled import compile_seconds
 from vpipe.system.best_effort import BestEffort, LogFile
+from vpipe.system.start import Phases, phase_table
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
@@ -49,9 +51,11 @@ class Recorder:
         shows_progress: bool = True,
         projects: Mapping[str, str | None] | None = None,
         keys: Mapping[str, str] | None = None,
+        phases: Phases | None = None,
+        verbose: bool = False,
     ) -> None:
         """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any;
-        `projects` of trackers, which get the run's `keys`."""
+        `projects` of trackers, which get the run's `keys`; `phases` of the start, which are shown if `verbose`."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
@@ -68,6 +72,7 @@ class Recorder:
         self._recent: deque[float] = deque(maxlen=print_frequency)
         self._metrics_found: dict[str, float] = {}  # of the latest evaluation
         self._shows_progress = shows_progress
+        self._phases, self._verbose = phases or Phases("first update"), verbose
         self._meter = Meter(pipe)
         self._detailed = self._meter.total()
         self._warm = pipe.updates + pipe.layout.schedule.lag + 1  # until then the pipeline fills up
@@ -100,6 +105,8 @@ class Recorder:
 
     def update(self, update: int, loss: float, epoch: int) -> None:
         """An update's loss has arrived."""
+        if self._phases.running:
+            self._end_start()
         self.losses.add((update, loss))
         self._last_losses.append(loss)
         self._recent.append(loss)
@@ -123,6 +130,16 @@ class Recorder:
         self._progress.update(done, loss, figures, line)
         if self._verbose_frequency and self._is_due(done, self._verbose_frequency):
             self._log_details(done)
+
+    def _end_start(self) -> None:
+        """The first update is made."""
+        self._phases.end()
+        if spent := compile_seconds():
+            self._phases.move("compile", spent)
+        table = phase_table(self._phases.seconds)
+        self.log.line(f"the start, on this rank:\n{table}")
+        if self._verbose:
+            self.show(table)
 
     def pause(self) -> None:
         """Something else than training follows, until the next update."""
@@ -168,6 +185,7 @@ class Recorder:
             "losses": list(self.losses),
             "evaluations": list(self.evaluations),
             "metrics": self._metrics_found,
+            "phases": {name: round(seconds, 3) for name, seconds in self._phases.seconds.items()},
             "schedule": self._pipe.schedule.name,
             "partition": list(layout.partition),
             "blocks": [[layout.graph.blocks[b].name for b in stage.blocks] for stage in layout.stage_graphs],

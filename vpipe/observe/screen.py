@@ -92,6 +92,9 @@ def summary_table(summary: dict[str, Any]) -> Table:
         "communication": f"{sending:.1%} sending",
         "bubble": f"{waiting:.1%} waiting for messages, {between:.1%} between actions",
     }
+    if phases := summary.get("phases"):
+        parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= 0.05)
+        rows["start"] = f"{sum(phases.values()):.1f} s to the first update: {parts}"
     rows |= {
         f"peak memory, stage {stage}": show_bytes(peak) for stage, peak in enumerate(summary["peak_memory"])
     }

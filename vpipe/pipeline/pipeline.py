@@ -24,6 +24,7 @@ from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
+from vpipe.system.start import Phases
 from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory
 
 T = TypeVar("T")
@@ -152,13 +153,16 @@ class Pipeline:
             nonfinite_limit=nonfinite_limit,
             seed=seed,
         )
+        self.phases = Phases("rendezvous")
         self.world = world or ProcessWorld(channel, timeout)
         self.rank = self.world.rank
         self.device = self._take_device(device)
         faults.point("init")
+        self.phases.begin("capture")
         self.layout = self._in_turn(
             "layout", lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options)
         )
+        self.phases.begin("build")
         agree_on_run(self.world, self.layout, model, training_options)
         differ = weights_differ(self.world, model, initial_weights)
         if self.rank == 0:
@@ -176,6 +180,7 @@ class Pipeline:
             if differ:
                 self._whole.take_from_first(model, seed)
                 self._loop.wait_for_all()
+            self.phases.end()
             self._opened(Given(model, example_batch, loss_fn, loss_weight, layout_options, training_options))
         except BaseException:
             self.close()

@@ -119,6 +119,15 @@ def _extract(function: fx.GraphModule, nodes: Sequence[fx.Node]) -> _Region:
     return _Region(made, inputs, outputs, "\n".join([*codes, *(str(node.meta[SPEC]) for node in inputs)]))
 
 
+def compile_seconds() -> float:
+    """The time that torch.compile has taken in this process so far."""
+    if not _compiled:
+        return 0.0
+    from torch._dynamo.utils import compilation_time_metrics
+
+    return sum(compilation_time_metrics.get("_compile.compile_inner", ()))
+
+
 def check_compiler(backend: str, device: torch.device) -> None:
     """Raise if inductor lacks what it calls: a folder of its own, a C++ compiler for CPUs, Triton for GPUs."""
     if backend != "inductor":

@@ -20,6 +20,7 @@ from vpipe.schedule import Schedule, kind_of
 from vpipe.system.console import announce
 from vpipe.system.files import is_file, is_folder, read_text
 from vpipe.system.ownership import is_ours
+from vpipe.system.start import Phases
 from vpipe.system.units import read_bytes
 
 if TYPE_CHECKING:
@@ -34,17 +35,21 @@ METHOD = 5
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 
 
-def write_run_plan(config: RunConfig, path: Path) -> None:
+def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) -> None:
     """Plan the run and write the plan, with the profile that it is made from beside it."""
+    phases = phases or Phases("launch")
     for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth"):
         if getattr(config, key) is not None:
             raise ConfigError(
                 f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
                 "leave one of the two out"
             )
+    phases.begin("profile")
+    profile = cached_profile(config)
+    phases.begin("plan")
     write_plan(plan_run(config).to_plan(), path)
     # The report makes its predictions from it.
-    write_profile(cached_profile(config), path.with_name("profile.json"))
+    write_profile(profile, path.with_name("profile.json"))
 
 
 def plan_run(

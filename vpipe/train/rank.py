@@ -16,19 +16,23 @@ from vpipe.observe.results import write_results
 from vpipe.observe.screen import summary_table
 from vpipe.system.console import show
 from vpipe.system.files import json_text
+from vpipe.system.start import collector_off
 from vpipe.train.export import export_run, write_sentence
 from vpipe.train.signals import ignore_save_signal
 from vpipe.train.trainer import Trainer
 
 
-def train_rank(config: RunConfig, resume: str | None, debug: Sequence[str] = ()) -> None:
+def train_rank(
+    config: RunConfig, resume: str | None, debug: Sequence[str] = (), *, verbose: bool = False
+) -> None:
     """This rank's part of a training run; rank 0 prints the result."""
     ignore_save_signal()
     start_heartbeat()
-    trainer = Trainer(config, announce=_say)
+    with collector_off(keep=True):
+        trainer = Trainer(config, announce=_say)
     stopped: Stopped | None = None
     try:
-        summary = trainer.train(resume, debug, take_signals=hold_signals)
+        summary = trainer.train(resume, debug, take_signals=hold_signals, verbose=verbose)
     except Stopped as asked:
         stopped, summary = asked, asked.summary
     finally:

@@ -26,6 +26,7 @@ from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists, is_folder
 from vpipe.system.host_memory import total_memory
+from vpipe.system.start import Phases, process_began
 from vpipe.system.units import show_bytes
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def run(
     A process that torchrun or the launcher has started is a rank and works; any other starts the ranks.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        launch(config, arguments, max_restarts=max_restarts)
+        launch(config, arguments, max_restarts=max_restarts, began=process_began())
         return
     if LAUNCHED in os.environ or TORCHRUN in os.environ:
         end_with_launcher()
@@ -51,9 +52,18 @@ def run(
 
 
 def launch(
-    config: RunConfig, arguments: Sequence[str], *, quiet: bool = False, max_restarts: int = 0
+    config: RunConfig,
+    arguments: Sequence[str],
+    *,
+    quiet: bool = False,
+    max_restarts: int = 0,
+    began: float | None = None,
 ) -> Path:
-    """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are."""
+    """Start the ranks of a run and wait for them to end; its folder, where its logs and figures are.
+
+    `began` is when the command did, by the monotonic clock; default: now.
+    """
+    phases = Phases("launch", began)
     read_faults(os.environ.get(VARIABLE, ""))
     _check_hosts(config)
     _check_memory(config)
@@ -71,7 +81,8 @@ def launch(
         from vpipe.train.planning import write_run_plan
 
         plan = folder.absolute() / "plan.json"
-        write_run_plan(config, plan)
+        write_run_plan(config, plan, phases)
+        phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
     if config.code:  # the ranks may start in another directory
         arguments = [
@@ -91,6 +102,7 @@ def launch(
         heartbeat_limit=config.heartbeat_limit,
         patience=config.timeout,
         gpus=gpus_of(config),
+        phases=phases,
     )
     try:
         _run(ranks, max_restarts)

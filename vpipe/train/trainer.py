@@ -29,6 +29,7 @@ from vpipe.runtime import count_labels
 from vpipe.system.device import limit_memory, make_deterministic
 from vpipe.system.environment import DEVICE
 from vpipe.system.faults import ATTEMPT
+from vpipe.system.start import Phases, launchers_phases, process_began
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import describe, write_description
@@ -51,6 +52,7 @@ class Trainer:
         announce: Callable[[str], None] | None = None,
     ) -> None:
         """`announce` is called, on rank 0, with what begins and takes its time."""
+        self.phases = Phases("import", process_began(), launchers_phases())
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
         if config.deterministic:
             make_deterministic()
@@ -62,6 +64,7 @@ class Trainer:
             )
         self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
         self.place.say("the rendezvous")
+        self.phases.begin("rendezvous")
         watched = LAUNCHED in os.environ
         self.world = world or ProcessWorld(
             "nccl" if config.distributed_backend == "nccl" else "auto",
@@ -85,6 +88,7 @@ class Trainer:
         self.folder = self._agree_on_folder()
         say = announce if announce is not None and self.rank == 0 else _ignore
         say("building the model and reading the data")
+        self.phases.begin("build")
         self.model = agree(self.world, "model", lambda: configured_model(config, "meta"))
         self.place.say("the reading of the data")
         self.data = agree(self.world, "data", self._read_data)
@@ -94,7 +98,9 @@ class Trainer:
         self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
         say("capturing the model and cutting it into stages")
+        self.phases.end()
         self.pipe = self._build_pipeline()
+        self.phases.include(self.pipe.phases.seconds)
         try:
             check_plan(config, self.pipe.layout.graph.plan_fingerprint)
         except ConfigError:
@@ -126,13 +132,15 @@ class Trainer:
         resume: str | None = None,
         debug: Sequence[str] = (),
         take_signals: Callable[[], None] | None = None,
+        *,
+        verbose: bool = False,
     ) -> dict[str, Any]:
         """Train to the end and return the summary of the run; raises `Stopped` if it was requested to end before.
 
-        `debug` names what is logged of each action. The signal handlers of before are restored afterwards, unless
-        training fails and `take_signals` sets others.
+        `debug` names what is logged of each action; with `verbose` the phases of the start are shown. The signal
+        handlers of before are restored afterwards, unless training fails and `take_signals` sets others.
         """
-        pipe, recorder = self.pipe, self._begin(resume, debug)
+        pipe, recorder = self.pipe, self._begin(resume, debug, verbose)
         signals = Signals(pipe, recorder.say)
         pipe.on_warning(recorder.say)
         try:
@@ -173,10 +181,11 @@ class Trainer:
         """Whether training was requested to end before its last update."""
         return self.pipe.stop_requested and self.pipe.updates < self.position.updates
 
-    def _begin(self, resume: str | None, debug: Sequence[str]) -> Recorder:
+    def _begin(self, resume: str | None, debug: Sequence[str], verbose: bool) -> Recorder:
         """Restore what was saved, and say what begins."""
         pipe, config = self.pipe, self.config
         notes: list[str] = []
+        self.phases.begin("restore")
         restored = self.restore(resume, notes.append)
         if pipe.updates >= self.position.updates and not int(os.environ.get(ATTEMPT, "0")):
             raise VPipeError(
@@ -195,6 +204,8 @@ class Trainer:
             hang_limit=config.hang_limit,
             prometheus_port=config.prometheus_port,
             projects={"wandb": config.wandb, "mlflow": config.mlflow},
+            phases=self.phases,
+            verbose=verbose,
             keys={
                 key: str(value) for key, value in config.model_dump(mode="json", exclude_none=True).items()
             },
@@ -209,6 +220,7 @@ class Trainer:
         for line in (described, *notes, restored):
             if line is not None:
                 recorder.say(line)
+        self.phases.begin("first update")
         if debug:
             attach(pipe, debug, recorder.log.line, recorder.show)
         return recorder
