@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Any
 from vpipe.errors import VPipeError
 
 if TYPE_CHECKING:
-    from vpipe.api import Loader
+    from vpipe.api import Loader, Run
     from vpipe.api import UserPipeline as Pipeline
     from vpipe.graph import capture
+    from vpipe.pipeline.threads import run_ranks
     from vpipe.plan import plan
     from vpipe.profile import profile
     from vpipe.schedule import Schedule
@@ -19,12 +20,14 @@ __version__ = "0.1.0"
 __all__ = [
     "Loader",
     "Pipeline",
+    "Run",
     "Schedule",
     "VPipeError",
     "capture",
     "optimizer_groups",
     "plan",
     "profile",
+    "run_ranks",
     "simulate",
     "verify",
 ]
@@ -34,9 +37,11 @@ __all__ = [
 _HOMES = {
     "Loader": "vpipe.api:Loader",
     "Pipeline": "vpipe.api:UserPipeline",
+    "Run": "vpipe.api:Run",
     "Schedule": "vpipe.schedule:Schedule",
     "capture": "vpipe.graph:capture",
     "optimizer_groups": "vpipe.weights:optimizer_groups",
+    "run_ranks": "vpipe.pipeline.threads:run_ranks",
     **{name: f"vpipe.{name}" for name in ("plan", "profile", "simulate", "verify")},
 }
 

@@ -17,10 +17,24 @@ def run_ranks(
     *,
     hub: InProcessHub | None = None,
 ) -> list[T]:
-    """What `work` returns on each rank; the first failure ends all of them and is raised.
+    """Run `work(world)` on so many ranks that are threads of this process, for notebooks, tests and lessons.
 
-    `timeout` is the longest that one rank waits for another; a rank that computes may take longer. `hub` is what
-    joins the ranks, if not the usual one.
+        def work(world):
+            with vpipe.Pipeline(model, batch, optimizer=optimizer, world=world) as pipe:
+                return [loss for _, loss in pipe.train(batches)]
+
+        losses = vpipe.run_ranks(2, work)[0]
+
+    Build model and batches before: threads share torch's random numbers. The first rank that fails ends all of them.
+
+    Args:
+        size: The number of ranks.
+        work: A function that is called on each rank, with the `world` that its `Pipeline` is given.
+        timeout: The most seconds that one rank waits for another; a rank that computes may take longer.
+        hub: What joins the ranks, if not the usual one; for tests.
+
+    Returns:
+        What `work` has returned on each rank, in the order of ranks.
     """
     hub = hub or InProcessHub(size, timeout)
     results: dict[int, T] = {}
@@ -34,14 +48,18 @@ def run_ranks(
             hub.abort(f"rank {rank} failed: {error}")
 
     threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        while thread.is_alive() and not failures:
-            thread.join(0.2)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            while thread.is_alive() and not failures:
+                thread.join(0.2)
+    except KeyboardInterrupt as error:  # a notebook goes on after it: no rank may
+        hub.abort("stopped by you")
+        failures.insert(0, error)
     if failures:
-        for thread in threads:  # they were notified, and must end before the caller continues
-            thread.join(60.0)
+        for thread in filter(threading.Thread.is_alive, threads):
+            thread.join(60.0)  # they were notified, and must end before the caller continues
             if thread.is_alive():
                 raise PeerError("a rank that runs as a thread does not end though another one failed")
         # A rank that closes its channels on the way out may be heard of before its own failure is.

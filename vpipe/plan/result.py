@@ -75,6 +75,17 @@ class PlanResult:
     def synchronous(self) -> bool:
         return self.kind.synchronous
 
+    def _repr_html_(self) -> str:
+        """Its picture and its table, for notebooks."""
+        from vpipe.plan.picture import draw_plan
+        from vpipe.plan.report import plan_table
+        from vpipe.schedule.picture import image
+        from vpipe.system.html import html_table
+
+        table = plan_table(self)
+        table.title = None  # the picture has it
+        return image(draw_plan(self), f"plan for {self.ranks} ranks") + html_table(table)
+
     def to_plan(self) -> Plan:
         """What is written to a file; the prediction's lists are by pipeline position."""
         return Plan(

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from base64 import b64encode
+from collections.abc import Iterable, Iterator
 from html import escape
 from itertools import takewhile
 
@@ -37,19 +38,33 @@ def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
     width = LEFT + end * UNIT + 20
     height = TOP + schedule.num_ranks * (ROW + GAP) + BOTTOM
     shown = f"{schedule.name}: {schedule.num_stages} stages, {schedule.minibatches} minibatches"
-    title = escape(printable(f"{shown}; {show_bubble(schedule)}"))
-    body = [
+    body = list(lanes(schedule, end))
+    for event in events:
+        body += box(schedule, event)
+    body += legend({event.action.op for event in events}, height - 16)
+    return sheet(width, height, f"{shown}; {show_bubble(schedule)}", body)
+
+
+def sheet(width: float, height: float, title: str, body: Iterable[str]) -> str:
+    """A picture of this size with a title and what else is drawn, in the colours of all pictures."""
+    title = escape(printable(title))
+    lines = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:g} {height:g}" width="{width:g}" '
         f'height="{height:g}" role="img" aria-label="{title}">',
         f"<style>{css('svg')}{STYLE}</style>",
         f'<rect width="{width:g}" height="{height:g}" fill="var(--card)"/>',
         f'<text class="title" x="16" y="24">{title}</text>',
-        *lanes(schedule, end),
+        *body,
+        "</svg>",
     ]
-    for event in events:
-        body += box(schedule, event)
-    body += [*legend({event.action.op for event in events}, height - 16), "</svg>"]
-    return "\n".join(body) + "\n"
+    return "\n".join(lines) + "\n"
+
+
+def image(svg: str, alt: str) -> str:
+    """A picture as HTML for notebooks: an image of its own, so that its styles do not reach the rest of the page."""
+    data = b64encode(svg.encode()).decode()
+    text = escape(printable(alt))
+    return f'<img alt="{text}" style="max-width: 100%" src="data:image/svg+xml;base64,{data}">\n'
 
 
 def lanes(schedule: Schedule, end: float) -> Iterator[str]:

@@ -42,6 +42,13 @@ class Schedule:
     """Of each stage, the forwards that a rank runs before its first pair of F and B; None: what the schedule has by
     itself."""
 
+    def _repr_html_(self) -> str:
+        """Its picture, for notebooks; of an endless schedule the beginning."""
+        from vpipe.schedule.facts import sample
+        from vpipe.schedule.picture import draw_svg, image
+
+        return image(draw_svg(sample(self)), f"schedule {self.name}")
+
     @property
     def num_stages(self) -> int:
         return len(self.placement)

@@ -97,7 +97,7 @@ def run_data(folder: Path, name: str) -> dict[str, Any]:
         "blocks": summary.get("blocks") or plan.get("blocks") or [],
         "config": read_keys(folder / "config.yml"),
         "resumed": [[before.resolve().name, updates] for before, updates in earlier_runs(folder)],
-        **_curves(folder, summary),
+        **curves(folder, summary),
         "timeline": timeline(ranks),
         "predicted": predicted(folder, ranks),
         "memory": memory_lines(ranks),
@@ -147,15 +147,15 @@ def _cut(value: str) -> str:
     return value if len(value) <= LONGEST_VALUE else f"{value[:LONGEST_VALUE]}…"
 
 
-def _curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
+def curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
     """Loss, evaluations and speed; those of a resumed run begin with those of the runs that it goes on from."""
-    curves = _own_curves(folder, summary)
+    found = _own_curves(folder, summary)
     for before, updates in earlier_runs(folder):
         for name, points in _own_curves(before, read_object(before / "summary.json")).items():
-            first = curves[name][0][0] if curves[name] else math.inf
+            first = found[name][0][0] if found[name] else math.inf
             kept = [p for p in points if isinstance(p[0], int | float) and p[0] <= updates and p[0] < first]
-            curves[name] = kept + curves[name]
-    return {name: thinned(points) for name, points in curves.items()}
+            found[name] = kept + found[name]
+    return {name: thinned(points) for name, points in found.items()}
 
 
 def _own_curves(folder: Path, summary: dict[str, Any]) -> dict[str, list[list[float]]]:
