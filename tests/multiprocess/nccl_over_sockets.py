@@ -17,7 +17,8 @@ from torch import Tensor
 from vpipe.communication import HOST, Channel, ProcessWorld
 from vpipe.communication.nccl import Communicators, NcclChannel, NcclWork, Pair
 from vpipe.communication.peers import connect_peers
-from vpipe.communication.sockets import LOOPBACK, receive_exactly
+from vpipe.communication.sockets import receive_exactly
+from vpipe.system.network import LOOPBACK
 
 JOIN, READY = b"J", b"R"
 

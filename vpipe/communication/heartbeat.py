@@ -21,8 +21,8 @@ from typing import Any
 
 from vpipe.communication.admission import HANDSHAKE_LIMIT
 from vpipe.communication.peers import connect_peers
-from vpipe.communication.sockets import own_address
 from vpipe.errors import PeerError
+from vpipe.system.network import own_address
 
 _BEAT, _GOODBYE, _FAILURE = b".", b",", b"!"
 REASON_WAIT = 1.0

@@ -13,19 +13,8 @@ from contextlib import contextmanager, suppress
 
 from vpipe.system.deadline import Deadline
 
-LOOPBACK = "127.0.0.1"
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _GET_ADDRESS = 0x8915  # SIOCGIFADDR
-
-
-def own_address(towards: tuple[str, int]) -> str:
-    """This host's address on the interface that leads to the rendezvous."""
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        try:
-            probe.connect(towards)
-            return str(probe.getsockname()[0])
-        except OSError:
-            return LOOPBACK
 
 
 @contextmanager

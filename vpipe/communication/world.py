@@ -43,10 +43,11 @@ from vpipe.communication.nccl import (
 from vpipe.communication.peers import connect_peers
 from vpipe.communication.rendezvous.job import Job, join
 from vpipe.communication.shared_memory import SharedMemoryChannel, connect_all
-from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
+from vpipe.communication.sockets import gloo_on
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
 from vpipe.system.device import local_rank
+from vpipe.system.network import LOOPBACK, own_address
 
 T = TypeVar("T")
 

@@ -24,6 +24,7 @@ from types import FrameType
 from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
 from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
+from vpipe.launch.place import PLACED
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
@@ -196,6 +197,7 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
         LAUNCHED: str(ranks.folder.absolute()),
         LAUNCHER: str(os.getpid()),
         PHASES: json.dumps(ranks.phases.seconds if ranks.phases else {}),
+        PLACED: "1",
     }
 
 

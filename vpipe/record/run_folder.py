@@ -6,6 +6,7 @@ keep a bounded part.
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import re
@@ -42,7 +43,6 @@ def make_run_folder(log_directory: Path) -> Path:
     The clock may have been set back since the last run: then the new run has that one's timestamp and the next number,
     so that the newest run is always the one whose name comes last.
     """
-    place = f"log_directory is {str(log_directory)!r}"
     last, used = max(map(_age, _run_folders(log_directory)), default=("", 0))
     stamp = max(time.strftime(STAMP), last)
     for number in count(used + 1 if stamp == last else 1):
@@ -52,13 +52,28 @@ def make_run_folder(log_directory: Path) -> Path:
         except FileExistsError:
             if is_folder(log_directory):
                 continue
-            raise ConfigError(f"{place}: it is not a directory") from None
+            raise ConfigError(f"log_directory is {str(log_directory)!r}: it is not a directory") from None
         except OSError as error:
-            raise ConfigError(
-                f"{place}: no folder can be made there ({error.strerror}): give a directory that you may write to"
-            ) from None
+            raise _not_writable(log_directory, error.strerror) from None
         return folder
     raise AssertionError("the numbers have no end")
+
+
+def make_log_directory(path: Path) -> None:
+    """Make it if it does not exist; raise if no run can have a folder there."""
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise _not_writable(path, error.strerror) from None
+    if not os.access(path, os.W_OK | os.X_OK):
+        raise _not_writable(path, os.strerror(errno.EACCES))
+
+
+def _not_writable(log_directory: Path, reason: str | None) -> ConfigError:
+    return ConfigError(
+        f"log_directory is {str(log_directory)!r}: no folder can be made there ({reason}): give a directory that you "
+        "may write to"
+    )
 
 
 def newest_runs(log_directory: Path) -> list[Path]:

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import os
-import shutil
 import socket
 import sys
 from collections.abc import Callable, Sequence
@@ -12,19 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
-from vpipe.config.code import code_directories
 from vpipe.config.file import AUTO
 from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
 from vpipe.launch.local import Ranks, run_ranks_here
+from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.mps import gpus_of
-from vpipe.launch.rank import LAUNCHED, TORCHRUN, end_with_launcher
+from vpipe.launch.place import enter_place, log_directory, rank_directory, rank_interpreter, with_code
+from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
+from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import write_interrupted_results
 from vpipe.observe.trackers import check_trackers
-from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
+from vpipe.record.run_folder import FAILED, STOPPED
 from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
-from vpipe.system.files import exists, is_folder
+from vpipe.system.files import exists
 from vpipe.system.host_memory import total_memory
 from vpipe.system.start import Phases, process_began
 from vpipe.system.units import show_bytes
@@ -41,14 +41,35 @@ def run(
 ) -> None:
     """Do `work` on every rank of the run; `arguments` are those of the same `vpipe` command for a rank.
 
-    A process that torchrun or the launcher has started is a rank and works; any other starts the ranks.
+    A process that torchrun, srun or the launcher has started is a rank and works; any other starts the ranks.
     """
     if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        launch(config, arguments, max_restarts=max_restarts, began=process_began())
-        return
-    if LAUNCHED in os.environ or TORCHRUN in os.environ:
+        step = this_step()
+        if step is None or step.size == 1 != config.ranks:
+            launch(config, arguments, max_restarts=max_restarts, began=process_began())
+            return
+        _become_rank_of(step, config, arguments, max_restarts)
+    if LAUNCHER in os.environ or TORCHRUN in os.environ:
         end_with_launcher()
-    work()
+    try:
+        enter_place(config, arguments)
+        work()
+    finally:
+        forget_meeting()
+
+
+def _become_rank_of(step: Step, config: RunConfig, arguments: Sequence[str], max_restarts: int) -> None:
+    if max_restarts:
+        raise ConfigError(
+            f"--max-restarts is {max_restarts}: a rank that srun has started cannot start the others again: submit the "
+            "job with `vpipe train --slurm --max-restarts`, or leave it out"
+        )
+    if config.partition == AUTO:
+        raise ConfigError(
+            f"{config.source}: partition is {AUTO!r}, which plans before any rank is started: run `vpipe plan "
+            f"{config.source} -o plan.json` and set partition=plan.json"
+        )
+    join_step(step, config, arguments, log_directory(config))
 
 
 def launch(
@@ -71,10 +92,7 @@ def launch(
     _check_paths(config)
     if config.container is None:  # else it is the image that must have them
         check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
-    directory = None if config.directory is None else config.path(config.directory)
-    if directory is not None and not is_folder(directory):
-        raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
-    folder = make_run_folder((directory or Path()) / config.log_directory)
+    folder = job_folder(log_directory(config), arguments)
     counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
     if config.partition == AUTO:
@@ -84,20 +102,15 @@ def launch(
         write_run_plan(config, plan, phases)
         phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
-    if config.code:  # the ranks may start in another directory
-        arguments = [
-            *arguments,
-            "--set",
-            f"python_path={json.dumps(list(map(str, code_directories(config))))}",
-        ]
+    arguments = with_code(config, arguments)
     ranks = Ranks(
         arguments,
         config.ranks,
         folder,
         stages,
         port=config.port,
-        directory=directory,
-        interpreter=_interpreter(config),
+        directory=rank_directory(config),
+        interpreter=rank_interpreter(config, arguments),
         quiet=quiet,
         heartbeat_limit=config.heartbeat_limit,
         patience=config.timeout,
@@ -121,7 +134,7 @@ def _run(ranks: Ranks, max_restarts: int) -> None:
     log = FailureLog(ranks.folder)
     for attempt in range(max_restarts + 1):
         try:
-            run_ranks_here(ranks, attempt, log)
+            run_ranks_here(ranks, restarts() + attempt, log)
             return
         except RankFailedError as error:
             if attempt == max_restarts:
@@ -174,19 +187,3 @@ def _check_paths(config: RunConfig) -> None:
         written = getattr(config, key)
         if written is not None and not exists(config.path(written)):
             raise ConfigError(f"{config.source}: {key} is {written!r}: there is no {config.path(written)}")
-
-
-def _interpreter(config: RunConfig) -> list[str]:
-    """The command that runs `-m vpipe`: this Python, or the one in the container image."""
-    if config.container is None:
-        return [sys.executable]
-    image = config.path(config.container)
-    tool = shutil.which("apptainer") or shutil.which("singularity")
-    if tool is None:
-        raise ConfigError(
-            f"{config.source}: container is {config.container!r}: neither apptainer nor singularity is installed "
-            "here: install one, or leave the key out"
-        )
-    if not exists(image):
-        raise ConfigError(f"{config.source}: container is {config.container!r}: there is no such image")
-    return [tool, "exec", str(image.absolute()), "python3"]

@@ -17,7 +17,9 @@ from vpipe.config.arguments import build_schedule, check_plan, pipeline_argument
 from vpipe.config.code import load_function
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
-from vpipe.launch.rank import LAUNCHED
+from vpipe.launch.meeting import forget_meeting
+from vpipe.launch.rank import LAUNCHED, LAUNCHER
+from vpipe.launch.slurm import check_machine
 from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
@@ -65,13 +67,14 @@ class Trainer:
         self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
         self.place.say("the rendezvous")
         self.phases.begin("rendezvous")
-        watched = LAUNCHED in os.environ
+        watched = LAUNCHER in os.environ
         self.world = world or ProcessWorld(
             "nccl" if config.distributed_backend == "nccl" else "auto",
             timeout=config.timeout,
             rendezvous_limit=config.rendezvous_limit,
             heartbeat_limit=None if watched else config.heartbeat_limit,
         )
+        forget_meeting()
         if self.world.size != config.ranks:
             raise ConfigError(
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
@@ -350,6 +353,7 @@ def _ignore(text: str) -> None:
 
 def named_gpu(config: RunConfig, rank: int) -> str | None:
     """The GPU that `machines` names for a rank that some other launcher than ours has started."""
+    check_machine(config, rank)
     count = torch.cuda.device_count()
     if config.machines is None or DEVICE in os.environ or not count:
         return None

@@ -22,9 +22,9 @@ import torch.distributed as dist
 
 from vpipe.communication.rendezvous.client import LateError, RendezvousAddress, RendezvousClient
 from vpipe.communication.rendezvous.server import Rendezvous
-from vpipe.communication.sockets import LOOPBACK
 from vpipe.errors import PeerError
 from vpipe.system.environment import LISTENER, SECRET
+from vpipe.system.network import LOOPBACK
 
 
 class RendezvousStore(dist.Store):
