@@ -43,6 +43,9 @@ class TwoHosts:
         """From now on nothing arrives, and no error reports it."""
         _ip("-n", self.names[0], "link", "set", self._cables[0], "down")
 
+    def restore(self) -> None:
+        _ip("-n", self.names[0], "link", "set", self._cables[0], "up")
+
 
 @contextmanager
 def two_hosts() -> Iterator[TwoHosts]:

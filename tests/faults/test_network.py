@@ -28,7 +28,8 @@ def hosts() -> Iterator[TwoHosts]:
 def test_both_sides_name_the_peer_that_they_lost(
     hosts: TwoHosts, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    write_config(tmp_path, 2, max_updates=None, epochs=100_000, print_frequency=1, heartbeat_limit=LIMIT)
+    endless = {"max_updates": None, "epochs": 100_000, "print_frequency": 1}
+    write_config(tmp_path, 2, machines=["first:0", "second:0"], heartbeat_limit=LIMIT, **endless)
     place = {"WORLD_SIZE": "2", "MASTER_ADDR": FIRST, "MASTER_PORT": "29517"}  # a host has all its ports
     for key, value in place.items():
         monkeypatch.setenv(key, value)

@@ -153,7 +153,7 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         ranks = Ranks([], 2, tmp_path, ["stage 0", "stage 1"], heartbeat_limit=10.0, patience=patience)
         for rank in (0, 1):
             ranks.log(rank).touch()
-        children: Any = [SimpleNamespace(pid=rank, poll=lambda: None) for rank in (0, 1)]
+        children: Any = {rank: SimpleNamespace(pid=rank, poll=lambda: None) for rank in (0, 1)}
         found = watch.LauncherWatch(children, page, ranks)
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(page, "beat", lambda rank: now if heartbeats or rank == 0 else 1000.0)
@@ -195,7 +195,7 @@ def test_nobody_is_blamed_when_all_were_suspended(
     ranks = Ranks([], 1, tmp_path, ["stage 0"], heartbeat_limit=10.0, patience=30.0)
     ranks.log(0).touch()
     child: Any = SimpleNamespace(pid=0, poll=lambda: None)
-    found = watch.LauncherWatch([child], page, ranks)
+    found = watch.LauncherWatch({0: child}, page, ranks)
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(page, "beat", lambda rank: beat)
     monkeypatch.setattr(watch, "_look", lambda rank: (state, 0))
@@ -303,7 +303,7 @@ def test_a_helper_that_does_not_end_is_killed(
 def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
     monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
-    with local._handling_signals() as signals:
+    with local.handling_signals() as signals:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
         assert signals.to_end == [signal.SIGINT]

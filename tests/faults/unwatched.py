@@ -100,6 +100,8 @@ def _endless(folder: Path, ranks: int) -> Path:
     write_config(
         folder,
         ranks,
+        machines=None,  # they may be put on two hosts
+        stages=ranks,
         max_updates=None,
         epochs=100_000,
         print_frequency=1,

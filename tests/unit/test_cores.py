@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from vpipe.communication.sockets import gloo_on
-from vpipe.launch.local import _environment
+from vpipe.launch.local import MeetingPlace, _environment
 from vpipe.launch.watch import Ranks
 from vpipe.system import cores
 from vpipe.system.cores import bind_to_gpu, cores_beside, share_compile_threads
@@ -116,7 +116,10 @@ def test_compilers_of_a_host_share_its_cores(
     share_compile_threads(ranks)
     assert os.environ[COMPILE_THREADS] == share
     del os.environ[COMPILE_THREADS]
-    assert _environment(Ranks([], ranks, Path(), []), 1)[COMPILE_THREADS] == share
+    assert (
+        _environment(Ranks([], ranks, Path(), []), MeetingPlace("127.0.0.1", 1, "", None))[COMPILE_THREADS]
+        == share
+    )
 
 
 def test_a_compiler_that_is_imported_already(eight_cores: None, monkeypatch: pytest.MonkeyPatch) -> None:

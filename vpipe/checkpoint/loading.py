@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
+from vpipe.checkpoint.apart import local_copy
 from vpipe.checkpoint.files import read_header, read_tensors
 from vpipe.checkpoint.manifest import Manifest, check_state, read_manifest, verify
 from vpipe.communication import agree, agree_on
@@ -29,7 +30,7 @@ def load(pipe: Pipeline, path: Path, report: Callable[[str], None] = warnings.wa
 
     graph = pipe.layout.graph
 
-    def read_own() -> tuple[Manifest, dict[str, Tensor]]:
+    def read_own(path: Path) -> tuple[Manifest, dict[str, Tensor]]:
         manifest = read_manifest(path)
         check_state(manifest.state, path)
         _check_names(pipe.layout, manifest, path)
@@ -45,12 +46,13 @@ def load(pipe: Pipeline, path: Path, report: Callable[[str], None] = warnings.wa
             tensors |= read
         return manifest, tensors
 
-    manifest, tensors = agree(pipe.world, "checkpoint", read_own)
+    with local_copy(pipe.world, path) as here:
+        manifest, tensors = agree(pipe.world, "checkpoint", lambda: read_own(here))
     agree_on(
         pipe.world,
         "checkpoint",
         [manifest.updates, [entry.sha256 for entry in manifest.files.values()]],
-        "give every rank the same path, in a directory that all of them see",
+        "give every rank the same path",
     )
     state = StageState(tensors, manifest.state["optimizers"])
 

@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from vpipe.checkpoint.apart import ranks_apart
 from vpipe.checkpoint.directory import prune, step_name
 from vpipe.checkpoint.manifest import as_json
 from vpipe.checkpoint.writing import WriteJob, write
@@ -45,8 +46,9 @@ class Saver:
 
     Resuming equals never having stopped, to the bit: under the same layout, and compared with a run that
     was drained at the same updates, because saving drains an asynchronous pipeline (`Pipeline.flush`).
-    All ranks must see the same directory. If one of them cannot write, no checkpoint is made on any rank and
-    those that were there stay untouched: training may go on.
+    The checkpoints are in the directory of rank 0's host; ranks of hosts that do not see it send their files there. If
+    one of them cannot write, no checkpoint is made on any rank and those that were there stay untouched: training may
+    go on.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Saver:
         self._keep = keep
         self._report, self._failed = report, failed
         self._buffers: dict[tuple[int, str], Tensor] = {}  # for snapshots
+        self._apart: frozenset[int] | None = None
         self._thread: threading.Thread | None = None
         self._saved: Path | None = None
         self._error: VPipeError | None = None
@@ -84,8 +87,10 @@ class Saver:
         own_extra, stages, plain = agree(world, "training state", take)
         agree_on(world, "number of updates", pipe.updates, "save at the same update on every rank")
         token = world.all_gather("checkpoint", secrets.token_hex(4))[0]
-        final = self.directory / step_name(pipe.updates)
-        job = WriteJob(world, final, token, stages, pipe.updates, _describe(pipe), plain, own_extra)
+        if self._apart is None:
+            self._apart = ranks_apart(world, self.directory)
+        final, apart = self.directory / step_name(pipe.updates), self._apart or frozenset()
+        job = WriteJob(world, final, token, stages, pipe.updates, _describe(pipe), plain, own_extra, apart)
         self._saved = self._error = None
         self._thread = threading.Thread(target=self._work, args=(job,), name="checkpoint", daemon=True)
         self._thread.start()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from vpipe.checkpoint.apart import gather_files
 from vpipe.checkpoint.directory import hidden_name
 from vpipe.checkpoint.files import file_errors, read_header, sync, write_tensors
 from vpipe.checkpoint.manifest import FileEntry, Manifest, check_size, write_manifest
@@ -38,6 +39,8 @@ class WriteJob:
     layout: dict[str, Any]
     state: dict[str, Any]
     extra: dict[str, Any]
+    apart: frozenset[int]
+    """The ranks that do not see rank 0's folder."""
 
     @property
     def folder(self) -> Path:
@@ -49,11 +52,17 @@ def write(job: WriteJob) -> Path:
     """Save, together with the writers of all other ranks; the same outcome on each of them."""
     world = job.world
     world.publish(f"written {job.token}", _attempt(lambda: _write_files(job)))
+    moved = None
+    if job.apart:
+        name, written = f"files {job.token}", lambda rank: _wait_for(job, "written", rank)[1] or {}
+        moved, _ = _attempt(lambda: gather_files(world, name, job.apart, job.folder, written))
     if world.rank == 0:
-        world.publish(f"committed {job.token}", _attempt(lambda: _commit(job)))
+        world.publish(f"committed {job.token}", _attempt(lambda: _commit(job, moved)))
     if (failure := _wait_for(job, "committed", 0)[0]) is not None:
         shutil.rmtree(job.folder, ignore_errors=True)  # no rank writes any more
         raise NotWrittenError(f"checkpoint {job.final} was not saved: {failure}")
+    if world.rank in job.apart:
+        shutil.rmtree(job.folder, ignore_errors=True)  # the checkpoint is on rank 0's host
     return job.final
 
 
@@ -87,12 +96,14 @@ def _write_files(job: WriteJob) -> dict[str, tuple[int, str]]:
     return written
 
 
-def _commit(job: WriteJob) -> None:
-    """Rank 0, when all have written."""
+def _commit(job: WriteJob, moved: str | None) -> None:
+    """Rank 0, when all have written; `moved` says what went wrong with files of other hosts."""
     parts = [_wait_for(job, "written", rank) for rank in range(job.world.size)]
     for rank, (failure, _) in enumerate(parts):
         if failure is not None:
             raise VPipeError(f"rank {rank}: {failure}")
+    if moved is not None:
+        raise VPipeError(moved)
     entries: dict[str, FileEntry] = {}
     records: list[Any] = []
     for name, (size, digest) in sorted(item for _, part in parts for item in part.items()):

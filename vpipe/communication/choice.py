@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import socket
 from typing import NamedTuple
 
 import torch
 
 from vpipe.errors import PeerError
 from vpipe.system.device import card_identity
+from vpipe.system.host_identity import host_identity, namespace_of
 
 SHARED_MEMORY, CUDA_IPC, NCCL, GLOO, STAGED = "shared_memory", "cuda_ipc", "nccl", "gloo", "staged"
 WANTED = ("auto", GLOO, SHARED_MEMORY, CUDA_IPC, NCCL)
@@ -29,7 +28,7 @@ class RankLocation(NamedTuple):
 
 
 def location_of(device: torch.device) -> RankLocation:
-    host, ipc = host_identity(), _namespace("ipc")
+    host, ipc = host_identity(), namespace_of("ipc")
     if device.type != "cuda":
         return RankLocation(host, ipc, "", [], False)
     others = [torch.device("cuda", i) for i in range(torch.cuda.device_count()) if i != device.index]
@@ -72,24 +71,3 @@ def choose_kind(wanted: str, mine: RankLocation, theirs: RankLocation, *, failed
         # Ranks that share a GPU have nothing but CUDA IPC.
         return NCCL if apart else CUDA_IPC if readable else STAGED
     return CUDA_IPC if readable else NCCL if apart else STAGED
-
-
-def host_identity() -> str:
-    """Equal for ranks that can reach each other's sockets: the same kernel and the same network namespace.
-
-    Before the first slash stands the host's name.
-    """
-    try:
-        with open("/proc/sys/kernel/random/boot_id") as file:
-            boot = file.read().strip()
-    except OSError:
-        boot = ""
-    return f"{socket.gethostname()}/{boot}/{_namespace('net')}"
-
-
-def _namespace(kind: str) -> str:
-    """Equal for processes in the same namespace of the kernel."""
-    try:
-        return str(os.stat(f"/proc/self/ns/{kind}").st_ino)
-    except OSError:
-        return ""

@@ -8,11 +8,11 @@ from typing import NamedTuple
 
 import torch
 
-from vpipe.communication.choice import host_identity
 from vpipe.communication.world import World, agree
 from vpipe.errors import PeerError
 from vpipe.system.cores import bind_to_gpu, share_compile_threads
 from vpipe.system.device import card_identity, choose_device, is_named
+from vpipe.system.host_identity import host_identity
 
 
 class Taken(NamedTuple):

@@ -6,7 +6,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
 from time import perf_counter
@@ -50,6 +50,8 @@ from vpipe.system.device import local_rank
 from vpipe.system.network import LOOPBACK, own_address
 
 T = TypeVar("T")
+
+Gather = Callable[[str, Any], list[Any]]
 
 ANYONE = -1
 """In place of a peer: the rank waits for whoever is missing."""
@@ -99,6 +101,10 @@ class World(ABC):
         """Connect these (sending, receiving) ranks, and these groups of ranks that add up tensors; every rank calls it
         once, after `channels`, with the pairs and groups of all ranks."""
 
+    def connect_streams(self, name: str, peers: Collection[int], gather: Gather) -> dict[int, socket.socket]:
+        """A connection to each of these peers, for files. `gather` is called once by every rank, with this name."""
+        raise AssertionError("these ranks are on one host")
+
     def all_reduce(self, tensor: Tensor, ranks: tuple[int, ...]) -> NcclWork | None:
         """Begin to replace the tensor by its sum over the ranks; None if only the channels can do it."""
         return None
@@ -139,16 +145,19 @@ class ProcessWorld(World):
         channel: str = "auto",
         timeout: float = 600.0,
         *,
+        nccl: bool = True,
         rendezvous_limit: float | None = None,
         heartbeat_limit: float | None = None,
     ) -> None:
-        """With a rendezvous limit, all ranks must join within it. With a heartbeat limit, the process ends when a
-        peer sends no heartbeat for so long (`heartbeat.py`)."""
+        """Without `nccl`, GPUs that cannot read each other's memory exchange tensors over gloo. With a rendezvous
+        limit, all ranks must join within it. With a heartbeat limit, the process ends when a peer sends no heartbeat
+        for so long (`heartbeat.py`)."""
         if channel not in WANTED:
             raise VPipeError(f"unknown channel {channel!r}: choose from {', '.join(WANTED)}")
         rank, size = int(os.environ.get("RANK", "0")), int(os.environ.get("WORLD_SIZE", "1"))
         super().__init__(rank, size, local_rank(), nullcontext())
         self._kind = channel
+        self._nccl = nccl
         self._timeout = timeout
         self._gloo: dist.ProcessGroupGloo | None = None
         self._heartbeat_limit = heartbeat_limit
@@ -183,7 +192,9 @@ class ProcessWorld(World):
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         if self.size == 1:
             return {}
-        places = [RankLocation(*place) for place in self.all_gather("location", list(location_of(device)))]
+        location = location_of(device)
+        location = location._replace(nccl=location.nccl and self._nccl)
+        places = [RankLocation(*place) for place in self.all_gather("location", list(location))]
         self._places = places
         mine = places[self.rank]
         others = [peer for peer in range(self.size) if peer != self.rank]
@@ -200,7 +211,7 @@ class ProcessWorld(World):
                 else:
                     ipc.close()
                     kinds[peer] = choose_kind(self._kind, mine, places[peer], failed=True)
-        towards = (os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+        towards = _rendezvous()
         # Every rank must take part in making a process group, also one that needs none.
         if any(self.all_gather("gloo", any(kind not in NEAR for kind in kinds.values()))):
             together = len({place.host for place in places}) == 1
@@ -245,6 +256,13 @@ class ProcessWorld(World):
             link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)  # or small messages wait for more
         return links
 
+    def connect_streams(self, name: str, peers: Collection[int], gather: Gather) -> dict[int, socket.socket]:
+        with socket.create_server((own_address(_rendezvous()), 0), backlog=self.size) as listener:
+            links = connect_peers(self.rank, peers, listener, name, gather, self._timeout)
+        for link in links.values():
+            link.settimeout(self._timeout)
+        return links
+
     def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
         if self._communicators is not None:
             groups = set(groups)
@@ -272,3 +290,7 @@ class ProcessWorld(World):
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None
+
+
+def _rendezvous() -> tuple[str, int]:
+    return os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])

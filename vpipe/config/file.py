@@ -31,13 +31,13 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
     values = read_yaml(path) | dict(settings or {})
     config = check_values(values, path)
     if isinstance(config.partition, str) and config.partition != AUTO:
-        config = _with_plan(config, config.path(config.partition))
+        config = with_plan(config, config.path(config.partition))
     if config.config_file is not None:
         config = _with_maps(config, config.path(config.config_file))
     return config
 
 
-def _with_plan(config: RunConfig, path: Path) -> RunConfig:
+def with_plan(config: RunConfig, path: Path) -> RunConfig:
     """The plan's values for the keys that the file does not give."""
     plan = read_plan(path)
     planned: dict[str, Any] = {"partition": list(plan.partition)}
@@ -82,7 +82,16 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
 
 
 def resolved_yaml(config: RunConfig) -> str:
-    """Every key with the value that it has in this run; it can be read from anywhere, so paths are absolute."""
+    """Every key with the value that it has in this run; it can be read from anywhere."""
+    return write_yaml(resolved_values(config))
+
+
+def write_yaml(values: Mapping[str, Any]) -> str:
+    return yaml.safe_dump(dict(values), sort_keys=False, allow_unicode=True)
+
+
+def resolved_values(config: RunConfig) -> dict[str, Any]:
+    """Every key with its value; paths are absolute."""
     values = config.model_dump(
         mode="json", exclude=set() if config.model is None else {"model_type", *MODEL_SIZES}
     )
@@ -91,7 +100,7 @@ def resolved_yaml(config: RunConfig) -> str:
             values[key] = str(config.path(value).absolute())
     if config.code:
         values["python_path"] = list(map(str, code_directories(config)))
-    return yaml.safe_dump(values, sort_keys=False, allow_unicode=True)
+    return values
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

@@ -67,6 +67,7 @@ NotNegative = Annotated[Real, Field(ge=0)]
 OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
 Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
+Program = Annotated[str, Field(pattern=r"^[A-Za-z0-9/_][^\x00-\x1f\x7f]*$")]
 Path_ = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
 Code = Annotated[str, AfterValidator(_code)]
 
@@ -242,15 +243,20 @@ class RunConfig(_Keys):
     # Ranks and hosts
 
     machines: Annotated[list[Machine], Field(min_length=1, max_length=4096)] | None = None
-    """host:GPU of each rank, by its number among the GPUs that the rank sees; ranks may share a GPU."""
+    """host:GPU of each rank, by its number among the GPUs that the rank sees; ranks may share a GPU. The ranks of other
+    hosts are started by ssh (docs/many_machines.md)."""
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
     """'vgpus=4': the number of ranks, where `machines` does not name them."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
-    """Channel between hosts (within one host it is shared memory); chosen by the devices if not given."""
+    """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
+    from GPU to GPU too; chosen by the devices if not given."""
     directory: Path_ | None = None
     """Directory that the ranks start in; the current one if not given."""
     config_file: Path_ | None = None
     """Path of an `mp_conf.json` with the maps of modules, stages, ranks and depths."""
+    python: Program | None = None
+    """Python on the other hosts of `machines`: its absolute path, or a name that is found there; if not given, the path
+    of the one that runs this command."""
     container: Path_ | None = None
     """Singularity or Apptainer image that the ranks run in."""
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0

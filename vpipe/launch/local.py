@@ -14,12 +14,13 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import FrameType
+from typing import NamedTuple
 
 from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
 from vpipe.launch.helpers import HelperWatch, end_helper, helping
@@ -46,7 +47,7 @@ _CLEANUP = "the cleanup process"
 
 
 @dataclass
-class _Signals:
+class LauncherSignals:
     """The signals that the launcher has received: to end, and to save."""
 
     to_end: list[int] = field(default_factory=list)
@@ -54,30 +55,80 @@ class _Signals:
     to_save: int = 0
 
 
+class MeetingPlace(NamedTuple):
+    """Where the ranks meet; `listener` is for rank 0 to inherit, if it is started here."""
+
+    address: str
+    port: int
+    secret: str
+    listener: socket.socket | None
+
+
+class RanksEnded(NamedTuple):
+    """How the ranks of a host, or of all hosts, have ended."""
+
+    codes: Mapping[int, int | None]
+    """Exit codes; None: it was killed when all had to end at once."""
+    failed: FailedRank | None
+    error: VPipeError | None
+    """What to raise for the rank that failed."""
+    found: float
+    """When it was found, or when all had ended."""
+
+
 def run_ranks_here(ranks: Ranks, attempt: int = 0, log: FailureLog | None = None) -> None:
     """Run the ranks to their end. Raises the error of the first that failed: RankFailedError if it is no mistake."""
     log = log or FailureLog(ranks.folder)
+    with listen_here(ranks.port) as listener, handling_signals() as signals:
+        meeting = MeetingPlace("127.0.0.1", listener.getsockname()[1], secrets.token_hex(32), listener)
+        recovered = partial(log.recovered, attempt) if attempt else None
+        ended = run_children(ranks, meeting, signals, attempt, log, recovered)
+    conclude(ended, signals, attempt, log)
+
+
+def run_children(
+    ranks: Ranks,
+    meeting: MeetingPlace,
+    signals: LauncherSignals,
+    attempt: int,
+    log: FailureLog,
+    on_training: Callable[[], None] | None = None,
+    each: Callable[[LauncherWatch], FailedRank | None] = lambda watch: None,
+    report: Callable[[FailedRank], object] = lambda failed: None,
+) -> RanksEnded:
+    """Run the ranks of this host to their end.
+
+    `each` is called again and again, and may return a rank that failed on another host; `report` gets the one that
+    failed, before the others are ended.
+    """
     with ExitStack() as stack:
         page, descriptor = stack.enter_context(shared_page(ranks.count))
-        signals = stack.enter_context(_handling_signals())
-        children = stack.enter_context(_started(ranks, descriptor, attempt, log.effort))
-        recovered = partial(log.recovered, attempt) if attempt else None
-        watch = LauncherWatch(children, page, ranks, recovered)
-        failed = _wait(watch, signals)
-        found = log.now()
+        children = stack.enter_context(_started(ranks, meeting, descriptor, attempt, log.effort))
+        watch = LauncherWatch(children, page, ranks, on_training)
+        failed = _wait(watch, signals, each)
+        found, error = log.now(), None
         if failed is not None:
             page.verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
+            report(failed)
             _end(watch, failed, log.effort)
-        if signals.to_end and (failed is None or failed.kind is not NotWrittenError):
-            if code := _exit_code(children, signals.to_end[0]):
-                raise SystemExit(code)
-            return  # all was done when the signal came
-        if failed is not None:
-            if failed.kind is RankFailedError:
-                log.failed(attempt, failed, found)
-            raise _failure(failed, watch)
-        if any(child.returncode for child in children):
-            raise SystemExit(ASKED)  # the ranks themselves were signalled
+            error = _failure(failed, watch)
+        return RanksEnded({rank: child.poll() for rank, child in children.items()}, failed, error, found)
+
+
+def conclude(ended: RanksEnded, signals: LauncherSignals, attempt: int, log: FailureLog) -> None:
+    """Raise for what ended the run, if it is not complete."""
+    failed = ended.failed
+    if signals.to_end and (failed is None or failed.kind is not NotWrittenError):
+        if code := _exit_code(ended.codes.values(), signals.to_end[0]):
+            raise SystemExit(code)
+        return  # all was done when the signal came
+    if failed is not None:
+        assert ended.error is not None
+        if failed.kind is RankFailedError:
+            log.failed(attempt, failed, ended.found)
+        raise ended.error
+    if any(ended.codes.values()):
+        raise SystemExit(ASKED)  # the ranks themselves were signalled
 
 
 def listen_here(port: int) -> socket.socket:
@@ -102,7 +153,6 @@ def _cleanup_process() -> Iterator[Callable[[int], object]]:
     reading, writing = os.pipe()  # neither is inherited by a program that is started
     child = os.fork()
     if child == 0:
-        os.close(writing)
         _clean_up(reading)
     try:
         with helping(child, _CLEANUP, "what the ranks have started may outlive a launcher that is killed"):
@@ -121,6 +171,9 @@ def _clean_up(reading: int) -> None:
         nowhere = os.open(os.devnull, os.O_RDWR)
         for descriptor in range(3):
             os.dup2(nowhere, descriptor)
+        # The socket is rank 0's and ends with it; the writing end is the launcher's.
+        os.closerange(3, reading)
+        os.closerange(reading + 1, os.sysconf("SC_OPEN_MAX"))
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
             signal.signal(number, signal.SIG_IGN)
         groups = b""
@@ -135,24 +188,24 @@ def _clean_up(reading: int) -> None:
 
 @contextmanager
 def _started(
-    ranks: Ranks, page: int, attempt: int, effort: BestEffort
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+    ranks: Ranks, meeting: MeetingPlace, page: int, attempt: int, effort: BestEffort
+) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
     """The children, of which none is left when we leave."""
-    children: list[subprocess.Popen[bytes]] = []
-    # The cleanup process first: it must not hold the socket, which is rank 0's and ends with it.
+    children: dict[int, subprocess.Popen[bytes]] = {}
     with _cleanup_process() as kill_later, ExitStack() as files:
-        devices = [{}] * ranks.count if ranks.gpus is None else files.enter_context(sharing(ranks.gpus))
-        listener = files.enter_context(listen_here(ranks.port))
-        environment = _environment(ranks, listener.getsockname()[1])
-        environment |= {ATTEMPT: str(attempt), VARIABLE: str(page)}
+        here = ranks.here
+        devices = [{}] * len(here) if ranks.gpus is None else files.enter_context(sharing(ranks.gpus))
+        environment = _environment(ranks, meeting) | {ATTEMPT: str(attempt), VARIABLE: str(page)}
         try:
-            for rank in range(ranks.count):
+            for number, rank in enumerate(here):
                 log = _open_log(ranks.log(rank), effort)
                 files.callback(os.close, log)
-                own = {"RANK": str(rank), "LOCAL_RANK": str(rank), **devices[rank]}
-                if rank == 0:
-                    own[LISTENER] = str(listener.fileno())
-                child = subprocess.Popen(
+                own = {"RANK": str(rank), "LOCAL_RANK": str(number), **devices[number]}
+                inherited = [page]
+                if rank == 0 and meeting.listener is not None:
+                    own[LISTENER] = str(meeting.listener.fileno())
+                    inherited.append(meeting.listener.fileno())
+                children[rank] = child = subprocess.Popen(
                     [*ranks.interpreter, "-m", "vpipe", *ranks.arguments],
                     env=environment | own,
                     cwd=ranks.directory,
@@ -161,14 +214,14 @@ def _started(
                     stdout=log if rank or ranks.quiet else None,
                     stderr=log,
                     start_new_session=True,
-                    pass_fds=(page,) if rank else (page, listener.fileno()),
+                    pass_fds=inherited,
                 )
-                children.append(child)
                 kill_later(child.pid)
-            listener.close()
+            if meeting.listener is not None:
+                meeting.listener.close()
             yield children
         finally:
-            for child in children:
+            for child in children.values():
                 _kill(child)
 
 
@@ -181,19 +234,19 @@ def _open_log(path: Path, effort: BestEffort) -> int:
     return os.open(os.devnull, flags)
 
 
-def _environment(ranks: Ranks, port: int) -> dict[str, str]:
+def _environment(ranks: Ranks, meeting: MeetingPlace) -> dict[str, str]:
     if ranks.phases is not None:
         ranks.phases.end()
-    share = max(1, usable_cores() // ranks.count)
+    share = max(1, usable_cores() // len(ranks.here))
     return {
         "OMP_NUM_THREADS": str(share),
         COMPILE_THREADS: str(min(share, MOST_COMPILE_THREADS)),
         **os.environ,
         "WORLD_SIZE": str(ranks.count),
-        "LOCAL_WORLD_SIZE": str(ranks.count),
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        SECRET: secrets.token_hex(32),
+        "LOCAL_WORLD_SIZE": str(len(ranks.here)),
+        "MASTER_ADDR": meeting.address,
+        "MASTER_PORT": str(meeting.port),
+        SECRET: meeting.secret,
         LAUNCHED: str(ranks.folder.absolute()),
         LAUNCHER: str(os.getpid()),
         PHASES: json.dumps(ranks.phases.seconds if ranks.phases else {}),
@@ -201,36 +254,38 @@ def _environment(ranks: Ranks, port: int) -> dict[str, str]:
     }
 
 
-def _wait(watch: LauncherWatch, signals: _Signals) -> FailedRank | None:
+def _wait(
+    watch: LauncherWatch, signals: LauncherSignals, each: Callable[[LauncherWatch], FailedRank | None]
+) -> FailedRank | None:
     """Until all have ended, one has failed, or a second signal to end came; the rank that failed, if one has."""
     children = watch.children
     passed_on, saves = 0, 0
     helpers = HelperWatch(watch.ranks.heartbeat_limit)
-    while any(child.poll() is None for child in children) and len(signals.to_end) < 2:
-        failed = watch.failed_rank()
+    while any(child.poll() is None for child in children.values()) and len(signals.to_end) < 2:
+        failed = watch.failed_rank() or each(watch)
         if failed is not None:
             return failed
         if passed_on < len(signals.to_end):
             passed_on += 1
-            _send(children, signal.SIGTERM)
+            _send(children.values(), signal.SIGTERM)
         if saves < signals.to_save:
             saves += 1
             # A rank that does not handle the signal yet would die of it.
-            _send([child for rank, child in enumerate(children) if watch.page.beat(rank)], signal.SIGUSR1)
+            _send([child for rank, child in children.items() if watch.page.beat(rank)], signal.SIGUSR1)
         helpers.look()
         time.sleep(POLL)
     return watch.failed_rank()
 
 
-def _send(children: Sequence[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _send(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
     for child in children:
         child.send_signal(number)  # nothing happens to one that has ended
 
 
 @contextmanager
-def _handling_signals() -> Iterator[_Signals]:
+def handling_signals() -> Iterator[LauncherSignals]:
     """The first signal to end is passed on: the ranks finish their step and save. The second ends all at once."""
-    signals = _Signals()
+    signals = LauncherSignals()
 
     def end(number: int, frame: FrameType | None) -> None:
         now = time.monotonic()
@@ -250,21 +305,22 @@ def _handling_signals() -> Iterator[_Signals]:
             signal.signal(number, handler)
 
 
-def _exit_code(children: Sequence[subprocess.Popen[bytes]], number: int) -> int:
+def _exit_code(codes: Iterable[int | None], number: int) -> int:
     """The code that all ranks ended with; as a shell has it if they were killed."""
-    codes = {child.poll() for child in children}
-    code = codes.pop() if len(codes) == 1 else None
+    different = set(codes)
+    code = different.pop() if len(different) == 1 else None
     return code if code is not None and code >= 0 else 128 + number
 
 
 def _end(watch: LauncherWatch, failed: FailedRank, effort: BestEffort) -> None:
     """The others read which rank failed and end; one that does not is killed, and its log says why."""
     children = watch.children
-    _kill(children[failed.rank])  # stopped, it would not notice anything
+    if failed.rank in children:
+        _kill(children[failed.rank])  # stopped, it would not notice anything
     deadline = time.monotonic() + GRACE
-    while any(child.poll() is None for child in children) and time.monotonic() < deadline:
+    while any(child.poll() is None for child in children.values()) and time.monotonic() < deadline:
         time.sleep(POLL)
-    for rank, child in enumerate(children):
+    for rank, child in children.items():
         if child.poll() is None:
             _kill(child)
             last = LogFile(watch.ranks.log(rank), effort)
@@ -283,7 +339,10 @@ def _kill(child: subprocess.Popen[bytes]) -> None:
 def _failure(failed: FailedRank, watch: LauncherWatch) -> VPipeError:
     if failed.kind is not RankFailedError:
         return failed.kind(*failed.how.split("\n", 1))
-    output, verdict = watch.output(failed.rank), watch.page.verdict
+    verdict = watch.page.verdict
+    if failed.rank not in watch.children:  # it is on another host, whose launcher has its log
+        return RankFailedError(verdict)
+    output = watch.output(failed.rank)
     start = output.rfind("Traceback (most recent call last):")
     if start >= 0:
         return RankFailedError(verdict, output[start:].rstrip())

@@ -63,14 +63,15 @@ def count_gpus(devices: Path = Path("/dev")) -> int:
     return len(visible_gpus(devices))
 
 
-def gpus_of(config: RunConfig) -> list[int] | None:
-    """The GPU of each rank: from `machines`, or one after the other; None where there is no GPU."""
+def gpus_of(config: RunConfig, own: Sequence[int] | None = None) -> list[int] | None:
+    """The GPU of each rank, or of those of this host: from `machines`, or one after the other; None without a GPU."""
     count = count_gpus()
     if not count or DEVICE in os.environ:
         return None
     if config.machines is None:
         return [rank % count for rank in range(config.ranks)]
-    named = [int(machine.rpartition(":")[2]) for machine in config.machines]
+    here = range(len(config.machines)) if own is None else own
+    named = [int(config.machines[rank].rpartition(":")[2]) for rank in here]
     if max(named) >= count:
         shown = f" (CUDA_VISIBLE_DEVICES is {os.environ[VISIBLE]!r})" if VISIBLE in os.environ else ""
         raise ConfigError(

@@ -97,7 +97,7 @@ def fail(error: Exception) -> NoReturn:
     from vpipe.communication.heartbeat import Heartbeat  # a rank that gets a PeerError has imported it
 
     with _reporting:
-        reason = Heartbeat.failure if page is None else page.verdict
+        reason = (page.verdict if page is not None else "") or Heartbeat.failure
         if reason:
             _stop(reason)
         print(f"error: {error}", file=sys.stderr, flush=True)

@@ -8,10 +8,11 @@ given `patience` instead of `limit`. So the rank that is named is the one that s
 from __future__ import annotations
 
 import os
+import re
 import signal
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import Popen
@@ -34,6 +35,8 @@ SAME = 200
 """Bytes at the end of an error by which it is found in a log."""
 FOLLOWER_WAIT = 1.0
 """Seconds after which a rank that blames another one is named itself, if no other has failed."""
+_BLAMED = re.compile(r"stopped because rank (\d+) failed: (.*)")
+"""The last error of a rank that knows by its heartbeats which rank failed: one of a host that may be cut off."""
 
 
 @dataclass(frozen=True)
@@ -52,9 +55,15 @@ class Ranks:
     heartbeat_limit: float = 10.0
     patience: float = 600.0
     gpus: Sequence[int] | None = None
-    """The number of each rank's GPU; None: they compute on the CPU, or find a GPU themselves."""
+    """The number of the GPU of each rank of this host; None: they compute on the CPU, or find a GPU themselves."""
     phases: Phases | None = None
     """What has gone before, for the ranks' own account of their start."""
+    own: Sequence[int] | None = None
+    """The ranks of this host; None: all of them."""
+
+    @property
+    def here(self) -> Sequence[int]:
+        return range(self.count) if self.own is None else self.own
 
     def log(self, rank: int) -> Path:
         return self.folder / f"output.log.{rank}"
@@ -110,26 +119,26 @@ class _Seen:
 class LauncherWatch:
     def __init__(
         self,
-        children: Sequence[Popen[bytes]],
+        children: Mapping[int, Popen[bytes]],
         page: Page,
         ranks: Ranks,
         on_training: Callable[[], None] | None = None,
     ) -> None:
-        """`on_training` is called once, when every rank has begun an action."""
+        """`children` are the ranks of this host; `on_training` is called once, when each has begun an action."""
         self.children = children
         self.page = page
         self.ranks = ranks
         self._on_training = on_training
         # An earlier attempt may have written to the logs.
-        self._logged = [_size(ranks.log(rank)) for rank in range(ranks.count)]
-        self._seen = [_Seen() for _ in children]
+        self._logged = {rank: _size(ranks.log(rank)) for rank in children}
+        self._seen = {rank: _Seen() for rank in children}
         self._follower_since: float | None = None
         self._looked = self._resumed = 0.0
 
     def failed_rank(self) -> FailedRank | None:
         """The rank that failed first, once one has."""
-        codes = [child.poll() for child in self.children]
-        failed = {rank: code for rank, code in enumerate(codes) if code and code != ASKED}
+        codes = {rank: child.poll() for rank, child in self.children.items()}
+        failed = {rank: code for rank, code in codes.items() if code and code != ASKED}
         own = [rank for rank, code in failed.items() if code != PEER_FAILED]
         if own:
             # A killed process reports nothing; whoever reports an error may do so because of that one.
@@ -137,9 +146,11 @@ class LauncherWatch:
             return FailedRank(rank, self._ended(rank, failed[rank]), KINDS.get(failed[rank], RankFailedError))
         if failed:
             self._follower_since = self._follower_since or time.monotonic()
-            if None not in codes or time.monotonic() - self._follower_since > FOLLOWER_WAIT:
+            if None not in codes.values() or time.monotonic() - self._follower_since > FOLLOWER_WAIT:
                 rank = min(failed)
                 error = self._last_error(rank).partition("\n")[0]
+                if named := _BLAMED.match(error):
+                    return FailedRank(int(named[1]), named[2])
                 return FailedRank(rank, error or f"ended with exit code {PEER_FAILED}")
         now = time.monotonic()
         if now - self._looked < INTERVAL:
@@ -147,12 +158,12 @@ class LauncherWatch:
         if now - self._looked > max(PAUSE, self.ranks.heartbeat_limit / 4):
             # The launcher itself was stopped, and the ranks perhaps with it: what they missed is not theirs.
             self._resumed = now
-            self._seen = [_Seen() for _ in self.children]
+            self._seen = {rank: _Seen() for rank in self.children}
         self._looked = now
-        if self._on_training and all(self.page.place(rank).action for rank in range(len(codes))):
+        if self._on_training and all(self.page.place(rank).action for rank in codes):
             self._on_training()
             self._on_training = None
-        return next(filter(None, (self._still(r, now) for r, code in enumerate(codes) if code is None)), None)
+        return next(filter(None, (self._still(r, now) for r, code in codes.items() if code is None)), None)
 
     def _still(self, rank: int, now: float) -> FailedRank | None:
         """A rank that is stopped, or whose interpreter does not run."""

@@ -9,6 +9,7 @@ from typing import Any
 from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.observe.report import write_report
 from vpipe.observe.trace import write_trace
+from vpipe.record.run_folder import read_object
 from vpipe.record.status import read_statuses
 from vpipe.system.best_effort import BestEffort
 from vpipe.system.files import write_json
@@ -31,6 +32,12 @@ def write_results(folder: Path, summary: dict[str, Any]) -> None:
     _attempt(effort, lambda: write_report([folder], folder / REPORT))
     if lost is not None:
         raise lost
+
+
+def rewrite_results(folder: Path) -> None:
+    """Trace and report once more, when files of other ranks have come."""
+    if summary := read_object(folder / SUMMARY):
+        _attempt(BestEffort(), lambda: write_results(folder, summary))
 
 
 def write_interrupted_results(folder: Path, ended: str, error: str) -> None:

@@ -76,6 +76,17 @@ def _not_writable(log_directory: Path, reason: str | None) -> ConfigError:
     )
 
 
+def make_folder(folder: Path) -> None:
+    """The folder of a run on a host that may not share it with the others."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"the run's folder {folder} cannot be made there ({error.strerror}): give a log_directory that can be made "
+            "on every host, as an absolute path"
+        ) from None
+
+
 def newest_runs(log_directory: Path) -> list[Path]:
     """The runs of a log directory, the newest first."""
     runs = [path for path in _folders(log_directory) if (path / "config.yml").is_file()]

@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
-from vpipe.config.file import AUTO
+from vpipe.config.file import AUTO, with_plan
 from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
+from vpipe.launch.facts import host_facts
+from vpipe.launch.hosts import Host, hosts_of
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import enter_place, log_directory, rank_directory, rank_interpreter, with_code
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
 from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
+from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
 from vpipe.launch.watch import FailureLog
-from vpipe.observe.results import write_interrupted_results
+from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
 from vpipe.record.run_folder import FAILED, STOPPED
 from vpipe.system.console import announce
@@ -28,6 +30,7 @@ from vpipe.system.files import exists
 from vpipe.system.host_memory import total_memory
 from vpipe.system.start import Phases, process_began
 from vpipe.system.units import show_bytes
+from vpipe.train.carried import carried_files
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -86,10 +89,13 @@ def launch(
     """
     phases = Phases("launch", began)
     read_faults(os.environ.get(VARIABLE, ""))
-    _check_hosts(config)
-    _check_memory(config)
+    hosts = [] if config.machines is None else hosts_of(config.machines)
+    apart = any(not host.here for host in hosts)
+    if not apart:
+        _check_memory(config)
     stages = _stages_of_ranks(config)
-    _check_paths(config)
+    if not apart:
+        check_paths(config)
     if config.container is None:  # else it is the image that must have them
         check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
     folder = job_folder(log_directory(config), arguments)
@@ -102,8 +108,34 @@ def launch(
         write_run_plan(config, plan, phases)
         phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
+        config = with_plan(config, plan)
     arguments = with_code(config, arguments)
-    ranks = Ranks(
+    try:
+        if apart:
+            run_on_hosts(config, hosts, arguments, folder, stages, quiet=quiet, max_restarts=max_restarts)
+        else:
+            log, ranks = FailureLog(folder), _ranks_here(config, arguments, folder, stages, quiet, phases)
+            with_restarts(lambda attempt: run_ranks_here(ranks, attempt, log), folder, max_restarts)
+    except VPipeError as error:
+        write_interrupted_results(folder, FAILED, str(error).partition("\n")[0])
+        raise
+    except SystemExit as ended:
+        if ended.code != Stopped.exit_code:
+            print("the run was stopped by you, at once and without a checkpoint", file=sys.stderr, flush=True)
+            write_interrupted_results(folder, STOPPED, "it ended at once, without a checkpoint")
+        raise
+    return folder
+
+
+def _ranks_here(
+    config: RunConfig,
+    arguments: Sequence[str],
+    folder: Path,
+    stages: Sequence[str],
+    quiet: bool,
+    phases: Phases,
+) -> Ranks:
+    return Ranks(
         arguments,
         config.ranks,
         folder,
@@ -117,24 +149,13 @@ def launch(
         gpus=gpus_of(config),
         phases=phases,
     )
-    try:
-        _run(ranks, max_restarts)
-    except VPipeError as error:
-        write_interrupted_results(folder, FAILED, str(error).partition("\n")[0])
-        raise
-    except SystemExit as ended:
-        if ended.code != Stopped.exit_code:
-            print("the run was stopped by you, at once and without a checkpoint", file=sys.stderr, flush=True)
-            write_interrupted_results(folder, STOPPED, "it ended at once, without a checkpoint")
-        raise
-    return folder
 
 
-def _run(ranks: Ranks, max_restarts: int) -> None:
-    log = FailureLog(ranks.folder)
+def with_restarts(run_once: Callable[[int], object], folder: Path, max_restarts: int) -> None:
+    """Call it with the number of the attempt, again after each fault."""
     for attempt in range(max_restarts + 1):
         try:
-            run_ranks_here(ranks, restarts() + attempt, log)
+            run_once(restarts() + attempt)
             return
         except RankFailedError as error:
             if attempt == max_restarts:
@@ -144,10 +165,51 @@ def _run(ranks: Ranks, max_restarts: int) -> None:
                     ) from None
                 raise
             print(
-                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {ranks.folder}",
+                f"{error}\nrestart {attempt + 1} of {max_restarts}, from the newest good checkpoint of {folder}",
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def run_on_hosts(
+    config: RunConfig,
+    hosts: Sequence[Host],
+    arguments: Sequence[str],
+    folder: Path,
+    stages: Sequence[str],
+    *,
+    quiet: bool,
+    max_restarts: int,
+) -> None:
+    command, _, *options = arguments
+    while "--set" in options:  # the configuration that the hosts are given has these values
+        place = options.index("--set")
+        del options[place : place + 2]
+    order = {
+        "files": carried_files(config),
+        "command": command,
+        "options": options,
+        "folder": str(folder.absolute()),
+        "cwd": str(Path.cwd()),
+        "stages": list(stages),
+    }
+    job = HostsJob(
+        hosts,
+        config.python or sys.executable,
+        host_facts(),
+        order,
+        folder.absolute(),
+        config.port,
+        stages,
+        config.heartbeat_limit,
+        config.rendezvous_limit,
+        quiet,
+    )
+    log = FailureLog(folder)
+    apart: list[str] = []
+    with_restarts(lambda attempt: apart.extend(run_ranks_on_hosts(job, attempt, log)), folder, max_restarts)
+    if apart and hosts[0].here:
+        rewrite_results(folder)  # with the figures that have come from the other hosts
 
 
 def _stages_of_ranks(config: RunConfig) -> list[str]:
@@ -169,19 +231,7 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
-def _check_hosts(config: RunConfig) -> None:
-    """Raise if `machines` names another host: there ranks are started by torchrun."""
-    here = {"localhost", "127.0.0.1", "::1", socket.gethostname()}
-    for machine in config.machines or ():
-        host = machine.rpartition(":")[0]
-        if host not in here:
-            raise ConfigError(
-                f"{config.source}: machines names {machine!r}, which is not this host ({socket.gethostname()}): "
-                f"start `torchrun ... -m vpipe train {config.source}` on each host, or name localhost"
-            )
-
-
-def _check_paths(config: RunConfig) -> None:
+def check_paths(config: RunConfig) -> None:
     """Raise for missing files before any rank starts."""
     for key in ("data_dir", "tokenizer", "pretrained"):
         written = getattr(config, key)

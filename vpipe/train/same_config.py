@@ -1,4 +1,4 @@
-"""Check that all ranks have the same versions and configuration."""
+"""Checks that all ranks have the same versions and configuration, and are on the hosts that it names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from vpipe.communication import World
 from vpipe.config import RunConfig
 from vpipe.config.settings import PATHS
 from vpipe.errors import ConfigError
+from vpipe.system.host_identity import host_identity
 
 OF_THE_HOST = {*PATHS, "log_directory", "port", "python_path"} - {"partition"}
 """Keys that may be written differently on each host; what is in the files is compared elsewhere."""
@@ -37,3 +38,25 @@ def check_same_config(world: World, config: RunConfig) -> None:
                 f"rank {rank} differs from rank 0: {'; '.join(differences)}: "
                 "start every rank from the same file and the same installation"
             )
+
+
+def check_hosts(world: World, config: RunConfig) -> None:
+    """Raise on every rank if another launcher than ours has put ranks on other hosts than `machines` does.
+
+    Names cannot be compared: a host has several. But ranks of one name must be on one host, and no others.
+    """
+    if config.machines is None:
+        return
+    hosts = world.all_gather("hosts", host_identity())
+    names = [machine.rpartition(":")[0] for machine in config.machines]
+    first: dict[str, int] = {}
+    for rank, (name, host) in enumerate(zip(names, hosts, strict=True)):
+        for key in (name, host):
+            other = first.setdefault(key, rank)
+            if (names[other] == name) != (hosts[other] == host):
+                where = f"both on {host.partition('/')[0]}" if hosts[other] == host else "on two hosts"
+                mine, theirs = config.machines[rank], config.machines[other]
+                raise ConfigError(
+                    f"{config.source}: machines names {theirs!r} for rank {other} and {mine!r} for rank {rank}, and "
+                    f"they were started {where}: start them where it says, or change `machines`"
+                )

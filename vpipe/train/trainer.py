@@ -37,7 +37,7 @@ from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import describe, write_description
 from vpipe.train.memory_advice import memory_advice
 from vpipe.train.position import Position
-from vpipe.train.same_config import check_same_config
+from vpipe.train.same_config import check_hosts, check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
 from vpipe.train.workload import configured_loss, configured_model
@@ -67,10 +67,13 @@ class Trainer:
         self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
         self.place.say("the rendezvous")
         self.phases.begin("rendezvous")
-        watched = LAUNCHER in os.environ
+        # A launcher watches the ranks of its own host; it may reach two hosts that do not reach each other.
+        together = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
+        watched = LAUNCHER in os.environ and together
         self.world = world or ProcessWorld(
             "nccl" if config.distributed_backend == "nccl" else "auto",
-            timeout=config.timeout,
+            config.timeout,
+            nccl=config.distributed_backend != "gloo",
             rendezvous_limit=config.rendezvous_limit,
             heartbeat_limit=None if watched else config.heartbeat_limit,
         )
@@ -81,6 +84,8 @@ class Trainer:
                 f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
             )
         check_same_config(self.world, config)
+        if LAUNCHED not in os.environ:
+            check_hosts(self.world, config)
         agree(
             self.world,
             "trackers",

@@ -1,0 +1,129 @@
+"""Hosts on this machine that ssh reaches: network namespaces with an sshd in each, and files of their own where asked.
+
+    namespace a  10.231.7.1 ──cable── 10.231.7.2  namespace b
+    the launcher's host, an sshd      an sshd
+
+Everything is in one temporary folder: keys, known hosts, and an `ssh` that reads no configuration but ours.
+"""
+
+import os
+import shutil
+import signal
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from tests.faults.hosts import TwoHosts, two_hosts
+
+REPOSITORY = Path(__file__).parents[2]
+SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
+ADDRESSES = ("10.231.7.1", "10.231.7.2")
+PORT = 2222
+
+
+class SshHosts:
+    def __init__(self, hosts: TwoHosts, folder: Path) -> None:
+        self.network = hosts
+        self.folder = folder
+        self._servers: list[subprocess.Popen[bytes]] = []
+        for name in ("user", "host"):
+            key = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
+            subprocess.run(key, check=True, capture_output=True)
+        public = (folder / "host.pub").read_text().split()[:2]
+        self.known = "".join(f"[{address}]:{PORT} {' '.join(public)}\n" for address in ADDRESSES)
+        (folder / "known").write_text(self.known)
+        shutil.copy(folder / "user.pub", folder / "authorized")
+        (folder / "config").write_text(
+            f"Host *\n Port {PORT}\n IdentityFile {folder}/user\n IdentitiesOnly yes\n User root\n"
+            f" UserKnownHostsFile {folder}/known\n GlobalKnownHostsFile /dev/null\n ConnectTimeout 5\n"
+        )
+        tools = folder / "bin"
+        tools.mkdir()
+        (tools / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
+        (tools / "ssh").chmod(0o755)
+
+    def serve(self, number: int, environment: Mapping[str, str] = {}, own: tuple[Path, ...] = ()) -> None:
+        """Start the sshd of a host; its sessions have these variables, and its folders `own` are not the others'."""
+        variables = {
+            "PYTHONPATH": str(REPOSITORY),
+            "OMP_NUM_THREADS": "1",
+            "PATH": os.environ["PATH"],
+        } | environment
+        config = self.folder / f"sshd-{number}"
+        config.write_text(
+            f"ListenAddress {ADDRESSES[number]}:{PORT}\nHostKey {self.folder}/host\nPidFile none\nUsePAM no\n"
+            f"AuthorizedKeysFile {self.folder}/authorized\nStrictModes no\nPermitRootLogin yes\n"
+            f"PasswordAuthentication no\nSetEnv {' '.join(f'{key}={value}' for key, value in variables.items())}\n"
+        )
+        Path("/run/sshd").mkdir(exist_ok=True)  # where sshd sends those who have not logged in
+        script = "".join(f"mount -t tmpfs none {path} && " for path in own)
+        command = ["unshare", "-m", "sh", "-c", f"{script}exec {SSHD} -D -e -f {config}"]
+        server = subprocess.Popen(
+            ["ip", "netns", "exec", self.network.names[number], *command],
+            stderr=(self.folder / f"sshd-{number}.log").open("wb"),
+            start_new_session=True,
+        )
+        self._servers.append(server)
+        deadline = time.monotonic() + 30
+        while "listening" not in (self.folder / f"sshd-{number}.log").read_text():
+            if server.poll() is not None or time.monotonic() > deadline:
+                pytest.skip(f"sshd does not start: {(self.folder / f'sshd-{number}.log').read_text()}")
+            time.sleep(0.02)
+
+    def environment(self) -> dict[str, str]:
+        """For the launcher: our `ssh` comes first."""
+        return {"PATH": f"{self.folder}/bin:{os.environ['PATH']}", "PYTHONPATH": str(REPOSITORY)}
+
+    def inside(self, number: int, *command: str) -> list[str]:
+        """The command on a host."""
+        return ["ip", "netns", "exec", self.network.names[number], *command]
+
+    def processes(self, number: int) -> list[int]:
+        """Those of a host, without its sshd."""
+        said = subprocess.run(
+            ["ip", "netns", "pids", self.network.names[number]], check=True, capture_output=True, text=True
+        ).stdout.split()
+        return [pid for pid in map(int, said) if "sshd" not in _name(pid)]
+
+    def close(self) -> None:
+        for server in self._servers:
+            server.send_signal(signal.SIGTERM)
+        for name in self.network.names:
+            pids = subprocess.run(["ip", "netns", "pids", name], check=False, capture_output=True, text=True)
+            for pid in map(int, pids.stdout.split()):
+                try:
+                    os.kill(pid, signal.SIGKILL)
+                except ProcessLookupError:
+                    continue
+        for server in self._servers:
+            server.wait()
+
+
+def _name(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text()
+    except OSError:
+        return "sshd"  # it has gone
+
+
+@contextmanager
+def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
+    """Two hosts, whose sshds the caller starts; skips the test where that is not possible."""
+    if os.geteuid() != 0:
+        pytest.skip("network namespaces need root")
+    for tool in (SSHD, "ssh", "ssh-keygen", "ip", "unshare"):
+        if shutil.which(tool) is None:
+            pytest.skip(f"{tool} is not installed")
+    try:
+        with two_hosts() as network:
+            made = SshHosts(network, folder)
+            try:
+                yield made
+            finally:
+                made.close()
+    except (OSError, subprocess.CalledProcessError) as error:
+        pytest.skip(f"no network namespaces here: {error}")

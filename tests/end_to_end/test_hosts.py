@@ -1,0 +1,248 @@
+"""Runs over two hosts: `vpipe train` by ssh, torchrun, and what goes wrong between hosts."""
+
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.end_to_end.command import Ended, end, wait_for_line
+from tests.end_to_end.ssh_hosts import ADDRESSES, REPOSITORY, SshHosts, ssh_hosts
+from tests.faults.runs import SMALL, failures, final_weights
+from tests.waiting import TIMEOUT, wait_until
+
+MACHINES = [f"{address}:0" for address in ADDRESSES]
+ENDLESS: dict[str, Any] = {"max_updates": None, "epochs": 100_000, "print_frequency": 1}
+
+
+class Bench:
+    """A folder with a run, and the hosts that it runs on."""
+
+    def __init__(self, hosts: SshHosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        folder.mkdir()
+
+    def start(self, *options: str, number: int = 0, variables: Mapping[str, str] = {}, **keys: Any) -> Any:
+        """The command on a host, by default `vpipe train` over both."""
+        machines = keys.pop("machines", MACHINES)
+        (self.folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
+        command = options if options[:1] == ("-m",) else ("-m", "vpipe", *(options or ("train", "run.yml")))
+        return subprocess.Popen(
+            self.hosts.inside(number, sys.executable, *command),
+            cwd=self.folder,
+            env={
+                **os.environ,
+                **self.hosts.environment(),
+                "OMP_NUM_THREADS": "1",
+                "COLUMNS": "160",
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *options: str, **keys: Any) -> Ended:
+        process = self.start(*options, **keys)
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        finally:
+            end(process)
+        return Ended(process.returncode, out, err)
+
+    @property
+    def latest(self) -> Path:
+        return max(self.folder.glob("runs/2*"))
+
+    def wait_until_empty(self) -> None:
+        """Until no process of a run is left on any host."""
+        wait_until(
+            lambda: not any(self.hosts.processes(number) for number in (0, 1)), "the end of all processes"
+        )
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    (tmp_path / "ssh").mkdir()
+    with ssh_hosts(tmp_path / "ssh") as hosts:
+        yield Bench(hosts, tmp_path / "work")
+
+
+def plain_weights(folder: Path, **keys: Any) -> dict[str, str]:
+    """Of the same run on this host."""
+    folder.mkdir()
+    machines = ["localhost:0", "localhost:0"]
+    (folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
+    from tests.end_to_end.command import vpipe
+
+    ended = vpipe("train", "run.yml", cwd=folder)
+    assert ended.code == 0, ended.said
+    return final_weights(max(folder.glob("runs/2*")))
+
+
+def with_stub(folder: Path, **changes: Callable[[Path], None]) -> Path:
+    """A copy of vpipe with other code."""
+    shutil.copytree(REPOSITORY / "vpipe", folder / "vpipe", ignore=shutil.ignore_patterns("__pycache__"))
+    return folder
+
+
+def test_each_mistake_of_a_host_is_one_line_that_names_it(bench: Bench, tmp_path: Path) -> None:
+    """No rank starts."""
+    other = with_stub(tmp_path / "other") / "vpipe" / "__init__.py"
+    other.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.7"', other.read_text()))
+    bare = tmp_path / "bare-python"
+    bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -S "$@"\n')
+    bare.chmod(0o755)
+    hosts = bench.hosts
+    hosts.serve(1, {"PYTHONPATH": str(tmp_path / "other")})
+
+    def said(**keys: Any) -> str:
+        ended = bench.run(**keys)
+        assert ended.code == 2, ended.said
+        lines = [line for line in ended.err.splitlines() if "starting 2 ranks" not in line]
+        (line,) = lines
+        return line
+
+    where = f"error: {ADDRESSES[1]}: "
+    assert said().startswith(where + "has vpipe 0.0.7 and here ")
+    assert said(python=str(bare)).startswith(where + f"{bare} has no vpipe, or another one (")
+    assert said(python="/no/python").startswith(where + "there is no /no/python (")
+    (hosts.folder / "known").write_text("")
+    assert said().startswith(
+        where + "its host key is not known here (Host key verification failed.): run `ssh "
+    )
+    (hosts.folder / "known").write_text(hosts.known)
+    (hosts.folder / "authorized").write_text("")
+    assert said().startswith(where + "it does not accept your key (")
+    nobody = "10.231.7.9"
+    assert said(machines=[MACHINES[0], f"{nobody}:0"]).startswith(f"error: {nobody}: it cannot be reached (")
+    bench.wait_until_empty()
+
+
+@pytest.mark.parametrize("machine", ["-oProxyCommand=touch x:0", "-b:0", "a b:0", "a;b:0", "$(x):0"])
+def test_a_host_that_ssh_would_take_for_something_else_is_refused(machine: str, tmp_path: Path) -> None:
+    from vpipe.config.file import read_config
+    from vpipe.errors import ConfigError
+
+    (tmp_path / "run.yml").write_text(yaml.safe_dump({"machines": ["localhost:0", machine]}))
+    with pytest.raises(ConfigError, match="host:GPU"):
+        read_config(tmp_path / "run.yml")
+
+
+@pytest.mark.long
+def test_two_hosts_train_as_one_does(bench: Bench, tmp_path: Path) -> None:
+    bench.hosts.serve(1)
+    ended = bench.run()
+    assert ended.code == 0, ended.said
+    assert "Iteration 12" in ended.out
+    assert final_weights(bench.latest) == plain_weights(tmp_path / "plain")
+    for rank in (0, 1):
+        assert "Iteration 12" in (bench.latest / f"output.log.{rank}").read_text()
+    bench.wait_until_empty()
+
+
+@pytest.mark.long
+def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
+    """Rank 1's host sees nothing of the launcher's folder; a rank there is killed, and the run resumes."""
+    bench.hosts.serve(1, own=(bench.folder,))
+    fault = "rank=1,step=7,point=fwd,kind=kill"
+    ended = bench.run("train", "run.yml", "--max-restarts", "1", variables={"VPIPE_FAULT": fault})
+    assert ended.code == 0, ended.said
+    (failed, recovered) = failures(bench.latest)
+    assert failed["rank"] == 1
+    assert failed["how"].startswith("killed by SIGKILL (stage 1, its last action was ")
+    assert "recovered" in recovered
+    assert final_weights(bench.latest) == plain_weights(tmp_path / "plain")
+    log = (bench.latest / "output.log.1").read_text()
+    assert "VPIPE_FAULT: kill" in log
+    assert "Iteration 12" in log
+    assert (bench.latest / "events.1.json").exists()
+    bench.wait_until_empty()
+
+
+@pytest.mark.long
+def test_torchrun_on_two_hosts_trains_as_one_host_does(bench: Bench, tmp_path: Path) -> None:
+    def torchrun(number: int) -> Any:
+        place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
+        meet = ("--master-addr", ADDRESSES[0], "--master-port", "29544")
+        command = ("-m", "torch.distributed.run", *place, *meet, "-m", "vpipe", "train", "run.yml")
+        return bench.start(*command, number=number, variables={"VPIPE_SECRET": "of this test"})
+
+    processes = [torchrun(0), torchrun(1)]
+    try:
+        for process in processes:
+            _, err = process.communicate(timeout=TIMEOUT)
+            assert process.returncode == 0, err
+    finally:
+        for process in processes:
+            end(process)
+    assert final_weights(bench.latest) == plain_weights(tmp_path / "plain")
+
+
+@pytest.mark.long
+def test_a_link_that_is_cut_and_restored(bench: Bench, tmp_path: Path) -> None:
+    """Row 38 of docs/reliability.md."""
+    bench.hosts.serve(1)
+    keys = {"max_updates": 400, "checkpoint_interval": 20, "heartbeat_limit": 10}
+    process = bench.start("train", "run.yml", "--max-restarts", "1", **keys)
+    try:
+        wait_for_line("Iteration 30", bench.folder)
+        bench.hosts.network.cut()
+        wait_until(lambda: bool(failures(bench.latest)), "the failure")
+        (failed,) = failures(bench.latest)
+        assert failed["rank"] == 1
+        lost = f"host {ADDRESSES[1]}, of stage 1, is lost: nothing was heard from it for "
+        heartbeat = "no heartbeat for "
+        assert failed["how"].startswith((lost, heartbeat))
+        wait_until(lambda: not bench.hosts.processes(1), "the end of the host that was cut off")
+        bench.hosts.network.restore()
+        _, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        end(process)
+    assert process.returncode == 0, err
+    assert "the run trains again, " in err
+    assert final_weights(bench.latest) == plain_weights(tmp_path / "plain", **keys)
+    bench.wait_until_empty()
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("how", ["interrupt", "kill", "ssh", "agent"])
+def test_nothing_is_left_on_any_host(bench: Bench, how: str) -> None:
+    """Ctrl-C; the launcher, its ssh, or the other host's agent killed."""
+    bench.hosts.serve(1)
+    process = bench.start(**ENDLESS)
+    try:
+        wait_for_line("Iteration 3", bench.folder)
+        if how == "interrupt":
+            os.killpg(process.pid, signal.SIGINT)
+        elif how == "kill":
+            process.kill()
+        else:
+            number, text = (0, "ssh") if how == "ssh" else (1, "vpipe.train.host")
+            (victim, *_) = [p for p in bench.hosts.processes(number) if text in _command(p)[:60]]
+            os.kill(victim, signal.SIGKILL)
+        _, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        end(process)
+    bench.wait_until_empty()
+    if how == "interrupt":
+        assert process.returncode == 75, err
+        assert "go on with --resume auto" in (bench.latest / "output.log.0").read_text()
+    if how in ("ssh", "agent"):
+        assert process.returncode == 1
+        lost = f"rank 1 failed: host {ADDRESSES[1]}, of stage 1, is lost: the connection to it ended"
+        assert f"error: {lost}" in err
+        assert f"stopped because {lost}" in (bench.latest / "output.log.0").read_text()
+
+
+def _command(process: int) -> str:
+    return Path(f"/proc/{process}/cmdline").read_bytes().replace(b"\0", b" ").decode()

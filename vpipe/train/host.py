@@ -1,0 +1,255 @@
+"""The agent of a host: the program that the launcher of a run starts on each of its hosts (`launch/remote.py`).
+
+It starts and watches the ranks of its host as the launcher of one host does, and reports over its standard output. If
+the launcher ends, or is not heard any more, it kills them.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import tempfile
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+from vpipe.config.file import read_config
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.launch.facts import host_facts
+from vpipe.launch.hosts import own_addresses
+from vpipe.launch.local import MeetingPlace, handling_signals, run_children
+from vpipe.launch.mps import gpus_of
+from vpipe.launch.place import rank_directory, rank_interpreter
+from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
+from vpipe.launch.wire import Wire
+from vpipe.record.run_folder import make_folder
+from vpipe.train.carried import CONFIG
+from vpipe.train.run import check_paths
+
+WAIT = 0.5
+CONNECT_LIMIT = 5.0
+"""Seconds within which the host of rank 0 must answer."""
+FLUSH_LIMIT = 5.0
+"""Seconds that the last messages have to leave."""
+CHUNK = 64 << 10
+LARGEST = 32 << 20
+"""Bytes of a file of the run's folder that is sent back at the end."""
+
+
+class LauncherLost(Exception):
+    """The launcher ended, or is not heard any more."""
+
+
+class HostAgent:
+    def __init__(self, wire: Wire, out: int) -> None:
+        """`out` is the reading end of the pipe that rank 0 writes to."""
+        self.wire = wire
+        self._out = out
+        self._limit = 60.0
+        self._sent: dict[Path, int] = {}
+        """The logs that are sent back, and how much of each was."""
+
+    def serve(self) -> None:
+        self.wire.start_heartbeat(self._limit)
+        self.wire.send(hello=host_facts())
+        try:
+            order = self._await("job")
+            with tempfile.TemporaryDirectory(prefix="vpipe-host-") as folder, handling_signals() as signals:
+                ranks, shared = self._answer("ready", lambda: self._prepare(order, Path(folder)))
+                meeting = self._meet()
+                if not shared:
+                    self._sent = {ranks.log(rank): _size(ranks.log(rank)) for rank in ranks.here}
+
+                def each(watch: LauncherWatch) -> FailedRank | None:
+                    for message in self._receive():
+                        if "end" in message:
+                            signals.to_end.append(signal.SIGTERM)
+                        if "save" in message:
+                            signals.to_save += 1
+                        if "verdict" in message:
+                            rank, how = message["verdict"]
+                            return FailedRank(rank, how)
+                    self._pump()
+                    return None
+
+                ended = run_children(
+                    ranks,
+                    meeting,
+                    signals,
+                    order["attempt"],
+                    FailureLog(ranks.folder),
+                    lambda: self.wire.send(training=True),
+                    each,
+                    lambda failed: self.wire.send(failed=[failed.rank, failed.how, failed.kind.exit_code]),
+                )
+                while self._pump():
+                    pass
+                if not shared:
+                    self._send_files(ranks.folder)
+                self.wire.send(ended={"codes": ended.codes, "error": str(ended.error or "")})
+        finally:
+            self.wire.flush(FLUSH_LIMIT)
+
+    def _receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
+        messages = self.wire.receive(seconds)
+        if not messages and (self.wire.ended or self.wire.silence(self._limit) > self._limit):
+            raise LauncherLost
+        return messages
+
+    def _await(self, key: str) -> Any:
+        """The next order, which is this one."""
+        while True:
+            for message in self._receive(WAIT):
+                if key in message:
+                    return message[key]
+                if "end" in message or "verdict" in message:
+                    raise LauncherLost
+
+    def _answer(self, key: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
+        """What `work` returns, of which the second part is the answer; a mistake is the answer too."""
+        try:
+            made, answer = work()
+        except VPipeError as error:
+            self.wire.send(mistake=str(error).partition("\n")[0])
+            raise LauncherLost from None  # it ends the run
+        self.wire.send(**{key: answer})
+        return made, answer
+
+    def _prepare(self, order: dict[str, Any], files: Path) -> tuple[Ranks, bool]:
+        """The ranks to start, and whether the run's folder is the launcher's own."""
+        os.environ.update(order["environment"])
+        for name, text in order["files"].items():
+            (files / Path(name).name).write_text(text, encoding="utf-8")
+        with suppress(OSError):
+            os.chdir(order["cwd"])  # else it stays where ssh has put it
+        config = read_config(files / CONFIG)
+        check_paths(config)
+        folder, own = Path(order["folder"]), order["ranks"]
+        make_folder(folder)
+        self._limit = config.heartbeat_limit
+        arguments = [order["command"], str(files / CONFIG), *order["options"]]
+        ranks = Ranks(
+            arguments,
+            config.ranks,
+            folder,
+            order["stages"],
+            directory=rank_directory(config),
+            interpreter=rank_interpreter(config, arguments),
+            heartbeat_limit=config.heartbeat_limit,
+            patience=config.timeout,
+            gpus=gpus_of(config, own),
+            own=own,
+        )
+        return ranks, (folder / order["marker"]).exists()
+
+    def _meet(self) -> MeetingPlace:
+        """The place where the ranks meet, which the host of rank 0 opens and the others try."""
+        listener: socket.socket | None = None
+        while True:
+            for message in self._receive(WAIT):
+                if "listen" in message:
+                    names, port = message["listen"]
+                    listener, _ = self._answer("listening", lambda: _listen(names, port))  # noqa: B023
+                if "reach" in message:
+                    where = message["reach"]
+                    self._answer("reached", lambda: _reach(where))  # noqa: B023
+                if "start" in message:
+                    if listener is not None:
+                        _forget_callers(listener)
+                    address, port, secret = message["start"]
+                    return MeetingPlace(address, port, secret, listener)
+                if "end" in message:
+                    raise LauncherLost
+
+    def _pump(self) -> bool:
+        """Send what rank 0 has printed, and what is new in the logs; whether there was any."""
+        if self.wire.full:
+            self.wire.flush()
+            return False
+        found = False
+        with suppress(BlockingIOError):
+            if part := os.read(self._out, CHUNK):
+                self.wire.send(out=part.decode("latin-1"))
+                found = True
+        for path, sent in self._sent.items():
+            with suppress(OSError), path.open("rb") as file:
+                file.seek(sent)
+                if part := file.read(CHUNK):
+                    self._sent[path] = sent + len(part)
+                    self.wire.send(log=[int(path.name.rpartition(".")[2]), part.decode("latin-1")])
+                    found = True
+        return found
+
+    def _send_files(self, folder: Path) -> None:
+        """The figures that the ranks of this host have left."""
+        for path in sorted(folder.iterdir()):
+            if path.is_file() and path not in self._sent and path.stat().st_size <= LARGEST:
+                self.wire.send(file=[path.name, path.read_bytes().decode("latin-1")])
+                self.wire.flush(FLUSH_LIMIT)
+
+
+def _listen(names: list[str], port: int) -> tuple[socket.socket, tuple[str, int]]:
+    """On the first of these names or addresses that is one of this host's."""
+    addresses = list(dict.fromkeys(address for name in names for address in own_addresses(name)))
+    if not addresses:
+        raise ConfigError(
+            f"no interface of it has an address of the name {names[0]!r}: write in `machines` the address by which the "
+            "other hosts reach it"
+        )
+    try:
+        listener = socket.create_server((addresses[0], port), backlog=socket.SOMAXCONN)
+    except OSError as error:
+        raise ConfigError(
+            f"port is {port}: it cannot be used on {addresses[0]} ({error.strerror}): give another, or 0 for any"
+        ) from None
+    return listener, (addresses[0], listener.getsockname()[1])
+
+
+def _reach(where: list[Any]) -> tuple[None, bool]:
+    address, port = where
+    try:
+        socket.create_connection((address, port), CONNECT_LIMIT).close()
+    except OSError as error:
+        raise ConfigError(
+            f"it does not reach {address}:{port}, where the ranks meet ({error.strerror or error}): open the ports "
+            "between the hosts, or write in `machines` an address of a network that they share"
+        ) from None
+    return None, True
+
+
+def _forget_callers(listener: socket.socket) -> None:
+    """The hosts have tried the port: rank 0 is to find none of their connections."""
+    listener.setblocking(False)
+    with suppress(BlockingIOError):
+        while True:
+            listener.accept()[0].close()
+    listener.setblocking(True)
+
+
+def _size(path: Path) -> int:
+    return path.stat().st_size if path.exists() else 0
+
+
+def take_wire() -> tuple[Wire, int]:
+    """The wire that this process was started with; from now on standard output is a pipe, whose other end is given."""
+    reading, writing = os.dup(0), os.dup(1)
+    out, into = os.pipe()
+    os.set_blocking(out, False)
+    os.dup2(into, 1)
+    os.close(into)
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
+    os.write(writing, b"\n")  # ends what a login script may have printed
+    return Wire(reading, writing), out
+
+
+def main() -> NoReturn:
+    agent = HostAgent(*take_wire())
+    with suppress(LauncherLost):
+        agent.serve()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
