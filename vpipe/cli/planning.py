@@ -71,12 +71,15 @@ def plan(
     ] = None,
     batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
+    links: Annotated[
+        Path | None, typer.Option(help="Links between hosts: a file of `vpipe doctor --machines`.")
+    ] = None,
     settings: Settings = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes.")] = Path("plan.json"),
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
-    from vpipe.cost import named_or_table, read_any_profile, write_plan
+    from vpipe.cost import named_or_table, read_any_profile, with_links, write_plan
     from vpipe.plan import plan as find_plan
     from vpipe.plan.report import describe, plan_table
 
@@ -85,7 +88,7 @@ def plan(
         if profile is None or stages is None:
             raise VPipeError("give a run's YAML file, or --profile and --stages")
         cap = None if memory is None else read_bytes(memory)
-        costs = read_any_profile(profile)
+        costs = with_links(read_any_profile(profile), links)
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
         result = find_plan(costs, stages, cap, chosen, minibatches, size, chunks)
@@ -105,6 +108,7 @@ def plan(
             minibatches=minibatches,
             batch_size=size,
             chunks=chunks,
+            links=links,
         )
     write_plan(result.to_plan(), output)
     print_result(describe(result), plan_table(result), as_json)

@@ -109,8 +109,26 @@ def compare(
 
 
 @app.command()
-def doctor(as_json: AsJson = False) -> None:
-    """Show what this machine has, what would not work on it, and why."""
+def doctor(
+    machines: Annotated[
+        Path | None,
+        typer.Option(
+            help="A run's YAML file: examine the hosts that its `machines` names, and the links between."
+        ),
+    ] = None,
+    settings: Settings = None,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", help="With --machines: where the measured links go.")
+    ] = Path("links.json"),
+    as_json: AsJson = False,
+) -> None:
+    """Show what this machine has, what would not work on it, and why; or the same of all hosts of a run."""
+    if machines is not None:
+        from vpipe.cli.doctor_hosts import examine_hosts
+
+        if not examine_hosts(read_run(machines, settings), machines, output, as_json):
+            raise typer.Exit(1)
+        return
     from vpipe.cli.doctor import print_facts
 
     announce("examining this machine")

@@ -4,17 +4,15 @@ Left to itself, gloo takes the interface that the host's name belongs to: often 
 host finds it, or one that strangers can reach.
 """
 
-import fcntl
 import os
 import socket
-import struct
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 
 from vpipe.system.deadline import Deadline
+from vpipe.system.host_identity import interface_with
 
 _GLOO, _NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
-_GET_ADDRESS = 0x8915  # SIOCGIFADDR
 
 
 @contextmanager
@@ -24,7 +22,7 @@ def gloo_on(address: str) -> Iterator[None]:
     NCCL reads its variable when its first communicator is made, so that one stays set. Left to itself, it takes the
     first interface that it finds: on another network than gloo's, where there are several.
     """
-    name = _interface_with(address)
+    name = interface_with(address)
     interface = os.environ.get(_GLOO, name)
     if interface is not None:
         os.environ.setdefault(_NCCL, f"={interface}")  # exactly these, not all that begin so
@@ -36,17 +34,6 @@ def gloo_on(address: str) -> Iterator[None]:
         yield
     finally:
         del os.environ[_GLOO]
-
-
-def _interface_with(address: str) -> str | None:
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-        for _, name in socket.if_nameindex():
-            with suppress(OSError):  # it has no address
-                request = struct.pack("256s", name.encode()[:15])
-                found = fcntl.ioctl(probe, _GET_ADDRESS, request)
-                if socket.inet_ntoa(found[20:24]) == address:
-                    return name
-    return None
 
 
 def receive_exactly(link: socket.socket, count: int, deadline: Deadline | None = None) -> bytes:

@@ -1,7 +1,7 @@
 """Profiles, plans, and the files of both."""
 
 from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, all_reduce_seconds
-from vpipe.cost.files import read_any_profile, read_profile, write_profile
+from vpipe.cost.files import read_any_profile, read_profile, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import Plan, named_or_table, read_plan, write_plan
@@ -33,6 +33,7 @@ __all__ = [
     "read_plan",
     "read_profile",
     "update_bytes",
+    "with_links",
     "write_plan",
     "write_profile",
 ]

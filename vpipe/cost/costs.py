@@ -158,6 +158,21 @@ def _by_pair(links: list[PairLink]) -> dict[tuple[int, int], LinkCost]:
     return found
 
 
+Links = Annotated[
+    Mapping[tuple[int, int], LinkCost],
+    GetPydanticSchema(
+        lambda _, handler: core_schema.no_info_after_validator_function(_by_pair, handler(list[PairLink]))
+    ),
+]
+
+
+@dataclass(frozen=True)
+class MeasuredLinks(FileObject):
+    """The file that `vpipe doctor --machines` writes."""
+
+    links: Links
+
+
 def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
     if len(set(blocks)) < max(2, len(blocks)):
         raise ValueError("different numbers of two or more blocks")
@@ -195,12 +210,7 @@ class Profile(FileObject):
     batch_size: Annotated[int, Unit("samples of a minibatch", least=1)]
     optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
     """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
-    links: Annotated[
-        Mapping[tuple[int, int], LinkCost],
-        GetPydanticSchema(
-            lambda _, handler: core_schema.no_info_after_validator_function(_by_pair, handler(list[PairLink]))
-        ),
-    ] = field(default_factory=dict)
+    links: Links = field(default_factory=dict)
     """By sending and receiving rank."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""

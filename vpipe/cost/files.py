@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vpipe.cost.costs import Profile
+from vpipe.cost.costs import MeasuredLinks, Profile
 from vpipe.cost.fields import read_object
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
 from vpipe.errors import ConfigError
@@ -35,6 +35,11 @@ def read_profile(path: Path) -> Profile:
                 f"expected numbers from 0 to {len(profile.blocks) - 1}"
             )
     return profile
+
+
+def with_links(profile: Profile, path: Path | None) -> Profile:
+    """The profile with the links of a file that `vpipe doctor --machines` wrote, if one is given."""
+    return profile if path is None else replace(profile, links=read_object(MeasuredLinks, path).links)
 
 
 def write_profile(profile: Profile, path: Path) -> None:

@@ -237,7 +237,7 @@ def _start(job: HostsJob, agents: Sequence[Agent], signals: LauncherSignals, att
         common = dict(job.order) | {"marker": marker.name, "attempt": attempt, "environment": environment}
         ready = ask(agents, signals, "ready", lambda agent: {"job": common | {"ranks": agent.host.ranks}})
     first, *others = agents
-    candidates = [first.host.name, *_ssh_addresses(first, others)]
+    candidates = [first.host.name, *addresses_by_ssh(first, others)]
     where = ask([first], signals, "listening", lambda agent: {"listen": [candidates, job.port]})
     address, port = where[first.host.name]
     ask(others, signals, "reached", lambda agent: {"reach": [address, port]})
@@ -259,8 +259,8 @@ def _seen(marker: Path) -> Iterator[None]:
             marker.unlink()
 
 
-def _ssh_addresses(first: Agent, others: Sequence[Agent]) -> list[str]:
-    """Addresses of rank 0's host that ssh connections have used: SSH_CONNECTION is client, port, server, port."""
+def addresses_by_ssh(first: Agent, others: Sequence[Agent]) -> list[str]:
+    """Addresses of the first host that ssh connections have used: SSH_CONNECTION is client, port, server, port."""
     if first.host.here:
         return [agent.facts["ssh"][0] for agent in others if agent.facts["ssh"]]
     return list(first.facts["ssh"][2:3])

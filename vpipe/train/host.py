@@ -6,20 +6,24 @@ the launcher ends, or is not heard any more, it kills them.
 
 from __future__ import annotations
 
+import hashlib
 import os
 import signal
 import socket
 import tempfile
-from collections.abc import Callable
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
+from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import own_addresses
 from vpipe.launch.local import MeetingPlace, handling_signals, run_children
+from vpipe.launch.measure import measure, serve_measurement
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import rank_directory, rank_interpreter
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
@@ -55,7 +59,7 @@ class HostAgent:
         self.wire.start_heartbeat(self._limit)
         self.wire.send(hello=host_facts())
         try:
-            order = self._await("job")
+            order = self._await("job", self._examine)
             with tempfile.TemporaryDirectory(prefix="vpipe-host-") as folder, handling_signals() as signals:
                 ranks, shared = self._answer("ready", lambda: self._prepare(order, Path(folder)))
                 meeting = self._meet()
@@ -98,14 +102,31 @@ class HostAgent:
             raise LauncherLost
         return messages
 
-    def _await(self, key: str) -> Any:
-        """The next order, which is this one."""
+    def _await(self, key: str, other: Callable[[dict[str, Any]], None]) -> Any:
+        """The next order of this kind; `other` gets those before it."""
         while True:
             for message in self._receive(WAIT):
                 if key in message:
                     return message[key]
                 if "end" in message or "verdict" in message:
                     raise LauncherLost
+                other(message)
+
+    def _examine(self, message: dict[str, Any]) -> None:
+        """Orders of `vpipe doctor --machines`. A mistake is an answer: others may follow."""
+        try:
+            if "examine" in message:
+                self.wire.send(examined=_examine(message["examine"]))
+            if "serve" in message:
+                listener, where = _listen(message["serve"], 0)
+                threading.Thread(target=_serve, args=(listener,), daemon=True).start()
+                self.wire.send(serving=where)
+            if "measure" in message:
+                address, port = message["measure"]
+                with _reaching(address, port):
+                    self.wire.send(measured=measure(address, port, CONNECT_LIMIT))
+        except VPipeError as error:
+            self.wire.send(mistake=str(error).partition("\n")[0])
 
     def _answer(self, key: str, work: Callable[[], tuple[Any, Any]]) -> tuple[Any, Any]:
         """What `work` returns, of which the second part is the answer; a mistake is the answer too."""
@@ -120,11 +141,9 @@ class HostAgent:
     def _prepare(self, order: dict[str, Any], files: Path) -> tuple[Ranks, bool]:
         """The ranks to start, and whether the run's folder is the launcher's own."""
         os.environ.update(order["environment"])
-        for name, text in order["files"].items():
-            (files / Path(name).name).write_text(text, encoding="utf-8")
         with suppress(OSError):
             os.chdir(order["cwd"])  # else it stays where ssh has put it
-        config = read_config(files / CONFIG)
+        config = _write_files(order["files"], files)
         check_paths(config)
         folder, own = Path(order["folder"]), order["ranks"]
         make_folder(folder)
@@ -209,14 +228,49 @@ def _listen(names: list[str], port: int) -> tuple[socket.socket, tuple[str, int]
 
 def _reach(where: list[Any]) -> tuple[None, bool]:
     address, port = where
-    try:
+    with _reaching(address, port):
         socket.create_connection((address, port), CONNECT_LIMIT).close()
+    return None, True
+
+
+@contextmanager
+def _reaching(address: str, port: int) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ConfigError(
             f"it does not reach {address}:{port}, where the ranks meet ({error.strerror or error}): open the ports "
             "between the hosts, or write in `machines` an address of a network that they share"
         ) from None
-    return None, True
+
+
+def _serve(listener: socket.socket) -> None:
+    with suppress(OSError):
+        serve_measurement(listener)
+
+
+def _examine(order: dict[str, Any]) -> dict[str, Any]:
+    """What a run would not find here, and the digest of this host's own copy of the configuration."""
+    wrong = []
+    with tempfile.TemporaryDirectory(prefix="vpipe-host-") as folder:
+        try:
+            config = _write_files(order["files"], Path(folder))
+            check_paths(config)
+            starting_directory(config)
+            interpreter_of(config)
+        except VPipeError as error:
+            wrong.append(str(error).partition("\n")[0])
+    try:
+        digest = hashlib.sha256(Path(order["config"]).read_bytes()).hexdigest()
+    except OSError:
+        digest = None
+    return {"wrong": wrong, "config": digest}
+
+
+def _write_files(files: dict[str, str], folder: Path) -> RunConfig:
+    for name, text in files.items():
+        (folder / Path(name).name).write_text(text, encoding="utf-8")
+    return read_config(folder / CONFIG)
 
 
 def _forget_callers(listener: socket.socket) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.file import AUTO
-from vpipe.cost import Profile, named_or_table, read_profile, write_plan, write_profile
+from vpipe.cost import Profile, named_or_table, read_profile, with_links, write_plan, write_profile
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
@@ -61,6 +61,7 @@ def plan_run(
     minibatches: int | None = None,
     batch_size: int | str | None = None,
     chunks: int | None = None,
+    links: Path | None = None,
 ) -> PlanResult:
     """The best plan for the configured run, with what is given here in place of the file's own.
 
@@ -73,7 +74,7 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    profile = cached_profile(config)
+    profile = with_links(cached_profile(config), links)
     announce(f"{config.source}: searching for a plan")
     return plan(
         profile,
