@@ -256,8 +256,8 @@ def _examine(order: dict[str, Any]) -> dict[str, Any]:
         try:
             config = _write_files(order["files"], Path(folder))
             check_paths(config)
-            starting_directory(config)
-            interpreter_of(config)
+            rank_directory(config)
+            rank_interpreter(config, [])
         except VPipeError as error:
             wrong.append(str(error).partition("\n")[0])
     try:

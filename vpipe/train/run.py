@@ -18,8 +18,8 @@ from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import enter_place, log_directory, rank_directory, rank_interpreter, with_code
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
-from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
 from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
+from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
