@@ -26,7 +26,7 @@ LIMIT = 30.0
 _SIZE = struct.Struct(">Q")
 
 
-class HostLink(NamedTuple):
+class MeasuredLink(NamedTuple):
     bandwidth: float
     """Bytes a second."""
     latency: float
@@ -53,7 +53,7 @@ def serve_measurement(listener: socket.socket) -> None:
             link.sendall(b".")
 
 
-def measure(address: str, port: int, connect_limit: float) -> HostLink:
+def measure(address: str, port: int, connect_limit: float) -> MeasuredLink:
     with socket.create_connection((address, port), connect_limit) as link:
         link.settimeout(LIMIT)
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -68,7 +68,7 @@ def measure(address: str, port: int, connect_limit: float) -> HostLink:
             size = int(min(LAST, max(2 * size, size * ENOUGH / taken)))
         with suppress(OSError):
             link.sendall(_SIZE.pack(0))
-    return HostLink(bandwidth, trip / 2, f"{interface_with(own) or '?'} ({own})")
+    return MeasuredLink(bandwidth, trip / 2, f"{interface_with(own) or '?'} ({own})")
 
 
 def _seconds(link: socket.socket, size: int) -> float:
