@@ -20,6 +20,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "clip_norm": config.clip_norm,
         "seed": config.seed,
         "partition": config.partition,
+        "staleness": config.staleness,
     }
     if config.policies is None:
         arguments["recompute_ratio"] = config.ratio
@@ -44,8 +45,13 @@ def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
 
     def factory(group: OptimizerGroup | None = None) -> OptimizerFactory:
         given = {} if group is None else group.model_dump(exclude_none=True)
-        settings = ("optimizer", "learning_rate", "weight_decay")
-        return optimizer_factory(*(given.get(key, getattr(config, key)) for key in settings))
+        name, *numbers = (
+            given.get(key, getattr(config, key)) for key in ("optimizer", "learning_rate", "weight_decay")
+        )
+        settings = {key: getattr(config, key) for key in ("betas", "eps", "momentum")}
+        if group is not None and name != config.optimizer:  # they are for the run's own optimizer
+            settings = {}
+        return optimizer_factory(name, *numbers, **settings)
 
     rules = [(group.match, factory(group)) for group in config.optimizer_groups]
     return optimizer_groups(*rules, rest=factory(), place=f"{config.source}: optimizer_groups")

@@ -21,8 +21,10 @@ from pydantic import (
 from vpipe.config.code import CODE_KEYS, names_code
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
+from vpipe.errors import VPipeError
 from vpipe.schedule import KINDS, read_table
 from vpipe.schedule.kind import MOST_DEPTH
+from vpipe.schedule.staleness import read_staleness
 from vpipe.system.files import check_path, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
@@ -64,7 +66,9 @@ Seconds = Annotated[Real, Field(gt=0, le=1e6)]
 Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 NotNegative = Annotated[Real, Field(ge=0)]
-OptimizerName = Literal["sgd", "adam", "adamw", "lamb"]
+OptimizerName = Literal["sgd", "adam", "adamw", "nadamw", "muon", "lamb"]
+Betas = Annotated[list[Annotated[Real, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
+Momentum = Annotated[Real, Field(ge=0, lt=1)]
 Pattern = Annotated[str, Field(min_length=1)]
 Machine = Annotated[str, AfterValidator(_machine)]
 Program = Annotated[str, Field(pattern=r"^[A-Za-z0-9/_][^\x00-\x1f\x7f]*$")]
@@ -190,7 +194,8 @@ class RunConfig(_Keys):
     # The training
 
     optimizer: OptimizerName = "adamw"
-    """Rule of the updates."""
+    """Rule of the updates. muon: Muon for the matrices between embedding and head, AdamW for the rest, with one rate
+    for both; it bears stale weights best. nadamw: NAdam with decoupled weight decay and a first beta of 0.99."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
     learning_rate_policy: Literal["polynomial", "step", "cosine", "constant"] = "constant"
@@ -200,6 +205,16 @@ class RunConfig(_Keys):
     """Updates during which the learning rate rises from 0."""
     weight_decay: NotNegative = 0.0
     """How much weights shrink with each update."""
+    betas: Betas | None = None
+    """Decay of the two moments of adam, adamw, nadamw, lamb and of muon's AdamW; if not given, the optimizer's own."""
+    eps: Positive | None = None
+    """What these optimizers add to the root of the second moment; if not given, the optimizer's own."""
+    momentum: Momentum | None = None
+    """Momentum of sgd (0.9 if not given) and muon (0.95)."""
+    staleness: list[str | dict[str, int]] = []
+    """Remedies for the stale weights of an asynchronous schedule, such as `[predict, {async_after: 100}]`. predict:
+    forwards read the weights as they are expected to be when their gradients are applied. async_after: so many updates
+    at the beginning are made one after the other, with an empty pipeline between them."""
     optimizer_groups: list[OptimizerGroup] = []
     """Other settings for some parameters, by name: `match` is one or several patterns (`*` stands for any text, as in
     `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` override the run's own. The first entry that matches a
@@ -310,6 +325,10 @@ class RunConfig(_Keys):
                     self._refuse(key, "what `model` names says it: leave one of the two out")
         elif self.hidden_size % self.num_heads:
             self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
+        try:
+            read_staleness(self.staleness)
+        except VPipeError as error:
+            raise mistake(str(error)) from None
         skipped, updates = self.nonfinite_limit
         if skipped > updates:
             self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")

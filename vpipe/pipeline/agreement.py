@@ -35,6 +35,7 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("partition", list(layout.partition), SAME_ARGUMENTS),
         ("seed", options.seed, "give every rank the same seed"),
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
+        ("staleness", list(options.staleness), SAME_ARGUMENTS),
         ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
         ("optimizer", _optimizers(model, options), SAME_ARGUMENTS),
     ):

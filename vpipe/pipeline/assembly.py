@@ -14,6 +14,7 @@ from vpipe.runtime import GradientExchange, Losses, StageRuntime, Updates
 from vpipe.runtime.routes import Routes
 from vpipe.schedule import Schedule
 from vpipe.schedule.facts import holding
+from vpipe.schedule.staleness import Staleness
 from vpipe.stage import Stage, StageModule
 from vpipe.stage.compiled import check_compiler
 from vpipe.stage.graph_pool import GraphPool
@@ -36,6 +37,7 @@ class TrainingOptions:
     clip_norm: float | None
     on_nonfinite: str | None
     nonfinite_limit: tuple[int, int]
+    staleness: Staleness
     seed: int
 
     def __post_init__(self) -> None:
@@ -132,6 +134,7 @@ def _make_stage(
         lr_scheduler=options.lr_scheduler,
         versions=_versions(layout.schedule, rank, index),
         model_names=[name for name, p in model.named_parameters() if p.requires_grad],
+        predict=options.staleness.predict and not layout.schedule.synchronous,
     )
     evaluation = StageModule(graph, module, training=False, keep_output=True)
     # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.

@@ -28,7 +28,9 @@ class Loop:
         runtime: StageRuntime,
         loss_weight: Callable[[Fields], float],
         requests: Requests,
+        async_after: int = 0,
     ) -> None:
+        """`async_after`: updates at the beginning of the run after each of which the pipeline is drained."""
         self.layout = layout
         self.schedule = layout.schedule
         self.runtime = runtime
@@ -41,6 +43,7 @@ class Loop:
         self.stopped = False  # whether the latest `train` ended because that was requested
         self.update_hooks: list[UpdateHook] = []
         self._requests = requests
+        self._async_after = 0 if self.schedule.synchronous else async_after
         self._feed: Feed | None = None
         self._running: Iterator[Work] | None = None
         self._drained: list[Arrived] = []  # losses that came while draining
@@ -60,9 +63,12 @@ class Loop:
         self.stopped = False
         agree_on_data(self.world, feed)
         try:
-            for program in self._programs(feed):
+            for program in self._programs(feed, self._async_after):
                 self._running = self.runtime.run(program, feed)
                 yield from self._deliver(self._losses(self._running))
+                if 0 < self.updates <= self._async_after:
+                    self._drained += self.runtime.losses.arrived(all_of_them=True)
+                    self._settle()
                 drained, self._drained = self._drained, []
                 yield from self._deliver(drained)
                 if self.stopped:
@@ -151,11 +157,12 @@ class Loop:
             device=self.handler.device,
         )
 
-    def _programs(self, feed: Feed) -> Iterator[Iterator[Action]]:
+    def _programs(self, feed: Feed, async_after: int = 0) -> Iterator[Iterator[Action]]:
         """The programs that use up the data; each starts from the minibatch `feed.offset`.
 
         A schedule of a given length is run again and again: a synchronous one for each update. One without
-        an end is run once, unless it is drained before the data ends: then it starts again.
+        an end is run once, unless it is drained before the data ends: then it starts again. The first
+        `async_after` updates have a program each.
         """
         length = self.schedule.minibatches
         if length is not None:
@@ -167,6 +174,8 @@ class Loop:
                     self._most_admitted(feed)  # so that `flush` finds every rank in the same round
             return
         while self._admit(feed, 0):
+            if feed.offset < async_after * feed.interval:
+                feed.limit = feed.offset + feed.interval
             yield self.schedule.program(self.rank, lambda place: self._admit(feed, place))
             if feed.limit is None:
                 return

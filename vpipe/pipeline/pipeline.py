@@ -22,6 +22,7 @@ from vpipe.pipeline.state import WholeState
 from vpipe.runtime import Fields, count_samples
 from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
+from vpipe.schedule.staleness import Remedy, read_staleness
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 from vpipe.system.start import Phases
@@ -77,6 +78,10 @@ class Pipeline:
         The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
         NonFiniteError before the update, "skip" leaves out the update; None: it is not checked. With "skip" the error
         is raised when so many of so many updates in a row were skipped.
+    staleness
+        Remedies for the stale weights of an asynchronous schedule: "predict" lets forwards read the weights as they are
+        expected to be when their gradients are applied; {"async_after": 100} makes the first 100 updates one after the
+        other, with an empty pipeline between them (see docs/convergence.md).
     loss_weight
         What a minibatch counts in its update's loss: by default the number of its samples.
     seed
@@ -118,6 +123,7 @@ class Pipeline:
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         nonfinite_limit: tuple[int, int] = (10, 100),
+        staleness: Sequence[Remedy] = (),
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: Callable[[Fields], float] = count_samples,
         lr_scheduler: SchedulerFactory | None = None,
@@ -151,6 +157,7 @@ class Pipeline:
             clip_norm=clip_norm,
             on_nonfinite=on_nonfinite,
             nonfinite_limit=nonfinite_limit,
+            staleness=read_staleness(staleness),
             seed=seed,
         )
         self.phases = Phases("rendezvous")
@@ -174,7 +181,13 @@ class Pipeline:
                 "stages",
                 lambda: assemble(self.layout, model, self.handler, training_options, self._requests.take),
             )
-            self._loop = Loop(self.layout, self.runtime, loss_weight, self._requests)
+            self._loop = Loop(
+                self.layout,
+                self.runtime,
+                loss_weight,
+                self._requests,
+                training_options.staleness.async_after,
+            )
             self._whole = WholeState(self.layout, self.runtime, model, seed)
             self.runtime.connect()
             if differ:

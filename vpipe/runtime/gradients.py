@@ -105,6 +105,10 @@ class GradientExchange:
         """Continue as if every holder of a tied parameter had applied this many updates."""
         self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
 
+    def applied(self, stage: int) -> dict[str, int]:
+        """The updates of each tied parameter that this stage has applied."""
+        return {name: self._applied[name, stage] for name in self.tied_of(stage)}
+
     def leftovers(self) -> list[str]:
         unused = (*self._reductions, *self._parts, *self._totals)
         return [f"gradient part {key} was not used" for key in unused]

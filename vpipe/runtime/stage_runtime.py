@@ -172,7 +172,7 @@ class StageRuntime:
         self.forward_minibatch_id = minibatch.number
         fields = self.feed.fields(minibatch)
         with self.handler.world.exclusive:
-            outputs = stage.forward(minibatch.number, fields)
+            outputs = stage.forward(minibatch.number, fields, self.updates.delay(stage, minibatch.update))
         if stage.graph.is_criterion:
             members = self.feed.members(minibatch.update)
             own = sum(self.routes.is_here(stage.index, member.place) for member in members)

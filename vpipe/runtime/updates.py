@@ -29,6 +29,7 @@ from vpipe.runtime.gradients import GradientExchange
 from vpipe.runtime.late_checks import LateChecks
 from vpipe.stage.precision import LESS, LESS_OR_SKIP, LossScale
 from vpipe.stage.stage import Stage
+from vpipe.weights import NO_DELAY, Delay
 
 NOBODY = -1
 KEPT = 1000
@@ -67,7 +68,7 @@ class Updates:
         self.loss_scale = loss_scale
         self.on_nonfinite = on_nonfinite
         self.warn: Callable[[str], object] = warnings.warn  # of updates that are skipped
-        self.begun = 0
+        self.begun = dict.fromkeys(stages, 0)  # updates of each stage
         self.skipped: deque[int] = deque(maxlen=KEPT)  # the newest ones
         self.num_skipped = 0
         self._most_faults, self._window = nonfinite_limit
@@ -82,18 +83,27 @@ class Updates:
 
     def step(self, stage: int, update: int) -> None:
         """Make an update of one stage."""
-        self.begun = max(self.begun, update + 1)
+        self.begun[stage] = update + 1
         if self.synchronous:
             self._step_together(stage, update)
         else:
             self._step_alone(stage, update)
+
+    def delay(self, stage: Stage, update: int) -> Delay:
+        """Updates that will be made between a forward now and the update of its gradient."""
+        if not stage.optimizer.predicts:
+            return NO_DELAY
+        tied = self.exchange.applied(stage.index)
+        return Delay(
+            update - self.begun[stage.index], {name: update - applied for name, applied in tied.items()}
+        )
 
     def catch_up(self) -> None:
         """The pipeline is drained: apply the tied updates that are still due, and collect the remaining overflows."""
         if self._late is not None:
             self._read_late(self._late.skipped(all_of_them=True))
         for index, stage in self.stages.items():
-            for gradients in self.exchange.overdue(index, self.begun):
+            for gradients in self.exchange.overdue(index, max(self.begun.values())):
                 if math.isfinite(norm := self._norm_of(gradients.values())):
                     stage.optimizer.step_tied(_scaled(gradients, self._clip_factor(norm)))
         for update in sorted(self._overflows):
@@ -106,7 +116,7 @@ class Updates:
     def load_state(self, state: Mapping[str, Any], updates: int) -> None:
         """Continue as if this many updates had been made here, also of every tied parameter."""
         self.loss_scale.load_state(state["loss_scale"])
-        self.begun = updates
+        self.begun = dict.fromkeys(self.stages, updates)
         self.exchange.start_at(updates)
 
     @property

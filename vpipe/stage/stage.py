@@ -16,7 +16,7 @@ from vpipe.stage.held import Held, Hold
 from vpipe.stage.host_store import make_store
 from vpipe.stage.split import waiting_tensors
 from vpipe.stage.swap import Swap
-from vpipe.weights import Changes, OptimizerWithWeightStashing
+from vpipe.weights import NO_DELAY, Changes, Delay, OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
 
 MODEL, OPTIMIZER = "model.", "optimizer."
@@ -73,9 +73,14 @@ class Stage:
     def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
         self.arrived.setdefault(minibatch, {})[value] = tensor
 
-    def forward(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
-        """Run the blocks with the newest weights and keep what backward needs. Returns the outputs."""
-        self.optimizer.load_new_params(minibatch)
+    def forward(
+        self, minibatch: int, fields: dict[str, Tensor], delay: Delay = NO_DELAY
+    ) -> dict[str, Tensor]:
+        """Run the blocks with the newest weights and keep what backward needs. Returns the outputs.
+
+        Where weights are predicted, they are those of `delay` updates later.
+        """
+        self.optimizer.load_new_params(minibatch, delay)
         if self._store:
             self._store.settle()
         arrived = self.arrived.pop(minibatch, {})

@@ -12,6 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -81,6 +82,8 @@ class WeightHistory:
         self.optimizers = _make_optimizers(optimizer, self.now, model_names)
         self.updates = 0
         self.versions = {0: self.newest()}
+        self.steps = {0: {name: torch.zeros_like(value) for name, value in self.now.items()}}
+        """By version: what the next update is expected to add to it."""
 
     def newest(self) -> dict[str, Tensor]:
         return {name: tensor.detach().clone() for name, tensor in self.now.items()}
@@ -92,15 +95,26 @@ class WeightHistory:
         if clip_norm is not None:
             nn.utils.clip_grad_norm_(self.now.values(), clip_norm)
         used = _gradients(self.now.items())
+        before = self.versions[self.updates]
         for optimizer in self.optimizers:
             optimizer.step()
         self.updates += 1
-        self.versions[self.updates] = self.newest()
+        newest = self.versions[self.updates] = self.newest()
+        self.steps[self.updates] = {
+            name: _next_step(self.optimizers, tensor, newest[name] - before[name])
+            for name, tensor in self.now.items()
+        }
         return used
+
+    def predicted(self, version: int, update: int) -> dict[str, Tensor]:
+        """The version as it is expected to be when this update is made."""
+        steps = self.steps[version]
+        return {n: value + (update - version) * steps[n] for n, value in self.versions[version].items()}
 
     def drop(self, before: int) -> None:
         """Drop the versions before this one: they will not be read."""
-        self.versions = {number: values for number, values in self.versions.items() if number >= before}
+        for number in [number for number in self.versions if number < min(before, self.updates)]:
+            del self.versions[number], self.steps[number]
 
 
 class StagedWeights:
@@ -117,9 +131,15 @@ class StagedWeights:
         versions: Versions,
         lag: int,
         optimizer: OptimizerFactory,
+        per_update: int,
+        async_after: int,
+        predict: bool,
     ) -> None:
         self.versions = versions
         self.lag = lag
+        self.per_update = per_update
+        self.async_after = async_after
+        self.predict = predict
         self.holders = {name: where for name, where in tied_parameters(stages).items() if name in values}
         own = [[n for n in stage.parameters if n in values and n not in self.holders] for stage in stages]
         self.stages = [WeightHistory({n: values[n] for n in names}, optimizer, values) for names in own]
@@ -133,10 +153,13 @@ class StagedWeights:
         """New leaf tensors with the minibatch's weights: by name, and for tied parameters by name and stage."""
         own: dict[str, Tensor] = {}
         for stage, history in enumerate(self.stages):
-            version = history.versions[self.versions[stage, minibatch]]
+            version = self._weights(history, self.versions[stage, minibatch], minibatch)
             own |= {name: _leaf(value) for name, value in version.items()}
         tied = {
-            name: {s: _leaf(history.versions[self._tied_version(name, s, minibatch)][name]) for s in holders}
+            name: {
+                s: _leaf(self._weights(history, self._tied_version(name, s, minibatch), minibatch)[name])
+                for s in holders
+            }
             for (name, holders), history in zip(self.holders.items(), self.tied.values(), strict=True)
         }
         return own, tied
@@ -160,7 +183,14 @@ class StagedWeights:
 
     def _tied_version(self, name: str, stage: int, minibatch: int) -> int:
         late = 0 if stage == self.holders[name][0] else self.lag
-        return max(0, self.versions[stage, minibatch] - late)
+        # When the pipeline is drained all holders are equal.
+        drained = min(minibatch // self.per_update, self.async_after)
+        return max(drained, self.versions[stage, minibatch] - late)
+
+    def _weights(self, history: WeightHistory, version: int, minibatch: int) -> dict[str, Tensor]:
+        if self.predict:
+            return history.predicted(version, minibatch // self.per_update)
+        return history.versions[version]
 
 
 def train_asynchronously(
@@ -173,15 +203,20 @@ def train_asynchronously(
     stages: Sequence[StageGraph],
     versions: Versions,
     lag: int,
+    async_after: int = 0,
+    predict: bool = False,
 ) -> Trained:
     """Each minibatch reads in each stage the version that follows from the schedule (`versions_read`).
+
+    With `predict` it reads the version as it is expected to be when the minibatch's own update is made. The first
+    `async_after` updates are made one after the other.
 
     A stage clips by the norm of its own gradients, a tied parameter by the norm of its gradient.
     """
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
     values = _trained(plain)
-    weights = StagedWeights(values, stages, versions, lag, recipe.optimizer)
+    weights = StagedWeights(values, stages, versions, lag, recipe.optimizer, per_update, async_after, predict)
     losses: list[float] = []
     first: dict[str, Tensor] = {}
     for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
@@ -204,8 +239,17 @@ def train_asynchronously(
     return Trained(losses, first, frozen | weights.newest())
 
 
-def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
-    """The versions that the first `count` minibatches read, from the programs: STEP makes one, F reads the newest."""
+def versions_read(schedule: Schedule, count: int, async_after: int = 0) -> dict[tuple[int, int], int]:
+    """The versions that the first `count` minibatches read, from the programs: STEP makes one, F reads the newest.
+
+    The first `async_after` updates are made one after the other, so their minibatches read the newest version.
+    """
+    if async_after:
+        interval, stages = schedule.update_interval, range(schedule.num_stages)
+        first = min(count, async_after * interval)
+        fresh = {(stage, m): m // interval for stage in stages for m in range(first)}
+        later = versions_read(schedule, count - first)
+        return fresh | {(s, first + m): async_after + version for (s, m), version in later.items()}
     read: dict[tuple[int, int], int] = {}
     length = schedule.minibatches or count
     for rank in range(schedule.num_ranks):
@@ -218,6 +262,23 @@ def versions_read(schedule: Schedule, count: int) -> dict[tuple[int, int], int]:
                 elif op is Op.F:
                     read[stage, start + minibatch] = made[stage]
     return read
+
+
+def _next_step(optimizers: Sequence[Optimizer], tensor: nn.Parameter, last: Tensor) -> Tensor:
+    """What the next update adds if its gradient equals the mean that the optimizer keeps; else what the last added."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            state = optimizer.state.get(tensor)
+            if not any(tensor is own for own in group["params"]) or not state:
+                continue
+            if isinstance(optimizer, torch.optim.Adam | torch.optim.NAdam):  # AdamW is an Adam
+                beta1, beta2 = group["betas"]
+                mean = state["exp_avg"] / (1 - beta1 ** float(state["step"]))
+                square = state["exp_avg_sq"] / (1 - beta2 ** float(state["step"]))
+                return -group["lr"] * mean / (square.sqrt() + group["eps"])
+            if isinstance(optimizer, torch.optim.SGD) and group["momentum"]:
+                return -group["lr"] * state["momentum_buffer"]
+    return last
 
 
 def _groups(

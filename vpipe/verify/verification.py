@@ -23,6 +23,7 @@ from vpipe.pipeline.layout import Layout
 from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime import Fields, count_samples
 from vpipe.schedule import Schedule
+from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
 from vpipe.stage import Stage
 from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
@@ -119,6 +120,7 @@ def verify(
     clip_norm: float | None = None,
     seed: int = 0,
     loss_weight: Callable[[Fields], float] = count_samples,
+    staleness: Sequence[Remedy] = (),
     **options: Any,
 ) -> Verification:
     """Train a copy of the model with and without the pipeline, in this process; compare losses, gradients, weights.
@@ -137,6 +139,7 @@ def verify(
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
     recipe = Recipe(optimizer, loss_fn, seed, clip_norm, loss_weight)
+    remedies = read_staleness(staleness)
     place = choose_device(device, 0)
     model = copy.deepcopy(model).to(kind)
 
@@ -145,9 +148,11 @@ def verify(
         return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), raw)
 
     def run(world: InProcessWorld) -> _RankRun:
-        with Pipeline(model, first, **vars(recipe), device=place, world=world, **options) as pipe:
+        with Pipeline(
+            model, first, **vars(recipe), staleness=staleness, device=place, world=world, **options
+        ) as pipe:
             with world.exclusive:  # reading them may draw random numbers
-                batches = [made(number) for number in range(_count(pipe.layout, updates))]
+                batches = [made(number) for number in range(_count(pipe.layout, updates, remedies))]
             return _run_rank(pipe, batches)
 
     with torch.random.fork_rng(devices=[]):
@@ -156,14 +161,14 @@ def verify(
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
-        expected = _train_plainly(model.to(place), there, layout, recipe)
+        expected = _train_plainly(model.to(place), there, layout, recipe, remedies)
     return _compare_runs(runs, expected, dtype)
 
 
-def _count(layout: Layout, updates: int | None) -> int:
+def _count(layout: Layout, updates: int | None, remedies: Staleness) -> int:
     """Minibatches of all updates; a schedule with a fixed number of them is run to its end."""
     schedule = layout.schedule
-    wanted = (updates or UPDATES + layout.schedule.lag) * schedule.update_interval
+    wanted = (updates or UPDATES + schedule.lag + remedies.async_after) * schedule.update_interval
     length = schedule.minibatches or 1
     return -(-wanted // length) * length
 
@@ -197,14 +202,16 @@ def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) 
         optimizer.register_step_pre_hook(keep)
 
 
-def _train_plainly(model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe) -> Trained:
+def _train_plainly(
+    model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe, remedies: Staleness
+) -> Trained:
     schedule = layout.schedule
     plain = (model, batches, schedule.update_interval, recipe, layout.graph)
     if schedule.synchronous:
         return train_synchronously(*plain)
-    versions = versions_read(schedule, len(batches))
+    versions = versions_read(schedule, len(batches), remedies.async_after)
     return train_asynchronously(
-        *plain, stages=layout.stage_graphs, versions=versions, lag=layout.schedule.lag
+        *plain, stages=layout.stage_graphs, versions=versions, lag=schedule.lag, **remedies._asdict()
     )
 
 

@@ -1,12 +1,16 @@
 """The weights of a stage: versions, the stashing optimizer, base optimizers and learning-rate policies by name."""
 
+from vpipe.weights.named_optimizers import optimizer_factory
 from vpipe.weights.optimizer_state import Changes
-from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, optimizer_factory, optimizer_groups
+from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, optimizer_groups
 from vpipe.weights.policies import learning_rate_policy
-from vpipe.weights.stashing import OptimizerWithWeightStashing, SchedulerFactory
+from vpipe.weights.prediction import Delay
+from vpipe.weights.stashing import NO_DELAY, OptimizerWithWeightStashing, SchedulerFactory
 
 __all__ = [
+    "NO_DELAY",
     "Changes",
+    "Delay",
     "NamedParameters",
     "OptimizerFactory",
     "OptimizerWithWeightStashing",

@@ -1,17 +1,15 @@
-"""Base optimizers: made for the parameters of a stage, in groups by parameter name, or by the optimizer's name."""
+"""Base optimizers: made for the parameters of a stage, and in groups by parameter name."""
 
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
-from functools import partial
 from typing import Any
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from vpipe.errors import VPipeError, meant
+from vpipe.errors import VPipeError
 
 EXAMPLE = "give a function of the parameters, e.g. optimizer=lambda params: torch.optim.AdamW(params, 1e-3)"
 
@@ -160,26 +158,3 @@ def _close_names(pattern: str, names: Collection[str]) -> str:
     if found:
         return f"did you mean one of {', '.join(found)}?"
     return f"their names are such as {', '.join(repr(name) for name in list(names)[:3])}"
-
-
-def optimizer_factory(name: str, learning_rate: float, weight_decay: float = 0.0) -> OptimizerFactory:
-    """A function from parameters to the optimizer of this name; fused where torch has a fused one."""
-    known: dict[str, Callable[..., Optimizer]] = {
-        "sgd": partial(torch.optim.SGD, momentum=0.9, fused=True),
-        "adam": partial(torch.optim.Adam, fused=True),
-        "adamw": partial(torch.optim.AdamW, fused=True),
-        "lamb": _lamb,
-    }
-    if name not in known:
-        raise VPipeError(f"unknown optimizer {name!r}: {meant(name, known)}")
-    return partial(known[name], lr=learning_rate, weight_decay=weight_decay)
-
-
-def _lamb(params: list[nn.Parameter], **options: Any) -> Optimizer:
-    try:
-        from pytorch_optimizer import Lamb
-    except ImportError as error:
-        raise VPipeError(
-            "optimizer 'lamb' needs the package pytorch-optimizer: pip install 'vpipe[lamb]'"
-        ) from error
-    return Lamb(params, **options)

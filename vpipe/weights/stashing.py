@@ -9,6 +9,9 @@ themselves: that would raise autograd's version counters, and pending backwards 
 *master* tensors, which share the newest version's storage or, under mixed precision, are the float32
 originals from which each version is cast. If no backward needs the newest version (the last stage,
 every synchronous schedule), the step is made in place and nothing is copied.
+
+With `predict` a forward reads weights that are predicted for its own update (`vpipe.weights.prediction`). A version is
+then written when a forward first reads it, and masters always have storage of their own.
 """
 
 from collections import deque
@@ -21,8 +24,11 @@ from torch.optim import Optimizer
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
+from vpipe.weights.prediction import Delay, LastUpdates, write_predicted
 from vpipe.weights.schedulers import SchedulerFactory, driven_by_metric, make_scheduler
 from vpipe.weights.versions import Version, flat_tensors
+
+NO_DELAY = Delay()
 
 
 class OptimizerWithWeightStashing:
@@ -43,6 +49,7 @@ class OptimizerWithWeightStashing:
         lr_scheduler: SchedulerFactory | None = None,
         versions: int = 1,
         model_names: Collection[str] | None = None,
+        predict: bool = False,
     ) -> None:
         """`versions`: how many to allocate now; more are allocated when they are needed."""
         self.names = [name for name, p in parameters.items() if p.requires_grad]
@@ -54,6 +61,9 @@ class OptimizerWithWeightStashing:
         self.queue: deque[Version] = deque([first])
         self._read: dict[int, Version] = {}
         self._pointed_at: Version | None = None
+        self.predicts = predict
+        self._made = 0
+        self._last_updates = LastUpdates() if predict else None
         self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
         self.master_parameters = self._make_masters(first, master_values)
         self._master = dict(zip(self.names, self.master_parameters, strict=True))
@@ -73,18 +83,17 @@ class OptimizerWithWeightStashing:
     @property
     def latest_version(self) -> int:
         """The number of updates made so far."""
-        return self.queue[-1].number
+        return self._made
 
     @property
-    def newest(self) -> Version:
-        """The version that the next forward reads."""
-        return self.queue[-1]
+    def current(self) -> Version:
+        """The version that the parameters point at."""
+        assert self._pointed_at is not None
+        return self._pointed_at
 
     @property
     def current_version(self) -> int:
-        """The version that the parameters point at."""
-        assert self._pointed_at is not None
-        return self._pointed_at.number
+        return self.current.number
 
     @property
     def learning_rate(self) -> float | None:
@@ -99,9 +108,12 @@ class OptimizerWithWeightStashing:
     def num_versions(self) -> int:
         return len(self.queue)
 
-    def load_new_params(self, minibatch: int | None = None) -> None:
-        """Point the parameters at the newest version; keep it for this minibatch's backward, if given."""
-        newest = self.queue[-1]
+    def load_new_params(self, minibatch: int | None = None, delay: Delay = NO_DELAY) -> None:
+        """Point the parameters at the newest version; keep it for this minibatch's backward, if given.
+
+        `delay` is that of the minibatch, where its weights are predicted.
+        """
+        newest = self._predicted(delay) if self.predicts else self.queue[-1]
         self._point_at(newest)
         if minibatch is not None:
             newest.users += 1
@@ -116,8 +128,7 @@ class OptimizerWithWeightStashing:
         version = self._read.pop(minibatch)
         version.users -= 1
         if not version.users and version is not self.queue[-1]:
-            self.queue.remove(version)
-            self._spare.append(version)
+            self._recycle(version)
 
     def values(self) -> dict[str, Tensor]:
         """The newest weights by name; the float32 masters under mixed precision."""
@@ -200,9 +211,10 @@ class OptimizerWithWeightStashing:
     def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
         masters = []
         for name, tensor in zip(self.names, first.tensors, strict=True):
-            if self.mixed:
+            if self.mixed or self.predicts:
                 original = tensor if values is None else values[name]
-                masters.append(nn.Parameter(original.detach().to(tensor.device, torch.float32, copy=True)))
+                dtype = torch.float32 if self.mixed else tensor.dtype
+                masters.append(nn.Parameter(original.detach().to(tensor.device, dtype, copy=True)))
             else:
                 masters.append(nn.Parameter(tensor))
         return masters
@@ -218,23 +230,57 @@ class OptimizerWithWeightStashing:
 
     def _make_writable(self) -> None:
         """Make the newest version writable: a new one if a backward still needs it."""
+        self._made += 1
+        if self.predicts:
+            return
         newest = self.queue[-1]
         if not newest.users:
-            newest.number += 1
+            newest.number = self._made
             return
-        version = self._spare.pop() if self._spare else self._new_version()
-        version.number = newest.number + 1
-        self.queue.append(version)
+        version = self._take_storage(self._made)
         if not self.mixed:  # else `_publish` sets it
             for target, flat in zip(version.flats, newest.flats, strict=True):
                 target.copy_(flat)
             for master, tensor in zip(self.master_parameters, version.tensors, strict=True):
                 master.data = tensor
 
+    def _predicted(self, delay: Delay) -> Version:
+        """The newest weights as they will be so many updates later; written when they are first read."""
+        wanted = (self._made, delay.own)
+        for version in self.queue:
+            if (version.number, version.ahead) == wanted:
+                return version
+        self._recycle_unused()
+        version = self._take_storage(*wanted)
+        targets: dict[nn.Parameter, Tensor] = dict(zip(self.master_parameters, version.tensors, strict=True))
+        for optimizer in self.base_optimizers:
+            write_predicted(optimizer, delay.own, targets)
+        for name, optimizer in self.tied_optimizers.items():
+            write_predicted(optimizer, delay.tied.get(name, 0), targets)
+        return version
+
+    def _take_storage(self, number: int, ahead: int = 0) -> Version:
+        version = self._spare.pop() if self._spare else self._new_version()
+        version.number, version.ahead = number, ahead
+        self.queue.append(version)
+        return version
+
+    def _recycle(self, version: Version) -> None:
+        self.queue.remove(version)
+        self._spare.append(version)
+
+    def _recycle_unused(self) -> None:
+        for version in [version for version in self.queue if not version.users]:
+            self._recycle(version)
+
     def _apply(self, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         if flag is not None:
             optimizer.found_inf = flag  # type: ignore[attr-defined] # where torch's gradient scaler puts it
+        if self._last_updates is not None:
+            self._last_updates.begin(optimizer)
         optimizer.step()
+        if self._last_updates is not None:
+            self._last_updates.end(optimizer)
         if flag is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
@@ -249,6 +295,10 @@ class OptimizerWithWeightStashing:
 
     @torch.no_grad()
     def _publish(self) -> None:
+        """The masters have changed: so does the version that the next forward reads."""
+        if self.predicts:  # it is written when it is read
+            self._recycle_unused()
+            return
         if self.mixed:
             torch._foreach_copy_(self.queue[-1].tensors, list(self.master_parameters))
         self.load_new_params()

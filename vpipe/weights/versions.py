@@ -24,6 +24,7 @@ class Version:
     flats: list[Tensor]
     tensors: list[Tensor]
     users: int = 0  # minibatches whose backward will read it
+    ahead: int = 0  # updates that are predicted on top of those made
 
 
 def flat_tensors(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:

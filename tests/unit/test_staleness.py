@@ -1,0 +1,173 @@
+"""Remedies for stale weights: predicted versions and a synchronous beginning, against the plain formulas."""
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import vpipe
+from tests import models
+from vpipe.errors import VPipeError
+from vpipe.pipeline.threads import run_ranks
+from vpipe.schedule.staleness import Staleness, read_staleness
+from vpipe.weights import optimizer_factory
+from vpipe.weights.named_optimizers import is_hidden_matrix
+
+pytestmark = pytest.mark.usefixtures("capture_once")
+MODEL, BATCH, LOSS = models.sequential(6, dropout=0.1)
+FLOAT = copy.deepcopy(MODEL).float()
+BOTH = ["predict", {"async_after": 2}]
+
+
+def minibatch(number: int) -> Any:
+    """A rolled batch for each minibatch: equal ones would hide stale weights."""
+    return tuple(field.roll(number, 0) for field in BATCH)
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "nadamw", "muon", "lamb"])
+def test_predicted_weights_follow_the_formula(optimizer: str) -> None:
+    result = vpipe.verify(
+        MODEL,
+        minibatch,
+        loss_fn=LOSS,
+        ranks=3,
+        schedule="pipedream",
+        staleness=["predict"],
+        updates=8,
+        optimizer=optimizer_factory(optimizer, 0.01, 0.01),
+    )
+    assert result.ok, result.differences
+
+
+@pytest.mark.parametrize("remedies", [[{"async_after": 2}], BOTH])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "vpipe"},
+        {"schedule": "2bw"},
+        {"schedule": "pipedream", "update_interval": 2},
+        {"schedule": "pipedream", "replicas": [1, 2]},
+        {"schedule": "1f1b"},
+    ],
+    ids=str,
+)
+def test_every_schedule_gives_its_own_delays(options: dict[str, Any], remedies: list[Any]) -> None:
+    result = vpipe.verify(
+        MODEL, minibatch, loss_fn=LOSS, ranks=3, staleness=remedies, updates=6, clip_norm=1.0, **options
+    )
+    assert result.ok, result.differences
+
+
+@pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
+def test_tied_weights_are_predicted_for_each_holder(schedule: str) -> None:
+    model, batch, loss_fn = models.bert(2)
+    result = vpipe.verify(
+        model,
+        lambda number: {name: field.roll(number, 0) for name, field in batch.items()},
+        loss_fn=loss_fn,
+        ranks=2,
+        schedule=schedule,
+        staleness=BOTH,
+        updates=6,
+    )
+    assert result.ok, result.differences
+
+
+def trained(world: Any, folder: Path | None, optimizer: str, precision: str, resumed: bool) -> Any:
+    with vpipe.Pipeline(
+        FLOAT,
+        tuple(cast(field) for field in BATCH),
+        loss_fn=LOSS,
+        schedule="pipedream",
+        staleness=["predict", {"async_after": 1}],
+        optimizer=optimizer_factory(optimizer, 0.01),
+        precision=precision,
+        world=world,
+    ) as pipe:
+        data = [tuple(cast(field) for field in minibatch(number)) for number in range(16)]
+        if resumed:
+            pipe.load(folder, data=False)
+        losses = []
+        for update, loss in pipe.train(data[pipe.updates :]):
+            losses.append(loss)
+            if folder is not None and not resumed and update == 3:
+                pipe.save(folder)
+        return losses, pipe.full_state_dict(), pipe.evaluate(data[:2])
+
+
+def cast(field: Tensor) -> Tensor:
+    return field.float() if field.is_floating_point() else field
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_resumed_to_the_bit_and_evaluated_without_prediction(
+    tmp_path: Path, optimizer: str, precision: str
+) -> None:
+    arguments = (tmp_path, optimizer, precision)
+    losses, weights, evaluated = run_ranks(2, lambda world: trained(world, *arguments, resumed=False))[0]
+    later, again, _ = run_ranks(2, lambda world: trained(world, *arguments, resumed=True))[0]
+    assert later == losses[-len(later) :]
+    assert 2 <= len(later) < len(losses)
+    assert all(torch.equal(weights[name], again[name]) for name in weights)
+    if precision == "fp32":
+        plain = copy.deepcopy(FLOAT).eval()
+        plain.load_state_dict(weights)
+        batches = [tuple(cast(field) for field in minibatch(number)) for number in range(2)]
+        expected = sum(LOSS(plain(inputs), target).item() for inputs, target in batches) / 2
+        assert evaluated == pytest.approx(expected, rel=1e-5)
+
+
+def test_remedies_are_read() -> None:
+    assert read_staleness([]) == Staleness(False, 0)
+    assert read_staleness(BOTH) == Staleness(True, 2)
+    assert read_staleness("predict") == Staleness(True, 0)
+
+
+@pytest.mark.parametrize(
+    ("remedies", "message"),
+    [
+        (["predicted"], "unknown remedy 'predicted': did you mean 'predict'"),
+        (["predict", "predict"], "has predict twice"),
+        (["async_after"], "async_after: None: give a number of updates"),
+        ([{"async_after": -1}], "async_after: -1: give a number"),
+        ([{"async_after": True}], "async_after: True: give a number"),
+        ([{"predict": 3}], "predict: 3: it takes no number"),
+        ([3], "unknown remedy 3"),
+    ],
+)
+def test_mistakes(remedies: list[Any], message: str) -> None:
+    with pytest.raises(VPipeError, match=message):
+        read_staleness(remedies)
+
+
+def test_settings_of_optimizers() -> None:
+    parameters = [nn.Parameter(torch.zeros(2, 2))]
+    made: Any = optimizer_factory("adamw", 0.1, betas=[0.8, 0.9], eps=None)(parameters)  # type: ignore[arg-type]
+    assert tuple(made.param_groups[0]["betas"]) == (0.8, 0.9)
+    with pytest.raises(
+        VPipeError, match=r"momentum is 0.5, but optimizer 'adamw' has no momentum: .* sgd, muon"
+    ):
+        optimizer_factory("adamw", 0.1, momentum=0.5)
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "hidden"),
+    [
+        ("transformer.h.0.attn.c_attn.weight", (4, 12), True),
+        ("bert.encoder.layer.0.output.dense.weight", (4, 4), True),
+        ("bert.encoder.layer.0.output.dense.bias", (4,), False),
+        ("transformer.wte.weight", (9, 4), False),
+        ("bert.embeddings.word_embeddings.weight", (9, 4), False),
+        ("lm_head.weight", (9, 4), False),
+        ("encoder.block.0.layer.0.SelfAttention.relative_attention_bias.weight", (32, 2), False),
+        ("conv.weight", (4, 4, 3, 3), False),
+    ],
+)
+def test_muon_takes_the_matrices_between_embedding_and_head(
+    name: str, shape: tuple[int, ...], hidden: bool
+) -> None:
+    assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) is hidden
