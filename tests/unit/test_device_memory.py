@@ -1,5 +1,7 @@
 """The memory of a rank: what CUDA graphs reserve counts as used, though the allocator has it as free (a stand-in)."""
 
+import subprocess
+import sys
 from weakref import WeakSet
 
 import pytest
@@ -106,3 +108,17 @@ def test_without_a_gpu_it_is_the_process(monkeypatch: pytest.MonkeyPatch) -> Non
 
     monkeypatch.setattr("builtins.open", no_proc)
     assert used_memory(host) == peak_memory(host)
+
+
+def test_the_peak_of_a_process_is_its_own_whatever_started_it() -> None:
+    """The launcher has a peak of its own: with `partition: auto` it has measured the model."""
+    large = b"\1" * (300 << 20)
+    said = subprocess.run(
+        [sys.executable, "-c", "from vpipe.system.host_memory import *; print(most_used_by_process())"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    assert 1 << 20 < int(said.stdout) < len(large)
+    assert device_memory.peak_memory(torch.device("cpu")) > len(large)

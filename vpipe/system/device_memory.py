@@ -6,13 +6,13 @@ counts it as free afterwards, though nothing else can use it: it is counted here
 
 from __future__ import annotations
 
-import resource
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
 
 import torch
+
+from vpipe.system.host_memory import most_used_by_process, used_by_process
 
 _reserves: WeakSet[Reserve] = WeakSet()
 _earlier = 0  # the peak before the last graph was captured
@@ -41,19 +41,14 @@ def used_memory(device: torch.device) -> int:
     """Bytes that this rank uses now: of its GPU, else of its process, libraries included."""
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) + _reserved()
-    try:
-        with open("/proc/self/statm", "rb") as file:
-            return int(file.read().split()[1]) * resource.getpagesize()
-    except OSError:  # a system without /proc
-        return peak_memory(device)
+    return used_by_process()
 
 
 def peak_memory(device: torch.device) -> int:
     """The most bytes that this rank has used: of its GPU, else of its process."""
     if device.type == "cuda":
         return max(_earlier, torch.cuda.max_memory_allocated(device) + _reserved())
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return peak if sys.platform == "darwin" else peak * 1024
+    return most_used_by_process()
 
 
 def forget_peak(device: torch.device) -> None:

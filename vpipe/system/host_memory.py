@@ -15,7 +15,7 @@ _CGROUPS = (
 
 def free_memory(root: Path = Path("/")) -> int | None:
     """Bytes that can still be had; None where there is no /proc."""
-    free = [_available(root), *(_left(*group) for group in _groups(root))]
+    free = [_size(root / "proc/meminfo", "MemAvailable"), *(_left(*group) for group in _groups(root))]
     known = [size for size in free if size is not None]
     return min(known) if known else None
 
@@ -25,6 +25,16 @@ def total_memory(root: Path = Path("/")) -> int:
     limits = [_text(folder / limit).strip() for folder, limit, _ in _groups(root)]
     machine = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     return min([machine, *(int(limit) for limit in limits if limit.isdigit())])  # "max": no limit
+
+
+def used_by_process() -> int:
+    """Bytes of this process in memory, libraries included; 0 where there is no /proc."""
+    return _size(Path("/proc/self/status"), "VmRSS") or 0
+
+
+def most_used_by_process() -> int:
+    """The same at its peak. Not `ru_maxrss`, which begins with the peak of the process that started this one."""
+    return _size(Path("/proc/self/status"), "VmHWM") or 0
 
 
 def cores(root: Path = Path("/")) -> float:
@@ -60,10 +70,11 @@ def _processor_times(root: Path) -> tuple[int, int] | None:
     return sum(ticks) - ticks[3] - ticks[4], sum(ticks)  # less idle time, less waiting for disks
 
 
-def _available(root: Path) -> int | None:
-    for line in _text(root / "proc/meminfo").splitlines():
+def _size(path: Path, name: str) -> int | None:
+    """Bytes in the line `name: ... kB` of a file of /proc."""
+    for line in _text(path).splitlines():
         words = line.split()
-        if words[:1] == ["MemAvailable:"] and words[1:2] and words[1].isdigit():
+        if words[:1] == [f"{name}:"] and words[1:2] and words[1].isdigit():
             return int(words[1]) * 1024
     return None
 
