@@ -92,8 +92,15 @@ def test_no_write_permission(mistaken: Callable[..., str], tmp_path: Path) -> No
     assert "log_directory is 'locked/runs'" in mistaken(prepare=renounce, log_directory="locked/runs")
 
 
-def test_missing_container(mistaken: Callable[..., str]) -> None:
+def test_missing_container(mistaken: Callable[..., str], tmp_path: Path) -> None:
     assert "container is 'image.sif'" in mistaken(container="image.sif")
+    assert not (tmp_path / "runs").exists()
+
+
+def test_a_key_that_is_planned(mistaken: Callable[..., str], tmp_path: Path) -> None:
+    line = mistaken(partition="auto", replicas=[1, 1])
+    assert "replicas is [1, 1], but partition is 'auto', which plans it" in line
+    assert not (tmp_path / "runs").exists()
 
 
 def test_missing_text(mistaken: Callable[..., str]) -> None:

@@ -38,12 +38,6 @@ METHOD = 5
 def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) -> None:
     """Plan the run and write the plan, with the profile that it is made from beside it."""
     phases = phases or Phases("launch")
-    for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth"):
-        if getattr(config, key) is not None:
-            raise ConfigError(
-                f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
-                "leave one of the two out"
-            )
     phases.begin("profile")
     profile = cached_profile(config)
     phases.begin("plan")

@@ -96,6 +96,7 @@ def launch(
     stages = _stages_of_ranks(config)
     if not apart:
         check_paths(config)
+        rank_interpreter(config, arguments)  # raises where the image of a container is missing
     if config.container is None:  # else it is the image that must have them
         check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
     folder = job_folder(log_directory(config), arguments)
@@ -215,6 +216,12 @@ def run_on_hosts(
 def _stages_of_ranks(config: RunConfig) -> list[str]:
     """The stages of each rank in words, for messages; raises if schedule, partition and model do not fit together."""
     if config.partition == AUTO:
+        for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth"):
+            if getattr(config, key) is not None:
+                raise ConfigError(
+                    f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
+                    "leave one of the two out"
+                )
         return ["some stage"] * config.ranks
     schedule = build_schedule(config)
     check_blocks(config, schedule)
