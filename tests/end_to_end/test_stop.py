@@ -107,7 +107,7 @@ def test_a_run_that_is_ended_at_once_was_stopped_by_you(
     finally:
         end(process)
     assert process.returncode == 128 + signal.SIGINT, out + err
-    assert "the run was stopped by you, at once and without a checkpoint" in err
+    assert "the run was stopped by you, at once: updates after its newest checkpoint are lost" in err
     wait_until_gone(str(folder))
     run = only_run(folder)
     assert json.loads((run / "summary.json").read_text())["ended"] == "stopped by you"

@@ -122,8 +122,14 @@ def launch(
         raise
     except SystemExit as ended:
         if ended.code != Stopped.exit_code:
-            print("the run was stopped by you, at once and without a checkpoint", file=sys.stderr, flush=True)
-            write_interrupted_results(folder, STOPPED, "it ended at once, without a checkpoint")
+            print(
+                "the run was stopped by you, at once: updates after its newest checkpoint are lost",
+                file=sys.stderr,
+                flush=True,
+            )
+            write_interrupted_results(
+                folder, STOPPED, "it ended at once: updates after its newest checkpoint are lost"
+            )
         raise
     return folder
 
