@@ -26,6 +26,7 @@ from vpipe.data import (
     read_documents,
     read_pairs,
     read_shards,
+    windows,
 )
 from vpipe.observe.report import write_report
 from vpipe.observe.trace import write_trace
@@ -326,7 +327,8 @@ def tokenizer(folder: Path) -> Reader:
 
     def read() -> None:
         made = build_tokenizer([POEM], "wordpiece", 128, folder / "cache", path)
-        masked_text(encode_documents([POEM], made, folder / "cache"), made, 16, 0, None).batch([0], 0)
+        words = encode_documents([POEM], made, folder / "cache")
+        masked_text(windows(words, 14, 16, None), made, 0).batch([0], 0)
 
     good = json.loads(trained.to_str())
     return Reader(bad_json(good), _file(path, read))
@@ -339,7 +341,7 @@ def text(folder: Path) -> Reader:
 
     def read() -> None:
         tokens = encode_documents(read_documents(path.parent), trained, folder / "cache")
-        masked_text(tokens, trained, 16, 0, path).batch([0], 0)
+        masked_text(windows(tokens, 14, 16, path), trained, 0).batch([0], 0)
 
     return Reader(damaged_bytes(POEM[:200].encode()), _file(path, read))
 

@@ -22,7 +22,7 @@ from vpipe.errors import ConfigError
 if TYPE_CHECKING:
     from vpipe.config.keys import RunConfig
 
-CODE_KEYS = ("model", "data", "loss", "compute_metrics")
+CODE_KEYS = ("model", "data", "loss", "loss_weight", "compute_metrics")
 """Keys whose value may be the name of a function."""
 _NAME = r"[^\W\d]\w*(?:\.[^\W\d]\w*)*"
 _CODE = re.compile(rf"({_NAME}):({_NAME})")

@@ -30,6 +30,7 @@ from vpipe.system.validation import unknown_key
 
 MOST_RANKS = 4096
 MOST_SYNTHETIC = 10_000_000
+LOSS_WEIGHTS = ("auto", "samples", "tokens")
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
 
 
@@ -50,6 +51,12 @@ def _machine(value: str) -> str:
 def _code(value: str) -> str:
     if not names_code(value):
         raise ValueError("module:function, such as 'my_module:build_data'")
+    return value
+
+
+def _loss_weight(value: str) -> str:
+    if value not in LOSS_WEIGHTS and not names_code(value):
+        raise ValueError(f"{', '.join(LOSS_WEIGHTS)}, or module:function")
     return value
 
 
@@ -114,9 +121,14 @@ class RunConfig(_Keys):
     loss: Code | None = None
     """Function of your own, as `module:function`, that gets the model's output and the fields of a batch that `forward`
     does not take, and returns the loss; if not given, the model returns it."""
+    loss_weight: Annotated[str, AfterValidator(_loss_weight)] = "auto"
+    """What a minibatch counts in its update's loss. samples: its number; tokens: the number of targets that its loss is
+    a mean over, so that an update equals the plain model's over the whole batch; or a function of your own, as
+    `module:function`, from a minibatch's fields to a number. auto: tokens, if the loss is such a mean, else labels that
+    are not -100, else samples."""
     python_path: list[Path_] = []
-    """Directories with the modules of the functions that `model`, `loss`, `data` and `compute_metrics` name. They are
-    looked for there, beside this file, in the current directory, and among the installed packages."""
+    """Directories with the modules of the functions that `model`, `loss`, `loss_weight`, `data` and `compute_metrics`
+    name. They are looked for there, beside this file, in the current directory, and among the installed packages."""
     hidden_size: Count = 128
     """Width of the model (BERT-large: 1024)."""
     num_layers: Layers = 4
@@ -135,8 +147,17 @@ class RunConfig(_Keys):
     # The data
 
     data_dir: Path_ | None = None
-    """Text to train on: a file or a folder in UTF-8; for translation a folder with two files, line by line
-    aligned; a folder of HDF5 shards for BERT. If not given, the source text of Python's standard library."""
+    """What to train on, a file or a folder: text in UTF-8; records with a text or messages (`.jsonl`, `.parquet`, or a
+    folder that the package `datasets` saved); tokens (`.bin`); for translation a folder with two files, line by line
+    aligned; HDF5 shards for BERT (see docs/data.md). If not given, the source text of Python's standard library."""
+    data_field: Annotated[str, Field(min_length=1)] | None = None
+    """Field of the records that is read: a text, or a list of messages. If not given, `text` or `messages`."""
+    token_type: Literal["uint16", "uint32"] | None = None
+    """Type of the tokens in `.bin` files; if not given, uint16 if the vocabulary allows it."""
+    documents: Literal["joined", "masked", "padded"] = "joined"
+    """How documents become samples of a model that predicts the next token. joined: one after the other, and attention
+    crosses from one document into the next; masked: the same, but attention, positions and loss stay within a document;
+    padded: each is a sample of its own, cut to `sequence_length` or filled up."""
     data: Code | None = None
     """Instead of `data_dir`: function of your own, as `module:function`, that returns the samples: a data set (with
     `__len__` and `__getitem__`), or a pair of them for training and validation."""
@@ -332,7 +353,7 @@ class RunConfig(_Keys):
         skipped, updates = self.nonfinite_limit
         if skipped > updates:
             self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")
-        for key in ("data_dir", "tokenizer", "synthetic_data"):
+        for key in ("data_dir", "tokenizer", "synthetic_data", "data_field", "token_type", "documents"):
             if self.data is not None and key in given and getattr(self, key):
                 self._refuse(key, f"the samples come from `data`, {self.data!r}: leave one of the two out")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:

@@ -8,6 +8,7 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
+from vpipe.data.kind import data_kind
 from vpipe.data.text import data_error, library_sources, list_files, read_text
 
 LIBRARY_BYTES = 4 << 20
@@ -23,6 +24,10 @@ def read_pairs(path: Path | None) -> list[tuple[str, str]]:
     """
     if path is None:
         return library_pairs()
+    if data_kind(path) != "text":
+        raise data_error(
+            path, "it holds no plain text: translation reads a folder with two aligned files of text"
+        )
     if os.path.isfile(path):
         raise data_error(path, "it is a file: translation reads a folder with two aligned files")
     files = list_files(path)

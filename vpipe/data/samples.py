@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -14,10 +11,8 @@ import torch
 from numpy.typing import NDArray
 
 from vpipe.data.dataset import IGNORED, Batch, Use, stream
-from vpipe.data.text import data_error
-from vpipe.data.tokenizer import content_hash, encode, keep, special_id, special_ids
-from vpipe.errors import ConfigError
-from vpipe.system.ownership import is_ours
+from vpipe.data.tokenizer import encode, special_id, special_ids
+from vpipe.data.tokens import FIRST, ID, PADDING, UNTRAINED, Numbers, Rows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -29,27 +24,33 @@ HIDDEN = 0.8
 """are replaced by [MASK],"""
 REPLACED = 0.1
 """by another token at random; the others stay."""
-SHORTEST_MASKED = 4
-"""[CLS], two tokens, [SEP]: of two neighbours at least one is a token of the text."""
 
 
 @dataclass(frozen=True, eq=False)
 class CausalText:
-    """Neighbouring windows of the text; the model itself moves the labels by one."""
+    """Rows of text; the model itself moves the labels by one.
 
-    tokens: Tokens
+    With `separate` the documents of a row know nothing of each other: positions begin anew with each, from which the
+    model makes its mask, and the first token of a document is not predicted from the document before it.
+    """
+
+    rows: Rows
+    separate: bool = False
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.rows)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        ids = self.tokens[list(indices)].astype(np.int64)
-        return _fields(ids, np.ones_like(ids), ids.copy())
-
-
-def causal_text(tokens: Tokens, length: int, path: Path | None) -> CausalText:
-    """Windows of `length` tokens of the text at `path` (for messages)."""
-    return CausalText(_windows(tokens, length, length, path))
+        words = self.rows.rows(indices)
+        ids = np.where(words == PADDING, 0, words & ID)
+        labels = np.where((words == PADDING) | (words & UNTRAINED != 0), IGNORED, ids)
+        if not self.separate:
+            return _fields(ids, attention_mask=(words != PADDING).astype(np.int64), labels=labels)
+        first = words & FIRST != 0
+        first[:, 0] = True
+        places = np.arange(words.shape[1])
+        positions = places - np.maximum.accumulate(np.where(first, places, 0), axis=1)
+        return _fields(ids, position_ids=positions, labels=np.where(first, IGNORED, labels))
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +73,7 @@ class Pairs:
             ids[row, : len(source)] = source
             mask[row, : len(source)] = 1
             labels[row, : len(target)] = target
-        return _fields(ids, mask, labels)
+        return _fields(ids, attention_mask=mask, labels=labels)
 
 
 def translation_pairs(texts: Sequence[tuple[str, str]], tokenizer: Tokenizer, length: int) -> Pairs:
@@ -112,7 +113,7 @@ class Synthetic:
 class MaskedText:
     """[CLS] tokens [SEP] in each sample; the masks depend on seed, epoch and sample alone."""
 
-    tokens: Tokens
+    rows: Rows
     begin: int
     end: int
     mask: int
@@ -121,18 +122,19 @@ class MaskedText:
     seed: int
 
     def __len__(self) -> int:
-        return len(self.tokens)
+        return len(self.rows)
 
     def batch(self, indices: Sequence[int], epoch: int) -> Batch:
-        ids, labels = map(np.stack, zip(*(self._masked(sample, epoch) for sample in indices), strict=True))
+        rows = self.rows.rows(indices) & ID
+        masked = (self._masked(ids, sample, epoch) for ids, sample in zip(rows, indices, strict=True))
+        ids, labels = map(np.stack, zip(*masked, strict=True))
         ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.begin, self.end)))
         labels = np.pad(labels, ((0, 0), (1, 1)), constant_values=IGNORED)
-        return _fields(ids, np.ones_like(ids), labels)
+        return _fields(ids, attention_mask=np.ones_like(ids), labels=labels)
 
-    def _masked(self, sample: int, epoch: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    def _masked(self, ids: Numbers, sample: int, epoch: int) -> tuple[Numbers, Numbers]:
         """The ids as they are shown, and the labels."""
         random = stream(Use.MASKING, self.seed, epoch, sample)
-        ids = self.tokens[sample].astype(np.int64)
         labels = np.full_like(ids, IGNORED)
         candidates = np.flatnonzero(ids != self.end)
         # An exact share, not a chance for each token: minibatches then weigh the same, and none has no label.
@@ -147,15 +149,11 @@ class MaskedText:
         return ids, labels
 
 
-def masked_text(
-    tokens: Tokens, tokenizer: Tokenizer, length: int, seed: int, path: Path | None
-) -> MaskedText:
-    """Windows of the text at `path` (for messages) with `length` tokens each, [CLS] and [SEP] included."""
-    if length < SHORTEST_MASKED:
-        raise ConfigError(f"sequence_length is {length}: give {SHORTEST_MASKED} or more")
+def masked_text(rows: Rows, tokenizer: Tokenizer, seed: int) -> MaskedText:
+    """Rows of text between [CLS] and [SEP], which are not in them."""
     specials = special_ids(tokenizer)
     return MaskedText(
-        _windows(tokens, length - 2, length, path),
+        rows,
         begin=special_id(tokenizer, "begin"),
         end=special_id(tokenizer, "end"),
         mask=special_id(tokenizer, "mask"),
@@ -164,36 +162,5 @@ def masked_text(
     )
 
 
-def _windows(tokens: Tokens, width: int, length: int, path: Path | None) -> Tokens:
-    """(samples, width): the remainder at the very end is left out."""
-    found = len(tokens)
-    if found < width:
-        raise data_error(
-            path,
-            f"the text has {found} tokens, but one sample takes {width} (sequence_length is "
-            f"{length}): give more text or a smaller sequence_length",
-        )
-    return tokens[: found - found % width].reshape(-1, width)
-
-
-def encode_documents(documents: Sequence[str], tokenizer: Tokenizer, cache: Path) -> Tokens:
-    """The text's tokens, every document followed by an end token.
-
-    They are made once and then found in `cache`, where they are mapped, not read: ranks of one host share them.
-    """
-    file = cache / f"{content_hash(documents, tokenizer.to_str())}.npy"
-    if os.path.isfile(file) and is_ours(file):
-        with suppress(OSError, ValueError, EOFError):  # cut short or damaged: it is made anew below
-            tokens = np.load(file, mmap_mode="r")
-            if tokens.dtype == np.int32 and tokens.ndim == 1:
-                return tokens
-    end = special_id(tokenizer, "end")
-    parts = [np.array([*ids, end], np.int32) for ids in encode(tokenizer, documents, together=8) if ids]
-    tokens = np.concatenate([np.empty(0, np.int32), *parts])
-    keep(file, "the tokens of the text", lambda path: np.save(path, tokens))
-    return tokens
-
-
-def _fields(ids: NDArray[np.int64], mask: NDArray[np.int64], labels: NDArray[np.int64]) -> Batch:
-    fields = {"input_ids": ids, "attention_mask": mask, "labels": labels}
-    return {name: torch.from_numpy(values) for name, values in fields.items()}
+def _fields(ids: Numbers, **others: Numbers) -> Batch:
+    return {name: torch.from_numpy(values) for name, values in {"input_ids": ids, **others}.items()}

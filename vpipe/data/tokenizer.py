@@ -7,11 +7,12 @@ import os
 import uuid
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from vpipe.data.records import Document, text_of
 from vpipe.errors import ConfigError
 from vpipe.system.ownership import is_ours
 
@@ -27,7 +28,7 @@ SPECIALS: dict[Kind, list[str]] = {
 ROLES = {
     "pad": ("[PAD]", "<pad>", "<|endoftext|>"),
     "begin": ("[CLS]", "<s>"),
-    "end": ("[SEP]", "</s>", "<|endoftext|>"),
+    "end": ("[SEP]", "</s>", "<|endoftext|>", "<|end_of_text|>", "<eos>"),
     "mask": ("[MASK]", "<mask>"),
 }
 """Names of special tokens, here and in tokenizers that users bring."""
@@ -36,7 +37,7 @@ BYTES = 256
 
 
 def build_tokenizer(
-    documents: Sequence[str], kind: Kind, vocab_size: int, cache: Path, given: Path | None = None
+    documents: Iterable[Document], kind: Kind, vocab_size: int, cache: Path, given: Path | None = None
 ) -> Tokenizer:
     """The given tokenizer, or the one of this text, which is trained once and then found in `cache`.
 
@@ -105,7 +106,7 @@ def read_tokenizer(given: Path, vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _cached(documents: Sequence[str], kind: Kind, vocab_size: int, cache: Path) -> Tokenizer:
+def _cached(documents: Iterable[Document], kind: Kind, vocab_size: int, cache: Path) -> Tokenizer:
     from tokenizers import Tokenizer
 
     file = cache / f"{content_hash(documents, f'{kind} {vocab_size}')}.json"
@@ -119,7 +120,7 @@ def _cached(documents: Sequence[str], kind: Kind, vocab_size: int, cache: Path) 
     return tokenizer
 
 
-def _train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
+def _train_bpe(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
     """GPT-2's: on bytes, so that every text of every language comes back as it was."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
@@ -139,11 +140,11 @@ def _train_bpe(documents: Sequence[str], vocab_size: int) -> Tokenizer:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(documents, trainer)
+    tokenizer.train_from_iterator(map(text_of, documents), trainer)
     return tokenizer
 
 
-def _train_wordpiece(documents: Sequence[str], vocab_size: int) -> Tokenizer:
+def _train_wordpiece(documents: Iterable[Document], vocab_size: int) -> Tokenizer:
     """BERT's: lower case, without accents, every Chinese character a word.
 
     By default the trainer meets the characters inside words (##x) in an order that differs from process
@@ -175,7 +176,7 @@ def _train_wordpiece(documents: Sequence[str], vocab_size: int) -> Tokenizer:
         limit_alphabet=len(alphabet),
         show_progress=False,
     )
-    learner.train_from_iterator(documents, trainer)
+    learner.train_from_iterator(map(text_of, documents), trainer)
     tokenizer = blank(learner.get_vocab())
     tokenizer.add_special_tokens(specials)
     tokenizer.decoder = decoders.WordPiece()
@@ -184,14 +185,14 @@ def _train_wordpiece(documents: Sequence[str], vocab_size: int) -> Tokenizer:
     return tokenizer
 
 
-def _words(documents: Sequence[str], tokenizer: Tokenizer) -> Counter[str]:
+def _words(documents: Iterable[Document], tokenizer: Tokenizer) -> Counter[str]:
     """How often each word occurs, as the tokenizer cuts the text into words."""
     normalizer, cutter = tokenizer.normalizer, tokenizer.pre_tokenizer
     assert normalizer is not None
     assert cutter is not None
     pieces: Counter[str] = Counter()
     for document in documents:
-        pieces.update(normalizer.normalize_str(document).split(" "))
+        pieces.update(normalizer.normalize_str(text_of(document)).split(" "))
     words: Counter[str] = Counter()
     for piece, count in pieces.items():  # each once: a text has few different ones
         for word, _ in cutter.pre_tokenize_str(piece):
@@ -215,11 +216,11 @@ def _characters(words: Counter[str], room: int) -> tuple[list[str], list[str]]:
     return sorted(kept), sorted(inside.intersection(kept))
 
 
-def content_hash(documents: Sequence[str], made_with: str) -> str:
+def content_hash(documents: Iterable[Document], made_with: str) -> str:
     """The name of what was made of these documents with these settings."""
     digest = hashlib.sha256(made_with.encode())
     for document in documents:
-        raw = document.encode()
+        raw = (document if isinstance(document, str) else document.key).encode()
         digest.update(f" {len(raw)} ".encode())
         digest.update(raw)
     return digest.hexdigest()

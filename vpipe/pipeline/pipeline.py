@@ -16,10 +16,10 @@ from vpipe.pipeline.assembly import TrainingOptions, assemble
 from vpipe.pipeline.hooks import warn_about_hooks
 from vpipe.pipeline.layout import LayoutOptions, make_layout
 from vpipe.pipeline.loop import Loop, UpdateHook
+from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
 from vpipe.pipeline.outputs import Metrics, MetricSums
 from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
-from vpipe.runtime import Fields, count_samples
 from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
 from vpipe.schedule.staleness import Remedy, read_staleness
@@ -37,7 +37,7 @@ class Given(NamedTuple):
     model: nn.Module | None
     example_batch: Any
     loss_fn: Callable[..., Tensor] | None
-    loss_weight: Callable[[Fields], float]
+    loss_weight: str | LossWeight
     layout: LayoutOptions
     training: TrainingOptions
 
@@ -83,7 +83,10 @@ class Pipeline:
         expected to be when their gradients are applied; {"async_after": 100} makes the first 100 updates one after the
         other, with an empty pipeline between them (see docs/convergence.md).
     loss_weight
-        What a minibatch counts in its update's loss: by default the number of its samples.
+        What a minibatch counts in its update's loss: "samples", its number; "tokens", the number of targets that its
+        loss is a mean over, so that an update equals the plain model's over the whole batch, whatever labels are
+        ignored (-100); or a function from the fields of a minibatch to a number. "auto": tokens, if the loss is such a
+        mean, else labels that are not ignored, else samples.
     seed
         Of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or schedule; and of
         the weights of a model on `meta`.
@@ -125,7 +128,7 @@ class Pipeline:
         nonfinite_limit: tuple[int, int] = (10, 100),
         staleness: Sequence[Remedy] = (),
         loss_fn: Callable[..., Tensor] | None = None,
-        loss_weight: Callable[[Fields], float] = count_samples,
+        loss_weight: str | LossWeight = "samples",
         lr_scheduler: SchedulerFactory | None = None,
         seed: int = 0,
         initial_weights: str = "rank 0",
@@ -171,6 +174,7 @@ class Pipeline:
         )
         self.phases.begin("build")
         agree_on_run(self.world, self.layout, model, training_options)
+        weigh = loss_weigher(loss_weight, self.layout.graph)
         differ = weights_differ(self.world, model, initial_weights)
         if self.rank == 0:
             warn_about_hooks(model, self.layout.graph)
@@ -184,7 +188,7 @@ class Pipeline:
             self._loop = Loop(
                 self.layout,
                 self.runtime,
-                loss_weight,
+                weigh,
                 self._requests,
                 training_options.staleness.async_after,
             )

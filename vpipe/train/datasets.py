@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -22,15 +23,47 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
 
 SYNTHETIC_SAMPLES = 1024
+DOCUMENT_MASKS = frozenset(
+    {
+        *(
+            "cohere",
+            "deepseek_v3",
+            "gemma2",
+            "gemma3_text",
+            "gpt2",
+            "gpt_neox",
+            "llama",
+            "mistral",
+            "mixtral",
+        ),
+        *("olmo2", "phi3", "qwen2", "qwen3", "qwen3_moe", "smollm3", "starcoder2"),
+    }
+)
+"""Types of models that make a mask from positions that begin anew; each is compared with its documents alone."""
+READ_BY = {"data_field": ("jsonl", "parquet", "saved"), "token_type": ("tokens",)}
+"""Keys that only some kinds of data have a use for."""
 TOKENIZER = "tokenizer.json"
 """File in a run's folder with its tokenizer, if it trained on text."""
+
+
+class AllSamples(NamedTuple):
+    """All samples, before a share is kept apart; the rest as in `Datasets`."""
+
+    samples: data.Dataset
+    tokenizer: Tokenizer | None = None
+    chat_template: str | None = None
+    note: str | None = None
 
 
 class Datasets(NamedTuple):
     train: data.Subset
     validation: data.Subset
     tokenizer: Tokenizer | None
-    """None if there is no text: random tokens, or shards that hold tokens already."""
+    """None if there is no text: random tokens, or files that hold tokens already."""
+    chat_template: str | None = None
+    """That of the user's tokenizer."""
+    note: str | None = None
+    """What the user should know about the samples."""
 
 
 def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
@@ -38,9 +71,10 @@ def make_datasets(config: RunConfig, model: nn.Module, cache: Path) -> Datasets:
     if config.data is not None:
         return own_datasets(config)
     check_named_data(config, model)
-    samples, tokenizer = _samples(config, model, cache)
-    samples = _first_samples(samples, config.max_samples)
-    return Datasets(*data.split(samples, config.validation_share, config.seed), tokenizer)
+    made = _samples(config, model, cache)
+    samples = _first_samples(made.samples, config.max_samples)
+    train, validation = data.split(samples, config.validation_share, config.seed)
+    return Datasets(train, validation, made.tokenizer, made.chat_template, made.note)
 
 
 def own_datasets(config: RunConfig) -> Datasets:
@@ -77,37 +111,133 @@ def check_named_data(config: RunConfig, model: nn.Module) -> None:
         )
 
 
-def _samples(config: RunConfig, model: nn.Module, cache: Path) -> tuple[data.Dataset, Tokenizer | None]:
-    length = config.sequence_length
+def named_batch(config: RunConfig, model: nn.Module, samples: int, seed: int = 0) -> data.Batch:
+    """Random tokens, with the fields that the configured text would have."""
+    batch = synthetic_batch(model, samples, config.sequence_length, seed)
+    if config.documents == "masked" and batch.pop("attention_mask", None) is not None:
+        ids, half = batch["input_ids"], config.sequence_length // 2
+        batch["position_ids"] = torch.arange(ids.shape[1]).remainder(half).expand(ids.shape).clone()
+    return batch
+
+
+def _samples(config: RunConfig, model: nn.Module, cache: Path) -> AllSamples:
     settings: Any = model.config
+    if config.documents == "masked" and not config.synthetic_data:
+        check_document_masks(config, settings)
     if config.synthetic_data:
         count = config.max_samples or SYNTHETIC_SAMPLES
-        return data.Synthetic(
-            lambda number, seed: synthetic_batch(model, number, length, seed), count, config.seed
-        ), None
+        return AllSamples(
+            data.Synthetic(lambda number, seed: named_batch(config, model, number, seed), count, config.seed)
+        )
     _check_reads_text(model, config)
     path = None if config.data_dir is None else config.path(config.data_dir)
-    given = None if config.tokenizer is None else config.path(config.tokenizer)
     masked = type(model).__name__.endswith(("ForMaskedLM", "ForPreTraining"))
+    if (masked or settings.is_encoder_decoder) and config.documents != "joined":
+        raise ConfigError(
+            f"{config.source}: documents is {config.documents!r}, which is for models that predict the next token, not "
+            f"for {type(model).__name__}: leave it out"
+        )
     if masked and data.has_shards(path):
         next_sentence = "next_sentence_label" in inspect.signature(model.forward).parameters
         assert path is not None
-        return data.read_shards(path, length, settings.vocab_size, next_sentence), None
-
-    def tokenizer_of(texts: Sequence[str]) -> Tokenizer:
-        kind: Any = "wordpiece" if masked else "bpe"
-        return data.build_tokenizer(texts, kind, settings.vocab_size, cache, given)
-
+        return AllSamples(data.read_shards(path, config.sequence_length, settings.vocab_size, next_sentence))
     if settings.is_encoder_decoder:
         pairs = data.read_pairs(path)
-        tokenizer = tokenizer_of([text for pair in pairs for text in pair])
-        return data.translation_pairs(pairs, tokenizer, length), tokenizer
-    documents = data.read_documents(path)
-    tokenizer = tokenizer_of(documents)
-    tokens = data.encode_documents(documents, tokenizer, cache)
+        tokenizer = _tokenizer(config, [text for pair in pairs for text in pair], "bpe", settings, cache)
+        return AllSamples(data.translation_pairs(pairs, tokenizer, config.sequence_length), tokenizer)
+    kind = data.data_kind(path)
+    for key, kinds in READ_BY.items():
+        if getattr(config, key) is not None and kind not in kinds:
+            raise data.data_error(
+                path,
+                f"{key} is {getattr(config, key)!r}, which is for {' and '.join(kinds)} only: leave it out",
+            )
+    if path is not None and kind == "tokens":
+        return _token_samples(config, settings, path, masked)
+    return _text_samples(config, settings, path, masked, cache)
+
+
+def _text_samples(
+    config: RunConfig, settings: Any, path: Path | None, masked: bool, cache: Path
+) -> AllSamples:
+    """Samples of documents, which are encoded once."""
+    documents = _documents(config, path)
+    tokenizer = _tokenizer(config, documents, "wordpiece" if masked else "bpe", settings, cache)
+    chat = data.Chat(tokenizer, None if config.tokenizer is None else config.path(config.tokenizer))
+    words = data.encode_documents(documents, tokenizer, cache, chat)
+    length = config.sequence_length
     if masked:
-        return data.masked_text(tokens, tokenizer, length, config.seed, path), tokenizer
-    return data.causal_text(tokens, length, path), tokenizer
+        rows = data.windows(words, length - 2, length, path)
+        return AllSamples(data.masked_text(rows, tokenizer, config.seed), tokenizer)
+    whole: data.Rows = (
+        data.Documents(words, length)
+        if config.documents == "padded"
+        else data.windows(words, length, length, path)
+    )
+    separate = config.documents == "masked"
+    trained = data.trained_rows(whole, data.UNTRAINED | (data.FIRST if separate else 0))
+    dropped = len(whole) - len(trained)
+    if not len(trained):
+        raise data.data_error(
+            path, "no sample has a token to predict: give more documents, or a larger sequence_length"
+        )
+    note = f"{dropped} of {len(whole)} samples have no token to predict and are left out" if dropped else None
+    return AllSamples(data.CausalText(trained, separate), tokenizer, chat.template, note)
+
+
+def _token_samples(config: RunConfig, settings: Any, path: Path, masked: bool) -> AllSamples:
+    """Samples of files of tokens. A tokenizer is needed where special tokens have a meaning."""
+    if config.documents == "padded":
+        raise data.data_error(
+            path, "files of tokens have no documents to fill up (documents: padded): use joined or masked"
+        )
+    tokenizer = None
+    if config.tokenizer is not None:
+        tokenizer = data.read_tokenizer(config.path(config.tokenizer), settings.vocab_size)
+    elif masked or config.documents == "masked":
+        raise data.data_error(
+            path,
+            "only a tokenizer knows which tokens are special (they end a document, or hide a word): name the one that "
+            "made the files with the key tokenizer",
+        )
+    separate = config.documents == "masked"
+    end = data.special_id(tokenizer, "end") if separate and tokenizer is not None else None
+    width = config.sequence_length - (2 if masked else 0)
+    rows = data.TokenFiles(path, data.list_files(path), config.token_type, settings.vocab_size, width, end)
+    if masked:
+        assert tokenizer is not None
+        return AllSamples(data.masked_text(rows, tokenizer, config.seed), tokenizer)
+    return AllSamples(data.CausalText(rows, separate), tokenizer)
+
+
+def _documents(config: RunConfig, path: Path | None) -> Iterable[data.Document]:
+    kind = data.data_kind(path)
+    if path is not None and kind == "saved":
+        return data.read_saved(path, config.data_field)
+    if path is not None and kind in ("jsonl", "parquet"):
+        return data.read_records(path, kind, config.data_field)
+    return data.read_documents(path)
+
+
+def _tokenizer(
+    config: RunConfig, documents: Iterable[data.Document], kind: Any, settings: Any, cache: Path
+) -> Tokenizer:
+    given = None if config.tokenizer is None else config.path(config.tokenizer)
+    return data.build_tokenizer(documents, kind, settings.vocab_size, cache, given)
+
+
+def check_document_masks(config: RunConfig, settings: Any) -> None:
+    """Raise for a model that does not keep attention within a document."""
+    if settings.model_type not in DOCUMENT_MASKS:
+        raise ConfigError(
+            f"{config.source}: documents is 'masked', but a model of the type {settings.model_type!r} does not keep "
+            f"its attention within a document: use joined or padded, or one of {', '.join(sorted(DOCUMENT_MASKS))}"
+        )
+    if settings.use_cache:
+        raise ConfigError(
+            f"{config.source}: documents is 'masked', but with use_cache a model of transformers looks past the end of "
+            "a document: build it with use_cache=False"
+        )
 
 
 def _check_reads_text(model: nn.Module, config: RunConfig) -> None:

@@ -34,11 +34,11 @@ def export_run(trainer: Trainer, checkpoint: Path) -> Path:
     directory = trainer.folder / "model"
     export_pretrained(checkpoint, trainer.model, directory)
     if trainer.data.tokenizer is not None:
-        write_tokenizer(trainer.data.tokenizer, directory)
+        write_tokenizer(trainer.data.tokenizer, directory, trainer.data.chat_template)
     return directory
 
 
-def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
+def write_tokenizer(tokenizer: Tokenizer, directory: Path, chat_template: str | None = None) -> None:
     """Write it into the model's directory, for `from_pretrained`."""
     from transformers import PreTrainedTokenizerFast
 
@@ -49,7 +49,10 @@ def write_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
         if tokenizer.token_to_id(name) is not None
     }
     try:
-        PreTrainedTokenizerFast(tokenizer_object=tokenizer, **known).save_pretrained(str(directory))
+        library: Any = PreTrainedTokenizerFast(
+            tokenizer_object=tokenizer, chat_template=chat_template, **known
+        )
+        library.save_pretrained(str(directory))
     except Exception as error:  # its library has no class of errors for files
         raise NotWrittenError(f"cannot write the tokenizer into {directory}: {error}") from None
 

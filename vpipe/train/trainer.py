@@ -27,7 +27,6 @@ from vpipe.observe.trackers import check_trackers
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
-from vpipe.runtime import count_labels
 from vpipe.system.device import limit_memory, make_deterministic
 from vpipe.system.environment import DEVICE
 from vpipe.system.faults import ATTEMPT
@@ -40,7 +39,7 @@ from vpipe.train.position import Position
 from vpipe.train.same_config import check_hosts, check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
-from vpipe.train.workload import configured_loss, configured_model
+from vpipe.train.workload import configured_loss, configured_loss_weight, configured_model
 from vpipe.weights import learning_rate_policy
 
 
@@ -225,7 +224,7 @@ class Trainer:
                 with recorder.effort.writing(self.folder):
                     write_resumed(self.folder, before, pipe.updates)
         described = describe(pipe, config, type(self.model).__name__, self.position)
-        for line in (described, *notes, restored):
+        for line in (described, self.data.note, *notes, restored):
             if line is not None:
                 recorder.say(line)
         self.phases.begin("first update")
@@ -323,7 +322,7 @@ class Trainer:
             cuda_graphs=config.cuda_graphs,
             on_nonfinite=config.on_nonfinite,
             nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
-            loss_weight=count_labels,
+            loss_weight=configured_loss_weight(config),
             device=self.device,
             world=self.world,
             **pipeline_arguments(config),

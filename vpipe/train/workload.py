@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from vpipe.config.code import load_function
 from vpipe.data import Sampler
-from vpipe.train.datasets import check_named_data, own_datasets
-from vpipe.train.models import build_model, build_own_model, synthetic_batch
+from vpipe.train.datasets import check_named_data, named_batch, own_datasets
+from vpipe.train.models import build_model, build_own_model
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -36,7 +36,7 @@ def build_workload(config: RunConfig, device: str = "cpu") -> Workload:
         check_named_data(config, model)
 
         def make_batch(number: int) -> Any:
-            return synthetic_batch(model, config.batch_size, config.sequence_length, number)
+            return named_batch(config, model, config.batch_size, number)
 
         return Workload(model, configured_loss(config), make_batch)
     train = own_datasets(config).train
@@ -55,3 +55,7 @@ def configured_model(config: RunConfig, device: str) -> nn.Module:
 
 def configured_loss(config: RunConfig) -> LossFunction | None:
     return None if config.loss is None else load_function(config, "loss")
+
+
+def configured_loss_weight(config: RunConfig) -> str | Callable[..., float]:
+    return load_function(config, "loss_weight") if "loss_weight" in config.code else config.loss_weight

@@ -20,14 +20,14 @@ from vpipe.config.arguments import pipeline_arguments
 from vpipe.errors import VPipeError, meant
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.layout import Layout
+from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
 from vpipe.pipeline.threads import run_ranks
-from vpipe.runtime import Fields, count_samples
 from vpipe.schedule import Schedule
 from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
 from vpipe.stage import Stage
 from vpipe.stage.precision import cast
 from vpipe.system.device import choose_device
-from vpipe.train.workload import build_workload
+from vpipe.train.workload import build_workload, configured_loss_weight
 from vpipe.verify.comparison import (
     Difference,
     StageTensor,
@@ -99,6 +99,7 @@ def verify_config(
         work.model,
         work.make_batch,
         loss_fn=work.loss_fn,
+        loss_weight=configured_loss_weight(config),
         ranks=schedule.num_ranks if isinstance(schedule, Schedule) else config.ranks,
         updates=updates,
         dtype=dtype,
@@ -119,7 +120,7 @@ def verify(
     device: str | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
-    loss_weight: Callable[[Fields], float] = count_samples,
+    loss_weight: str | LossWeight = "samples",
     staleness: Sequence[Remedy] = (),
     **options: Any,
 ) -> Verification:
@@ -138,7 +139,7 @@ def verify(
     kind = getattr(torch, dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
-    recipe = Recipe(optimizer, loss_fn, seed, clip_norm, loss_weight)
+    same: Any = {"optimizer": optimizer, "loss_fn": loss_fn, "seed": seed, "clip_norm": clip_norm}
     remedies = read_staleness(staleness)
     place = choose_device(device, 0)
     model = copy.deepcopy(model).to(kind)
@@ -149,7 +150,14 @@ def verify(
 
     def run(world: InProcessWorld) -> _RankRun:
         with Pipeline(
-            model, first, **vars(recipe), staleness=staleness, device=place, world=world, **options
+            model,
+            first,
+            **same,
+            loss_weight=loss_weight,
+            staleness=staleness,
+            device=place,
+            world=world,
+            **options,
         ) as pipe:
             with world.exclusive:  # reading them may draw random numbers
                 batches = [made(number) for number in range(_count(pipe.layout, updates, remedies))]
@@ -160,6 +168,7 @@ def verify(
         check_runs(model, first, loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
+        recipe = Recipe(**same, loss_weight=loss_weigher(loss_weight, layout.graph))
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
         expected = _train_plainly(model.to(place), there, layout, recipe, remedies)
     return _compare_runs(runs, expected, dtype)
