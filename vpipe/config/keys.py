@@ -354,7 +354,7 @@ class RunConfig(_Keys):
         if skipped > updates:
             self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")
         for key in ("data_dir", "tokenizer", "synthetic_data", "data_field", "token_type", "documents"):
-            if self.data is not None and key in given and getattr(self, key):
+            if self.data is not None and getattr(self, key) != type(self).model_fields[key].default:
                 self._refuse(key, f"the samples come from `data`, {self.data!r}: leave one of the two out")
         if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
             self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")

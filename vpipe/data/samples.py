@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 
 from vpipe.data.dataset import IGNORED, Batch, Use, stream
 from vpipe.data.tokenizer import encode, special_id, special_ids
-from vpipe.data.tokens import FIRST, ID, PADDING, UNTRAINED, Numbers, Rows
+from vpipe.data.tokens import FIRST, ID, PADDING, UNTRAINED, Numbers, TokenRows
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -28,13 +28,13 @@ REPLACED = 0.1
 
 @dataclass(frozen=True, eq=False)
 class CausalText:
-    """Rows of text; the model itself moves the labels by one.
+    """TokenRows of text; the model itself moves the labels by one.
 
     With `separate` the documents of a row know nothing of each other: positions begin anew with each, from which the
     model makes its mask, and the first token of a document is not predicted from the document before it.
     """
 
-    rows: Rows
+    rows: TokenRows
     separate: bool = False
 
     def __len__(self) -> int:
@@ -113,7 +113,7 @@ class Synthetic:
 class MaskedText:
     """[CLS] tokens [SEP] in each sample; the masks depend on seed, epoch and sample alone."""
 
-    rows: Rows
+    rows: TokenRows
     begin: int
     end: int
     mask: int
@@ -149,8 +149,8 @@ class MaskedText:
         return ids, labels
 
 
-def masked_text(rows: Rows, tokenizer: Tokenizer, seed: int) -> MaskedText:
-    """Rows of text between [CLS] and [SEP], which are not in them."""
+def masked_text(rows: TokenRows, tokenizer: Tokenizer, seed: int) -> MaskedText:
+    """TokenRows of text between [CLS] and [SEP], which are not in them."""
     specials = special_ids(tokenizer)
     return MaskedText(
         rows,

@@ -42,7 +42,7 @@ Words = NDArray[Any]
 Numbers = NDArray[np.int64]
 
 
-class Rows(Protocol):
+class TokenRows(Protocol):
     """Samples of equal length, as words."""
 
     def __len__(self) -> int: ...
@@ -173,7 +173,7 @@ def windows(words: Words, width: int, length: int, path: Path | None) -> Windows
 class Chosen:
     """Some of the rows."""
 
-    source: Rows
+    source: TokenRows
     chosen: Numbers
 
     def __len__(self) -> int:
@@ -183,7 +183,7 @@ class Chosen:
         return self.source.rows(self.chosen[np.asarray(indices)].tolist())
 
 
-def trained_rows(source: Rows, ignored: int) -> Rows:
+def trained_rows(source: TokenRows, ignored: int) -> TokenRows:
     """The rows in which at least one token is predicted; `ignored` marks a token that is not, beside the first."""
     if not len(source):
         return source

@@ -169,7 +169,7 @@ def _text_samples(
     if masked:
         rows = data.windows(words, length - 2, length, path)
         return AllSamples(data.masked_text(rows, tokenizer, config.seed), tokenizer)
-    whole: data.Rows = (
+    whole: data.TokenRows = (
         data.Documents(words, length)
         if config.documents == "padded"
         else data.windows(words, length, length, path)
