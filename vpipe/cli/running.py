@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
 from vpipe.cli.options import AsJson, Config, Settings, read_run, warn_of_links
-from vpipe.errors import printable
+from vpipe.errors import VPipeError, printable
 from vpipe.system.best_effort import survive_lost_output
 from vpipe.system.console import announce
 from vpipe.system.start import collector_off
@@ -16,6 +16,7 @@ from vpipe.system.start import collector_off
 app = typer.Typer()
 
 RESUME = typer.Option(help="auto: the newest checkpoint; or the folder of a run or checkpoint.")
+SLURM: Any = {"rich_help_panel": "SLURM"}
 RunFolder = Annotated[Path, typer.Argument(help="The folder of a run, running or over.")]
 
 
@@ -37,12 +38,30 @@ def train(
     verbose: Annotated[
         bool, typer.Option("--verbose", help="Show how long each phase took until the first update.")
     ] = False,
+    slurm: Annotated[
+        bool, typer.Option("--slurm", help="Submit the run to SLURM, which starts the ranks.", **SLURM)
+    ] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Print the script for sbatch and exit.", **SLURM)
+    ] = False,
+    partition: Annotated[str | None, typer.Option(help="Partition of the cluster.", **SLURM)] = None,
+    time: Annotated[str | None, typer.Option(help="Time limit, such as 12:00:00.", **SLURM)] = None,
+    nodes: Annotated[int | None, typer.Option(min=1, help="Number of nodes.", **SLURM)] = None,
+    gpus_per_node: Annotated[
+        int | None, typer.Option(min=1, help="GPUs of each node, one for each rank.", **SLURM)
+    ] = None,
+    cpus_per_task: Annotated[int | None, typer.Option(min=1, help="Cores of each rank.", **SLURM)] = None,
+    sbatch: Annotated[
+        list[str] | None,
+        typer.Option(help="Another option of sbatch, such as account=physics. May be given again.", **SLURM),
+    ] = None,
 ) -> None:
-    """Train a model. Starts the ranks that the file names; under torchrun, this process is one of them."""
+    """Train a model. Starts the ranks that the file names; under torchrun or srun, this process is one of them."""
     from vpipe.config.file import resolved_yaml
     from vpipe.config.settings import rank_arguments
+    from vpipe.launch.sbatch import Resources
     from vpipe.observe.debug import read_scenes
-    from vpipe.train.run import run
+    from vpipe.train.run import run, submit_run
 
     def work() -> None:
         with collector_off(keep=True):
@@ -62,6 +81,14 @@ def train(
     arguments += ["--verbose"] if verbose else []
     if resume is not None:
         arguments += ["--resume", _absolute(resume)]
+    resources = Resources(partition, time, nodes, gpus_per_node, cpus_per_task, tuple(sbatch or ()))
+    if slurm:
+        submit_run(chosen, arguments, resources, max_restarts=max_restarts, dry_run=dry_run)
+        return
+    if dry_run or resources != Resources():
+        raise VPipeError(
+            "the options of SLURM (--dry-run, --nodes and so on) are for --slurm: give it, or none of them"
+        )
     run(chosen, arguments, work, max_restarts=max_restarts)
 
 

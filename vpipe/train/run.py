@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.arguments import build_schedule, check_blocks
 from vpipe.config.file import AUTO, with_plan
-from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError
+from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError, printable
 from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import Host, hosts_of
 from vpipe.launch.local import Ranks, run_ranks_here
@@ -19,6 +19,7 @@ from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import enter_place, log_directory, rank_directory, rank_interpreter, with_code
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
 from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
+from vpipe.launch.sbatch import Resources, sbatch_script, submit
 from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import rewrite_results, write_interrupted_results
@@ -67,12 +68,32 @@ def _become_rank_of(step: Step, config: RunConfig, arguments: Sequence[str], max
             f"--max-restarts is {max_restarts}: a rank that srun has started cannot start the others again: submit the "
             "job with `vpipe train --slurm --max-restarts`, or leave it out"
         )
+    _check_planned(config)
+    join_step(step, config, arguments, log_directory(config))
+
+
+def submit_run(
+    config: RunConfig, arguments: Sequence[str], resources: Resources, *, max_restarts: int, dry_run: bool
+) -> None:
+    """Let SLURM start the ranks of a run; `dry_run` only prints the script."""
+    _check_planned(config)
+    _stages_of_ranks(config)
+    _check_paths(config)
+    runs = log_directory(config)
+    script = sbatch_script(config, arguments, resources, max_restarts)
+    if dry_run:
+        print(script, end="")
+        return
+    job = submit(script)
+    print(printable(f"submitted job {job}: its output is in slurm-{job}.out, its logs and figures in {runs}"))
+
+
+def _check_planned(config: RunConfig) -> None:
     if config.partition == AUTO:
         raise ConfigError(
             f"{config.source}: partition is {AUTO!r}, which plans before any rank is started: run `vpipe plan "
             f"{config.source} -o plan.json` and set partition=plan.json"
         )
-    join_step(step, config, arguments, log_directory(config))
 
 
 def launch(

@@ -1,0 +1,199 @@
+"""Runs on a real SLURM, which the tests start: two nodes on this machine (`tests/cluster.py`)."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from tests.cluster import Cluster, cluster, missing
+from tests.end_to_end.command import vpipe, wait_for_line, wait_until_gone
+from tests.faults.runs import final_weights, half_done, write_config
+from tests.waiting import TIMEOUT, wait_until
+from vpipe.config.file import read_config
+from vpipe.launch import sbatch
+from vpipe.launch.sbatch import Resources, sbatch_script
+
+SYNCHRONOUS = {"schedule": "1f1b", "minibatches": 2, "heartbeat_limit": 600.0}
+"""Where a run was saved makes no difference to its weights."""
+_MEET = """
+import hashlib, json, os, sys
+from pathlib import Path
+from vpipe.config.file import read_config
+from vpipe.launch.slurm import join_step, this_step
+join_step(this_step(), read_config(Path("run.yml")), ["train"], Path("runs"))
+names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SLURMD_NODENAME")
+secret = hashlib.sha256(os.environ["VPIPE_SECRET"].encode()).hexdigest()
+sys.stdout.write(json.dumps({name: os.environ[name] for name in names} | {"secret": secret}) + "\\n")
+"""
+_TASK = """\
+#!/bin/bash
+trap 'exit 75' TERM
+echo "$SLURM_PROCID ${{SLURM_RESTART_COUNT:-0}} $TORCHELASTIC_RESTART_COUNT $*" >> {tasks}
+{then}
+while :; do sleep 0.1; done
+"""
+
+
+@pytest.fixture(scope="module")
+def slurm() -> Iterator[Cluster]:
+    if reason := missing():
+        pytest.skip(reason)
+    with cluster() as made:
+        yield made
+
+
+def test_tasks_of_two_nodes_meet(slurm: Cluster, tmp_path: Path) -> None:
+    """Each learns by SLURM's variables which rank it is, and by a file where rank 0 listens, and the secret."""
+    write_config(tmp_path, 3)
+    said = slurm.run("srun", "--nodes=2", "--ntasks=3", sys.executable, "-c", _MEET, cwd=tmp_path)
+    first, second, third = sorted(map(json.loads, said.splitlines()), key=lambda rank: int(rank["RANK"]))
+    assert {rank["WORLD_SIZE"] for rank in (first, second, third)} == {"3"}
+    assert [rank["SLURMD_NODENAME"] for rank in (first, second, third)] == ["node1", "node1", "node2"]
+    assert [rank["LOCAL_RANK"] for rank in (first, second, third)] == ["0", "1", "0"]
+    assert [rank["LOCAL_WORLD_SIZE"] for rank in (first, second, third)] == ["2", "2", "1"]
+    for name in ("MASTER_ADDR", "MASTER_PORT", "secret"):
+        assert len({rank[name] for rank in (first, second, third)}) == 1
+
+
+@pytest.fixture
+def submitted(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., tuple[str, Callable[[], list[str]]]]:
+    """Submits the script of a run whose ranks are programs that only write down how they were started."""
+
+    def submit(then: str, max_restarts: int = 0, settings: tuple[str, ...] = ()) -> Any:
+        write_config(tmp_path, 2)
+        program, tasks = tmp_path / "rank", tmp_path / "tasks"
+        program.write_text(_TASK.format(tasks=tasks, then=then))
+        program.chmod(0o755)
+        monkeypatch.setattr(sbatch, "sys", SimpleNamespace(executable=str(program)))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+        arguments = ["train", str(tmp_path / "run.yml"), *settings]
+        script = sbatch_script(read_config(Path("run.yml")), arguments, Resources(nodes=2), max_restarts)
+        return sbatch.submit(script), lambda: sorted(tasks.read_text().splitlines()) if tasks.exists() else []
+
+    return submit
+
+
+@pytest.mark.long
+def test_a_job_that_has_saved_goes_back_into_the_queue(
+    slurm: Cluster, submitted: Any, tmp_path: Path
+) -> None:
+    """Before the time limit SLURM signals the tasks alone, as `scancel --signal` does."""
+    nasty = "prompt=$(touch injected) `touch injected`; 'touch injected' \"\n#SBATCH --array=1-9"
+    job, tasks = submitted('[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 0', settings=("--set", nasty))
+    wait_until(lambda: len(tasks()) == 2, "both tasks")
+    slurm.run("scancel", "--signal=TERM", job)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    written = (tmp_path / "tasks").read_text()
+    for rank in (0, 1):
+        for restart in (0, 1):
+            assert f"{rank} {restart} 0 -m vpipe train {tmp_path}/run.yml --set {nasty}\n" in written
+    assert not (tmp_path / "injected").exists()
+
+
+@pytest.mark.long
+def test_a_cancelled_job_does_not_come_back(slurm: Cluster, submitted: Any) -> None:
+    job, tasks = submitted("")
+    wait_until(lambda: len(tasks()) == 2, "both tasks")
+    slurm.run("scancel", job)
+    wait_until(lambda: slurm.state(job) == "CANCELLED", "the end of the job")
+    assert slurm.field(job, "Restarts") == "0"
+    assert len(tasks()) == 2
+
+
+@pytest.mark.long
+def test_a_step_that_failed_is_started_again_in_the_same_job(slurm: Cluster, submitted: Any) -> None:
+    job, tasks = submitted('[ "$TORCHELASTIC_RESTART_COUNT" = 0 ] && exit 1; exit 0', max_restarts=2)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    assert [line.split()[:3] for line in tasks()] == [
+        ["0", "0", "0"],
+        ["0", "0", "1"],
+        ["1", "0", "0"],
+        ["1", "0", "1"],
+    ]
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """First its time limit comes near; then SLURM takes the nodes away. It goes on in its own folder."""
+    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+    endless = {**SYNCHRONOUS, "epochs": 100_000, "print_frequency": 1, "checkpoint_interval": 0}
+    write_config(tmp_path, 2, **endless, max_updates=None)
+    said = vpipe("train", "run.yml", "--slurm", "--nodes", 2, cwd=tmp_path, new=True)
+    assert said.code == 0, said.said
+    job = said.out.split()[2].rstrip(":")
+    wait_for_line("Iteration 1,", tmp_path)
+    slurm.run("scancel", "--signal=TERM", job)
+    wait_for_line("resumed from", tmp_path)
+    first = _updates(tmp_path)
+    wait_for_line(f"Iteration {first + 1},", tmp_path)
+    slurm.run("scontrol", "requeuehold", job)
+    wait_until(lambda: slurm.field(job, "Reason") == "JobHeldUser", "the end of the second attempt")
+    assert _updates(tmp_path) > first
+    write_config(tmp_path, 2, **endless, max_updates=_updates(tmp_path) + 3)
+    slurm.run("scontrol", "release", job)
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    assert slurm.field(job, "Restarts") == "2"
+    (run,) = (tmp_path / "runs").glob("2*")
+    assert (run / "output.log.0").read_text().count("resumed from") == 2
+    assert not half_done(run)
+    assert not list((tmp_path / "runs").glob(".slurm-*"))
+
+    elsewhere = tmp_path / "undisturbed"
+    elsewhere.mkdir()
+    (elsewhere / "run.yml").write_bytes((tmp_path / "run.yml").read_bytes())
+    ended = vpipe("train", "run.yml", cwd=elsewhere)
+    assert ended.code == 0, ended.said
+    assert final_weights(run) == final_weights(next((elsewhere / "runs").glob("2*")))
+    wait_until_gone(str(tmp_path))
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("mistake", ["tasks", "restarts", "machines", "option"])
+def test_mistakes_are_one_line(mistake: str, slurm: Cluster, tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"machines": ["node1:0", "node7:0"]} if mistake == "machines" else {}
+    write_config(tmp_path, 2, **keys)
+    train = [sys.executable, "-m", "vpipe", "train", "run.yml"]
+    command, expected = {
+        "tasks": (["srun", "--ntasks=3", *train], "run.yml describes 2 ranks and srun has started 3 tasks"),
+        "restarts": (
+            ["srun", "--ntasks=2", *train, "--max-restarts", "1"],
+            "--max-restarts is 1: a rank that srun",
+        ),
+        "machines": (
+            ["srun", "--nodes=2", *train],
+            "machines names 'node7:0' for rank 1, which SLURM has placed on node2",
+        ),
+        "option": (
+            [*train, "--slurm", "--partition", "none"],
+            "error: sbatch refused the job: sbatch: error: ",
+        ),
+    }[mistake]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **slurm.environment},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+        check=False,
+    )
+    assert done.returncode
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def _updates(folder: Path) -> int:
+    """Updates that the newest checkpoint has."""
+    return max(int(path.name[5:]) for path in folder.glob("runs/*/checkpoints/step-*"))
