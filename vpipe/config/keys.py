@@ -287,14 +287,15 @@ class RunConfig(_Keys):
     """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
     from GPU to GPU too; chosen by the devices if not given."""
     directory: Path_ | None = None
-    """Directory that the ranks start in; the current one if not given."""
+    """Directory that the ranks start in, also under torchrun and srun; the current one if not given."""
     config_file: Path_ | None = None
     """Path of an `mp_conf.json` with the maps of modules, stages, ranks and depths."""
     python: Program | None = None
     """Python on the other hosts of `machines`: its absolute path, or a name that is found there; if not given, the path
     of the one that runs this command."""
     container: Path_ | None = None
-    """Singularity or Apptainer image that the ranks run in."""
+    """Singularity or Apptainer image that the ranks run in, with its own Python, torch and vpipe; data, code and logs
+    are bound into it. Also under torchrun and srun."""
     port: Annotated[int, Field(strict=True, ge=0, le=65535)] = 0
     """Port where the ranks meet; 0: any that is free."""
     timeout: Seconds = 600.0
