@@ -5,7 +5,7 @@ vpipe train              on a socket of the loopback interface that the        d
                          launcher opened and rank 0 inherits
 torchrun, or a script    on a port that rank 0 chooses and torch's own store   VPIPE_SECRET, else drawn by rank 0,
 with a process group     publishes                                             readable in torch's store
-srun                     on a socket that rank 0 opens (`launch/slurm.py`)       drawn by rank 0, in a file of mode 600
+srun                     on a socket that rank 0 opens (`launch/slurm.py`)     drawn by rank 0, in a file of mode 600
 anything else that       on MASTER_ADDR:MASTER_PORT, that interface alone      VPIPE_SECRET, else none
 sets RANK and the rest
 """
