@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from vpipe.errors import ConfigError, PeerError, VPipeError
+from vpipe.launch.hosts import is_here
 from vpipe.launch.meeting import Meeting, read_meeting, write_meeting
 from vpipe.launch.rank import LAUNCHED
 from vpipe.record.run_folder import make_log_directory, make_run_folder, newest_runs, read_object
@@ -161,7 +162,8 @@ def check_machine(config: RunConfig, rank: int) -> None:
     if step is None or config.machines is None:
         return
     machine = config.machines[rank]
-    if machine.rpartition(":")[0] not in ("localhost", LOOPBACK, step.node, socket.gethostname()):
+    host = machine.rpartition(":")[0]
+    if host != step.node and not is_here(host):
         raise ConfigError(
             f"{config.source}: machines names {machine!r} for rank {rank}, which SLURM has placed on {step.node}: "
             "write localhost, which is any node here, or leave machines out and give stages"

@@ -78,7 +78,7 @@ def submit_run(
     """Let SLURM start the ranks of a run; `dry_run` only prints the script."""
     _check_planned(config)
     _stages_of_ranks(config)
-    _check_paths(config)
+    check_paths(config)
     runs = log_directory(config)
     script = sbatch_script(config, arguments, resources, max_restarts)
     if dry_run:
