@@ -112,6 +112,15 @@ def test_the_targets_of_a_loss_of_ones_own() -> None:
     )
 
 
+def test_targets_of_a_model_on_meta() -> None:
+    """The graph moves labels to the device of the model, which has no values there."""
+    model, _ = ZOO["gpt2"].build()
+    count = target_count(capture(model.to("meta"), ragged(0)))
+    assert count is not None
+    for seed in range(3):
+        assert count(ragged(seed)) == int((ragged(seed)["labels"][:, 1:] != -100).sum())
+
+
 def test_losses_whose_targets_cannot_be_counted() -> None:
     batch = {"words": torch.randint(20, (3, 8)), "targets": torch.randint(20, (3, 8))}
     model = Own()

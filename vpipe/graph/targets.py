@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx
+from torch.utils import _pytree as pytree
 
 from vpipe.graph.inplace import operator_name
 from vpipe.graph.model_graph import ModelGraph
@@ -19,6 +20,8 @@ from vpipe.graph.trace import Kind, Trace
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 MEAN = 1
 """torch's number for this reduction."""
+HOST = torch.device("cpu")
+"""Where targets are counted, wherever the model was captured (on `meta`, mostly)."""
 TargetCount = Callable[[Mapping[str, Tensor]], int]
 
 
@@ -40,7 +43,7 @@ def target_count(graph: ModelGraph) -> TargetCount | None:
 
     def count(batch: Mapping[str, Tensor]) -> int:
         with torch.no_grad():
-            targets = run(*(batch[name] for name in fields))
+            targets = run(*(batch[name].cpu() for name in fields))
         if targets.is_floating_point():  # probabilities of classes, all of which count
             return int(targets.numel() // targets.shape[1])
         return int((targets != ignored).sum())
@@ -83,6 +86,9 @@ def _program(target: fx.Node, trace: Trace) -> tuple[list[str], fx.GraphModule] 
         if node in sources:
             copies[node] = graph.placeholder(node.name)
         elif node in needed:
-            copies[node] = graph.node_copy(node, copies.__getitem__)
+            copies[node] = copy = graph.node_copy(node, copies.__getitem__)
+            copy.args, copy.kwargs = pytree.tree_map_only(
+                torch.device, lambda _: HOST, (copy.args, copy.kwargs)
+            )
     graph.output(copies[target])
     return [trace.inputs[node].name for node in sources], fx.GraphModule({}, graph)
