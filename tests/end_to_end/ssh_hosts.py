@@ -10,19 +10,27 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
+import yaml
 
+from tests.end_to_end.command import Ended, end
 from tests.faults.hosts import TwoHosts, two_hosts
+from tests.faults.runs import SMALL
+from tests.waiting import TIMEOUT, wait_until
 
 REPOSITORY = Path(__file__).parents[2]
 SSHD = shutil.which("sshd") or "/usr/sbin/sshd"
 ADDRESSES = ("10.231.7.1", "10.231.7.2")
 PORT = 2222
+MACHINES = [f"{address}:0" for address in ADDRESSES]
+ENDLESS: dict[str, Any] = {"max_updates": None, "epochs": 100_000, "print_frequency": 1}
 
 
 class SshHosts:
@@ -127,3 +135,53 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
                 made.close()
     except (OSError, subprocess.CalledProcessError) as error:
         pytest.skip(f"no network namespaces here: {error}")
+
+
+class Bench:
+    """A folder with a run, and the hosts that it runs on."""
+
+    def __init__(self, hosts: SshHosts, folder: Path) -> None:
+        self.hosts = hosts
+        self.folder = folder
+        folder.mkdir()
+
+    def write(self, **keys: Any) -> None:
+        (self.folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": MACHINES} | keys))
+
+    def start(self, *options: str, number: int = 0, variables: Mapping[str, str] = {}, **keys: Any) -> Any:
+        """The command on a host, by default `vpipe train` over both."""
+        self.write(**keys)
+        command = options if options[:1] == ("-m",) else ("-m", "vpipe", *(options or ("train", "run.yml")))
+        return subprocess.Popen(
+            self.hosts.inside(number, sys.executable, *command),
+            cwd=self.folder,
+            env={
+                **os.environ,
+                **self.hosts.environment(),
+                "OMP_NUM_THREADS": "1",
+                "COLUMNS": "160",
+                **variables,
+            },
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+
+    def run(self, *options: str, **keys: Any) -> Ended:
+        process = self.start(*options, **keys)
+        try:
+            out, err = process.communicate(timeout=TIMEOUT)
+        finally:
+            end(process)
+        return Ended(process.returncode, out, err)
+
+    @property
+    def latest(self) -> Path:
+        return max(self.folder.glob("runs/2*"))
+
+    def wait_until_empty(self) -> None:
+        """Until no process of a run is left on any host."""
+        wait_until(
+            lambda: not any(self.hosts.processes(number) for number in (0, 1)), "the end of all processes"
+        )

@@ -1,73 +1,24 @@
 """Runs over two hosts: `vpipe train` by ssh, torchrun, and what goes wrong between hosts."""
 
+import json
 import os
 import re
 import shutil
 import signal
-import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
-from tests.end_to_end.command import Ended, end, wait_for_line
-from tests.end_to_end.ssh_hosts import ADDRESSES, REPOSITORY, SshHosts, ssh_hosts
+from tests.end_to_end.command import end, vpipe, wait_for_line
+from tests.end_to_end.ssh_hosts import ADDRESSES, ENDLESS, MACHINES, REPOSITORY, Bench, ssh_hosts
+from tests.faults.hosts import enter
 from tests.faults.runs import SMALL, failures, final_weights
 from tests.waiting import TIMEOUT, wait_until
-
-MACHINES = [f"{address}:0" for address in ADDRESSES]
-ENDLESS: dict[str, Any] = {"max_updates": None, "epochs": 100_000, "print_frequency": 1}
-
-
-class Bench:
-    """A folder with a run, and the hosts that it runs on."""
-
-    def __init__(self, hosts: SshHosts, folder: Path) -> None:
-        self.hosts = hosts
-        self.folder = folder
-        folder.mkdir()
-
-    def start(self, *options: str, number: int = 0, variables: Mapping[str, str] = {}, **keys: Any) -> Any:
-        """The command on a host, by default `vpipe train` over both."""
-        machines = keys.pop("machines", MACHINES)
-        (self.folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
-        command = options if options[:1] == ("-m",) else ("-m", "vpipe", *(options or ("train", "run.yml")))
-        return subprocess.Popen(
-            self.hosts.inside(number, sys.executable, *command),
-            cwd=self.folder,
-            env={
-                **os.environ,
-                **self.hosts.environment(),
-                "OMP_NUM_THREADS": "1",
-                "COLUMNS": "160",
-                **variables,
-            },
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            start_new_session=True,
-        )
-
-    def run(self, *options: str, **keys: Any) -> Ended:
-        process = self.start(*options, **keys)
-        try:
-            out, err = process.communicate(timeout=TIMEOUT)
-        finally:
-            end(process)
-        return Ended(process.returncode, out, err)
-
-    @property
-    def latest(self) -> Path:
-        return max(self.folder.glob("runs/2*"))
-
-    def wait_until_empty(self) -> None:
-        """Until no process of a run is left on any host."""
-        wait_until(
-            lambda: not any(self.hosts.processes(number) for number in (0, 1)), "the end of all processes"
-        )
 
 
 @pytest.fixture
@@ -82,22 +33,19 @@ def plain_weights(folder: Path, **keys: Any) -> dict[str, str]:
     folder.mkdir()
     machines = ["localhost:0", "localhost:0"]
     (folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": machines} | keys))
-    from tests.end_to_end.command import vpipe
-
     ended = vpipe("train", "run.yml", cwd=folder)
     assert ended.code == 0, ended.said
     return final_weights(max(folder.glob("runs/2*")))
 
 
-def with_stub(folder: Path, **changes: Callable[[Path], None]) -> Path:
-    """A copy of vpipe with other code."""
-    shutil.copytree(REPOSITORY / "vpipe", folder / "vpipe", ignore=shutil.ignore_patterns("__pycache__"))
-    return folder
-
-
-def test_each_mistake_of_a_host_is_one_line_that_names_it(bench: Bench, tmp_path: Path) -> None:
+def test_each_mistake_of_a_host_is_one_line_that_names_it(
+    bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """No rank starts."""
-    other = with_stub(tmp_path / "other") / "vpipe" / "__init__.py"
+    shutil.copytree(
+        REPOSITORY / "vpipe", tmp_path / "other" / "vpipe", ignore=shutil.ignore_patterns("__pycache__")
+    )
+    other = tmp_path / "other" / "vpipe" / "__init__.py"
     other.write_text(re.sub(r'__version__ = ".*"', '__version__ = "0.0.7"', other.read_text()))
     bare = tmp_path / "bare-python"
     bare.write_text(f'#!/bin/sh\nunset PYTHONPATH\nexec {sys.executable} -S "$@"\n')
@@ -105,11 +53,14 @@ def test_each_mistake_of_a_host_is_one_line_that_names_it(bench: Bench, tmp_path
     hosts = bench.hosts
     hosts.serve(1, {"PYTHONPATH": str(tmp_path / "other")})
 
+    monkeypatch.setenv("PATH", hosts.environment()["PATH"])
+
     def said(**keys: Any) -> str:
-        ended = bench.run(**keys)
+        bench.write(**keys)
+        enter_first = partial(enter, hosts.network.names[0])
+        ended = vpipe("train", "run.yml", cwd=bench.folder, prepare=enter_first)
         assert ended.code == 2, ended.said
-        lines = [line for line in ended.err.splitlines() if "starting 2 ranks" not in line]
-        (line,) = lines
+        (line,) = [line for line in ended.err.splitlines() if "starting 2 ranks" not in line]
         return line
 
     where = f"error: {ADDRESSES[1]}: "
@@ -125,6 +76,29 @@ def test_each_mistake_of_a_host_is_one_line_that_names_it(bench: Bench, tmp_path
     assert said().startswith(where + "it does not accept your key (")
     nobody = "10.231.7.9"
     assert said(machines=[MACHINES[0], f"{nobody}:0"]).startswith(f"error: {nobody}: it cannot be reached (")
+    bench.wait_until_empty()
+
+
+def test_the_doctor_examines_all_hosts(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One of them has another clock."""
+    (tmp_path / "late").mkdir()
+    clock = "import time\nnow = time.time\ntime.time = lambda: now() - 3600\n"
+    (tmp_path / "late" / "sitecustomize.py").write_text(clock)
+    hosts = bench.hosts
+    bench.write()
+    hosts.serve(1, {"PYTHONPATH": f"{tmp_path / 'late'}:{REPOSITORY}"})
+    monkeypatch.setenv("PATH", hosts.environment()["PATH"])
+    enter_first = partial(enter, hosts.network.names[0])
+    ended = vpipe("doctor", "--machines", "run.yml", "--json", cwd=bench.folder, prepare=enter_first)
+    assert ended.code == 1, ended.said
+    where = f"error: {ADDRESSES[1]}: "
+    (line,) = [line for line in ended.err.splitlines() if line.startswith("error")]
+    assert line.startswith(where + "its clock is 3600 s behind this host's: ")
+    found = json.loads(ended.out)
+    assert [host["interface"].partition(" (")[2] for host in found["hosts"]] == [f"{a})" for a in ADDRESSES]
+    links = json.loads((bench.folder / "links.json").read_text())["links"]
+    assert [(link["from"], link["to"]) for link in links] == [(0, 1), (1, 0)]
+    assert all(link["bandwidth"] > 0 and link["latency"] > 0 for link in links)
     bench.wait_until_empty()
 
 
@@ -230,13 +204,13 @@ def test_nothing_is_left_on_any_host(bench: Bench, how: str) -> None:
             number, text = (0, "ssh") if how == "ssh" else (1, "vpipe.train.host")
             (victim, *_) = [p for p in bench.hosts.processes(number) if text in _command(p)[:60]]
             os.kill(victim, signal.SIGKILL)
-        _, err = process.communicate(timeout=TIMEOUT)
+        out, err = process.communicate(timeout=TIMEOUT)
     finally:
         end(process)
     bench.wait_until_empty()
     if how == "interrupt":
         assert process.returncode == 75, err
-        assert "go on with --resume auto" in (bench.latest / "output.log.0").read_text()
+        assert "go on with --resume auto" in out
     if how in ("ssh", "agent"):
         assert process.returncode == 1
         lost = f"rank 1 failed: host {ADDRESSES[1]}, of stage 1, is lost: the connection to it ended"
