@@ -144,6 +144,19 @@ def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
+    """The launcher's host has no rank and shares no folder: logs and figures come to it, checkpoints stay there."""
+    bench.hosts.serve(1, own=(bench.folder,))
+    ended = bench.run(machines=[MACHINES[1], MACHINES[1]])
+    assert ended.code == 0, ended.said
+    assert "Iteration 12" in ended.out
+    left = {path.name for path in bench.latest.iterdir()}
+    assert {"summary.json", "report.html", "metrics.jsonl", "output.log.0", "output.log.1"} <= left
+    assert "checkpoints" not in left
+    bench.wait_until_empty()
+
+
+@pytest.mark.long
 def test_torchrun_on_two_hosts_trains_as_one_host_does(bench: Bench, tmp_path: Path) -> None:
     def torchrun(number: int) -> Any:
         place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
