@@ -138,20 +138,24 @@ class _HostsRun:
                 self.handle(agent, message)
             for line in take_errors(agent).splitlines():
                 print(line if agent.host.here else f"{agent.host.name}: {line}", file=sys.stderr, flush=True)
-            if agent.ended is not None or self.failed is not None:
+            if agent.ended is not None:
                 continue
             silence = agent.wire.silence(self.job.heartbeat_limit)
             if agent.wire.ended:
-                self.blame(self._lost(agent, "the connection to it ended"), agent)
+                self._lose(agent, "the connection to it ended")
             elif silence > self.job.heartbeat_limit:
-                how = f"nothing was heard from it for {silence:.1f} s: it is stopped, or the network is cut"
-                self.blame(self._lost(agent, how), agent)
+                self._lose(
+                    agent,
+                    f"nothing was heard from it for {silence:.1f} s: it is stopped, or the network is cut",
+                )
 
-    def _lost(self, agent: Agent, how: str) -> FailedRank:
-        rank = agent.host.ranks[0]
-        others = len(agent.host.ranks) - 1
+    def _lose(self, agent: Agent, how: str) -> None:
+        """A host that says nothing more: nobody waits for it, and if nothing has failed yet, it has."""
+        rank, others = agent.host.ranks[0], len(agent.host.ranks) - 1
         more = f" and of {others} more ranks" if others else ""
-        return FailedRank(rank, f"host {agent.host.name}, of {self.job.stages[rank]}{more}, is lost: {how}")
+        agent.ended = {"codes": {}, "error": ""}
+        where = f"host {agent.host.name}, of {self.job.stages[rank]}{more}, is lost"
+        self.blame(FailedRank(rank, f"{where}: {how}"), agent)
 
     def wait(self) -> None:
         """Until all have ended; for a limited time once a rank has failed, or a second signal to end has come."""

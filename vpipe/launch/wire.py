@@ -58,7 +58,7 @@ class Wire:
         deadline = time.monotonic() + seconds
         while True:
             with self._lock, suppress(BlockingIOError):
-                if self.ended:
+                if self._closing.is_set():
                     return
                 try:
                     while self._unwritten:
@@ -66,7 +66,7 @@ class Wire:
                 except OSError as error:
                     if isinstance(error, BlockingIOError):
                         raise
-                    self._unwritten, self.ended = b"", True
+                    self._unwritten = b""  # what the other end has said before it ended can still be read
             left = deadline - time.monotonic()
             if not self._unwritten or left <= 0:
                 return
