@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.schedules import NAMES
-from vpipe.schedule import Op, build, draw, draw_svg
+from vpipe.schedule import Op, bubble, build, draw, draw_svg, lower
 from vpipe.schedule.draw import Rows
 from vpipe.schedule.walk import walk
 
@@ -22,6 +22,23 @@ def test_long_schedules_are_drawn_in_strips() -> None:
         "",
         "F forward  B backward  I input gradient  W weight gradient  * update  · idle",
     ]
+
+
+def test_replicas_wait_for_each_other_at_their_updates() -> None:
+    """Rank 1 has its part of the first update at time 6 and waits for that of rank 0, which has two minibatches."""
+    schedule = build("vpipe", 2, 6, replicas=(2, 3))
+    assert draw(schedule).splitlines()[:6] == [
+        "time    0              5              10",
+        "rank 0  F0 F2 F4 ·  B0─── B2───*B4─── ·  · *",
+        "rank 1  F1 F3 F5 ·  B1─── ·  · *B3─── B5───*",
+        "rank 2  ·  F0 B0─── · *F3 B3───*·  ·  ·  ·",
+        "rank 3  ·  F1 B1─── · *F4 B4───*·  ·  ·  ·",
+        "rank 4  ·  ·  F2 B2───*F5 B5───*·  ·  ·  ·",
+    ]
+    for name, replicas in (("vpipe", (2, 3)), ("2bw", (3, 2)), ("1f1b", (1, 3, 2))):
+        schedule = build(name, len(replicas), 12, replicas=replicas)
+        assert bubble(schedule) == bubble(lower(schedule))
+        assert f"{bubble(schedule):.1%}" in draw_svg(schedule)
 
 
 def test_a_strip_ends_between_actions_or_at_a_round_time() -> None:

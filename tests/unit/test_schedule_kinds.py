@@ -128,10 +128,12 @@ def test_nobody_else_decides_by_a_name() -> None:
     for path in root.rglob("*.py"):
         if path.parent.name == "schedule":
             continue
+        # The launcher names the package of that name on other hosts.
+        package = {"vpipe"} if path.parent.name == "launch" else set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.Compare):
                 texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                assert texts.isdisjoint(KINDS), f"{path}, line {node.lineno}"
+                assert (texts - package).isdisjoint(KINDS), f"{path}, line {node.lineno}"
 
 
 def pairs(shape: PipelineShape, rank: int, exists: Exists) -> Iterator[Action]:

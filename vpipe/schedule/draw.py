@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from itertools import pairwise, takewhile
 
 from vpipe.schedule.action import COMPUTE, Op
+from vpipe.schedule.lowering import as_run
 from vpipe.schedule.program import Schedule
 from vpipe.schedule.walk import Event, walk
 
@@ -18,7 +19,7 @@ TICK = 5
 
 def draw(schedule: Schedule, *, width: int = 120, columns: int = COLUMNS) -> str:
     """The grid at F = I = W = 1 and B = 2, in strips of `width` characters, at most `columns` units long."""
-    rows = Rows(schedule, takewhile(lambda event: event.start < columns, walk(schedule)))
+    rows = Rows(schedule, takewhile(lambda event: event.start < columns, walk(as_run(schedule))))
     per_strip = max(1, (width - rows.margin) // rows.cell)
     strips = [rows.strip(start, stop) for start, stop in pairwise(rows.cuts(per_strip))]
     legend = "F forward  B backward  I input gradient  W weight gradient"

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import COMMUNICATION, COMPUTE, Action, Op
-from vpipe.schedule.lowering import lower
+from vpipe.schedule.lowering import as_run, lower
 from vpipe.schedule.program import Schedule
 from vpipe.schedule.steady import steady_bubble
 from vpipe.schedule.walk import Cost, unit_cost, walk
@@ -34,7 +34,7 @@ class Holding(NamedTuple):
 def bubble(schedule: Schedule, cost: Cost = unit_cost) -> float:
     """The share of all ranks' time, from the first start to the last end, in which nothing is computed."""
     busy = end = 0.0
-    for event in walk(finite(schedule), cost):
+    for event in walk(as_run(finite(schedule)), cost):
         if event.action.op in COMPUTE:
             busy += event.end - event.start
         end = max(end, event.end)

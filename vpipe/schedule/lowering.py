@@ -28,11 +28,20 @@ def lower(
     named = frozenset(reduce)
     if unknown := sorted(named - frozenset(range(schedule.num_stages))):
         raise ScheduleError(f"reduce names stage {unknown[0]}: stages are 0 to {schedule.num_stages - 1}")
-    reduced = named | {stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1}
+    reduced = named | _replicated(schedule)
     rules = Rules(schedule, edges)
     return replace(
         schedule, lowered=True, edges=rules.edges, reduced=reduced, order=partial(_lowered, rules, reduced)
     )
+
+
+def as_run(schedule: Schedule) -> Schedule:
+    """The schedule with the times of a run: replicas of a stage wait for each other at its updates."""
+    return schedule if schedule.lowered or not _replicated(schedule) else lower(schedule)
+
+
+def _replicated(schedule: Schedule) -> frozenset[int]:
+    return frozenset(stage for stage, ranks in enumerate(schedule.placement) if len(ranks) > 1)
 
 
 def _lowered(rules: Rules, reduced: frozenset[int], rank: int, exists: Exists) -> Iterator[Action]:

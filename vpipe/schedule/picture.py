@@ -10,6 +10,7 @@ from itertools import takewhile
 from vpipe.errors import printable
 from vpipe.schedule.action import COMPUTE, Op
 from vpipe.schedule.facts import show_bubble
+from vpipe.schedule.lowering import as_run
 from vpipe.schedule.palette import css
 from vpipe.schedule.program import Schedule
 from vpipe.schedule.walk import Event, walk
@@ -33,7 +34,7 @@ text { font: 11px ui-sans-serif, system-ui, sans-serif; fill: var(--ink); }
 
 def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
     """One lane a rank, one box an action at F = I = W = 1 and B = 2; higher chunks of a rank are paler."""
-    events = list(takewhile(lambda event: event.start < columns, walk(schedule)))
+    events = list(takewhile(lambda event: event.start < columns, walk(as_run(schedule))))
     end = max(event.end for event in events)
     width = LEFT + end * UNIT + 20
     height = TOP + schedule.num_ranks * (ROW + GAP) + BOTTOM

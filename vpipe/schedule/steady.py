@@ -15,6 +15,7 @@ from dataclasses import replace
 from math import lcm
 
 from vpipe.schedule.action import COMPUTE, Op
+from vpipe.schedule.lowering import as_run
 from vpipe.schedule.program import Schedule
 from vpipe.schedule.walk import Event, unit_cost, walk
 
@@ -61,7 +62,7 @@ def steady_bubble(schedule: Schedule) -> float | None:
     minibatches = enough_minibatches(schedule.filling, schedule.update_interval)
     longer = replace(schedule, minibatches=minibatches)
     busy = [0.0] * schedule.num_ranks
-    events = list(walk(longer))
+    events = list(walk(as_run(longer)))
     for event in events:
         if event.action.op in COMPUTE:
             busy[event.rank] += unit_cost(event.action)
