@@ -6,7 +6,8 @@ import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -225,21 +226,32 @@ def caption(results: Sequence[Result]) -> str | None:
 
 def plot(results: Sequence[Result], path: Path) -> None:
     """Draw the results into a PNG file."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     # Between two dollars matplotlib reads a formula.
     results = [result | {"label": result["label"].replace("$", r"\$")} for result in results]
     lines = sum(len(result["label"].split()) for result in results)
+    with draw(path, 2, height=max(4.0, 1.2 + 0.2 * (lines + len(results))), widths=(1, 1.2)) as (left, right):
+        _throughput(left, results)
+        _losses(right, results)
+
+
+@contextmanager
+def draw(path: Path, parts: int, height: float = 4.5, widths: Sequence[float] = ()) -> Iterator[list[Axes]]:
+    """The parts of a picture, side by side; it is written to a PNG file when they are drawn."""
+    try:
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise VPipeError("a picture needs the package matplotlib: pip install 'vpipe[plot]'") from None
+
     # Not pyplot, which has global state and may open a window.
-    figure = Figure(figsize=(11, max(4.0, 1.2 + 0.2 * (lines + len(results)))), dpi=150, layout="constrained")
+    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    left, right = figure.subplots(1, 2, width_ratios=(1, 1.2))
-    _throughput(left, results)
-    _losses(right, results)
-    for axes in (left, right):
+    drawn = list(figure.subplots(1, parts, width_ratios=widths or None, squeeze=False)[0])
+    yield drawn
+    for axes in drawn:
         axes.spines[["top", "right"]].set_visible(False)
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
         raise VPipeError(f"{path}: the plot cannot be written: {error.strerror or error}") from None
@@ -249,7 +261,7 @@ def _throughput(axes: Axes, results: Sequence[Result]) -> None:
     speeds = [result["samples_per_s"] for result in results]
     slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
     for row, speed in enumerate(speeds):
-        look = _look(row)
+        look = curve_look(row)
         hatch = None if look["linestyle"] == STYLES[0] else "//"
         bar = axes.barh(
             row, speed, height=0.62, color=look["color"], hatch=hatch, edgecolor="white", linewidth=0
@@ -279,7 +291,11 @@ def _losses(axes: Axes, results: Sequence[Result]) -> None:
         if curve:
             marker = "o" if len(curve) == 1 else None
             axes.plot(
-                *zip(*curve, strict=True), label=result["label"], linewidth=1.8, marker=marker, **_look(row)
+                *zip(*curve, strict=True),
+                label=result["label"],
+                linewidth=1.8,
+                marker=marker,
+                **curve_look(row),
             )
     axes.set_title("Loss")
     axes.set_xlabel("samples seen")
@@ -288,6 +304,6 @@ def _losses(axes: Axes, results: Sequence[Result]) -> None:
         axes.legend(frameon=False, fontsize=9)
 
 
-def _look(row: int) -> dict[str, Any]:
+def curve_look(row: int) -> dict[str, Any]:
     style = STYLES[row // len(SERIES_LIGHT) % len(STYLES)]
     return {"color": SERIES_LIGHT[row % len(SERIES_LIGHT)], "linestyle": style}

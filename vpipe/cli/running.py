@@ -92,6 +92,60 @@ def train(
     run(chosen, arguments, work, max_restarts=max_restarts)
 
 
+@app.command()
+def converge(
+    config: Config,
+    settings: Settings = None,
+    schedules: Annotated[
+        str,
+        typer.Option(
+            help="Schedules to train with, with the minibatches of an update behind a colon: 1f1b:8,2bw:8,vpipe."
+        ),
+    ] = "1f1b,vpipe",
+    stages: Annotated[
+        int | None, typer.Option(min=1, help="Stages, instead of the file's partition and machines.")
+    ] = None,
+    optimizers: Annotated[str | None, typer.Option(help="Optimizers to compare: adamw,muon.")] = None,
+    staleness: Annotated[
+        str | None,
+        typer.Option(help="Remedies to compare, for stale schedules: none,predict,predict+async_after:100."),
+    ] = None,
+    rates: Annotated[str | None, typer.Option(help="Learning rates to compare: 3e-4,1e-3.")] = None,
+    updates: Annotated[
+        int, typer.Option(min=1, help="Updates of the run with the largest ones; others see equal samples.")
+    ] = 300,
+    seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from the seed of the file on.")] = 1,
+    jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in a process.")] = 1,
+    device: Annotated[
+        str | None, typer.Option(help="cpu or cuda:0; by default a GPU if there is one.")
+    ] = None,
+    profile: Annotated[
+        Path | None, typer.Option(help="A profile: the loss is then also shown against predicted time.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option("--plot", help="Where the picture goes (PNG).")] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Compare the losses of schedules, optimizers and remedies, in one process: exact delays, any number of stages."""
+    from vpipe.cli.convergence import converge as run_all
+
+    run_all(
+        config,
+        settings or (),
+        schedules=schedules,
+        stages=stages,
+        optimizers=optimizers,
+        staleness=staleness,
+        rates=rates,
+        updates=updates,
+        seeds=seeds,
+        jobs=jobs,
+        device=device,
+        profile=profile,
+        picture=picture,
+        as_json=as_json,
+    )
+
+
 @app.command("eval")
 def evaluate(
     config: Config,

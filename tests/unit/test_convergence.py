@@ -1,0 +1,75 @@
+"""`vpipe converge`: its cases, its figures, and losses that are those of real ranks."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vpipe.cli.convergence import _cases, _remedies, _schedules, table
+from vpipe.errors import VPipeError
+from vpipe.train.convergence import LossCurve
+
+CONFIG = """
+hidden_size: 16
+num_layers: 2
+num_heads: 2
+vocab_size: 64
+sequence_length: 16
+batch_size: 2
+synthetic_data: true
+machines: ['localhost:0', 'localhost:1']
+minibatches: 4
+"""
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    path = tmp_path / "run.yml"
+    path.write_text(CONFIG)
+    return path
+
+
+def axes(schedules: str, staleness: str | None = None) -> list[Any]:
+    return [_schedules(schedules), [("", {})], _remedies(staleness)]
+
+
+def test_cases_have_equal_samples_and_synchronous_ones_no_remedies(file: Path) -> None:
+    cases = _cases(file, {}, axes("1f1b,vpipe,2bw:8", "none,predict+async_after:5"), 4, 10)
+    found = [(case.label, case.interval, case.config.max_updates, case.config.staleness) for case in cases]
+    both = ["predict", {"async_after": 5}]
+    assert found == [
+        ("1f1b", 4, 20, []),
+        ("vpipe none", 1, 80, []),
+        ("vpipe predict+async_after:5", 1, 80, both),
+        ("2bw:8 none", 8, 10, []),
+        ("2bw:8 predict+async_after:5", 8, 10, both),
+    ]
+    assert {case.config.ranks for case in cases} == {4}
+    assert [case.config.ranks for case in _cases(file, {}, axes("vpipe"), None, 10)] == [2]
+
+
+@pytest.mark.parametrize(
+    ("schedules", "staleness", "message"),
+    [
+        ("1f1", None, "unknown schedule '1f1'"),
+        ("1f1b:x", None, "--schedules '1f1b:x': write a number"),
+        ("vpipe", "predicted", "unknown remedy 'predicted'"),
+        ("vpipe", "async_after:many", "staleness, entry 0: async_after is 'many'"),
+    ],
+)
+def test_mistakes(file: Path, schedules: str, staleness: str | None, message: str) -> None:
+    with pytest.raises(VPipeError, match=message):
+        _cases(file, {}, axes(schedules, staleness), None, 10)
+
+
+def test_figures_of_a_curve() -> None:
+    curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 1.0, (3, 2), (1, 0))
+    assert curve.final == 1.5  # of the last two
+    assert curve.smoothed()[:3] == [20.0, 19.5, 18.5]
+    assert curve.samples_to(18.5) == 12
+    assert curve.samples_to(1.0) is None
+    row = {
+        "label": "vpipe", "updates": 20, "samples": 80, "staleness": [1, 0], "loss": 1.5, "spread": None,
+        "evaluation_loss": 1.0, "samples_to_goal": 40.0, "seconds_per_update": None, "seconds_to_goal": None,
+    }  # fmt: skip
+    assert [cell for column in table([row], 1).columns for cell in column.cells][-1] == "0.50x"

@@ -1,0 +1,298 @@
+"""`vpipe converge`: the losses of schedules, optimizers and remedies at equal samples, before GPUs are rented."""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.util import find_spec
+from itertools import product
+from multiprocessing import get_context
+from pathlib import Path
+from statistics import fmean, stdev
+from typing import TYPE_CHECKING, Any
+
+from rich.table import Table
+
+from vpipe.cli.compare import curve_look, draw, split_values
+from vpipe.cli.options import print_result
+from vpipe.config.file import read_config
+from vpipe.config.settings import read_settings
+from vpipe.cost import KEEP, Plan, Profile, read_profile
+from vpipe.errors import ConfigError, printable
+from vpipe.schedule import kind_of
+from vpipe.system.console import announce
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+    from vpipe.train.convergence import LossCurve
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row: a configuration, trained once for each seed."""
+
+    label: str
+    config: RunConfig
+    """Its `seed` is that of the first."""
+    interval: int
+    """Minibatches of an update."""
+
+
+@dataclass(frozen=True)
+class Row:
+    case: Case
+    curves: list[LossCurve]
+    seconds: float | None
+    """Of an update, as the simulator predicts it."""
+
+    @property
+    def finals(self) -> list[float]:
+        return [curve.final for curve in self.curves]
+
+    def figures(self, goal: float) -> dict[str, Any]:
+        """What `--json` prints. `goal` is the loss of the first row at its end."""
+        reached = [curve.samples_to(goal) for curve in self.curves]
+        samples = None if None in reached else fmean(n for n in reached if n is not None)
+        first = self.curves[0]
+        return {
+            "label": self.case.label,
+            "updates": len(first.losses),
+            "samples": len(first.losses) * first.samples,
+            "staleness": list(first.staleness),
+            "partition": list(first.partition),
+            "loss": fmean(self.finals),
+            "spread": stdev(self.finals) if len(self.finals) > 1 else None,
+            "evaluation_loss": fmean(curve.evaluation_loss for curve in self.curves),
+            "samples_to_goal": samples,
+            "seconds_per_update": self.seconds,
+            "seconds_to_goal": (
+                None if samples is None or self.seconds is None else samples / first.samples * self.seconds
+            ),
+            "losses": [list(curve.losses) for curve in self.curves],
+        }
+
+
+def converge(
+    path: Path,
+    settings: Sequence[str],
+    *,
+    schedules: str,
+    stages: int | None,
+    optimizers: str | None,
+    staleness: str | None,
+    rates: str | None,
+    updates: int,
+    seeds: int,
+    jobs: int,
+    device: str | None,
+    profile: Path | None,
+    picture: Path | None,
+    as_json: bool,
+) -> None:
+    axes = [_schedules(schedules)]
+    axes += [_axis(key, given) for key, given in (("optimizer", optimizers), ("learning_rate", rates))]
+    axes.append(_remedies(staleness))
+    cases = _cases(path, read_settings(settings), axes, stages, updates)
+    costs = None if profile is None else read_profile(profile)
+    rows = [
+        Row(case, curves, None if costs is None else predicted_seconds(costs, case.config, curves[0]))
+        for case, curves in zip(cases, _train_all(cases, seeds, jobs, device), strict=True)
+    ]
+    goal = fmean(rows[0].finals)
+    figures = [row.figures(goal) for row in rows]
+    print_result(figures, table(figures, seeds), as_json)
+    if picture is not None or find_spec("matplotlib") is not None:
+        file = picture or Path(cases[0].config.log_directory) / f"converge-{path.stem}.png"
+        draw_curves(figures, file)
+        print(printable(f"picture {file}"), file=sys.stderr)
+
+
+Choice = tuple[str, dict[str, Any]]
+"""How a row's label names it, and the keys that it sets."""
+
+
+def _schedules(given: str) -> list[Choice]:
+    """`1f1b:8`: the schedule with 8 minibatches an update."""
+    found = []
+    for text in split_values(given):
+        name, colon, count = text.partition(":")
+        keys: dict[str, Any] = {"schedule": name, "sync_mode": None, "macrobatch": False}
+        own, other = "minibatches", "update_interval"
+        if not kind_of(name).synchronous:
+            own, other = other, own
+        keys[other] = None
+        if colon:
+            if not count.isdigit():
+                raise ConfigError(f"--schedules {text!r}: write a number of minibatches behind the colon")
+            keys[own] = int(count)
+        found.append((text, keys))
+    return found
+
+
+def _axis(key: str, given: str | None) -> list[Choice]:
+    if given is None:
+        return [("", {})]
+    return [(value, read_settings([f"{key}={value}"])) for value in split_values(given)]
+
+
+def _remedies(given: str | None) -> list[Choice]:
+    """`none,predict,predict+async_after:100`."""
+    if given is None:
+        return [("", {})]
+    found: list[Choice] = []
+    for text in split_values(given):
+        remedies: list[Any] = []
+        for remedy in [] if text == "none" else text.split("+"):
+            name, colon, count = remedy.partition(":")
+            remedies.append({name: int(count) if count.isdigit() else count} if colon else name)
+        found.append((text, {"staleness": remedies}))
+    return found
+
+
+def _cases(
+    path: Path, settings: dict[str, Any], axes: list[list[Choice]], stages: int | None, updates: int
+) -> list[Case]:
+    """Every combination, for equal samples; of a synchronous schedule without remedies, which it does not need."""
+    from vpipe.config.arguments import build_schedule
+
+    if stages is not None:
+        settings = {"partition": None, "policies": None, "recompute_ratio": None} | settings
+        settings |= {
+            "machines": None,
+            "module": None,
+            "config_file": None,
+            "replicas": None,
+            "stages": stages,
+        }
+    read: list[tuple[str, dict[str, Any], int]] = []
+    for choices in product(*axes):
+        keys = settings | {key: value for _, chosen in choices for key, value in chosen.items()}
+        config = read_config(path, keys)
+        schedule = build_schedule(config)
+        if schedule.synchronous:  # it has nothing stale: once is enough
+            if choices[-1] is not axes[-1][0]:
+                continue
+            choices, keys = choices[:-1], keys | {"staleness": []}
+        label = " ".join(text for text, _ in choices if text)
+        read.append((label, keys, schedule.update_interval))
+    minibatches = updates * max(interval for _, _, interval in read)
+    return [
+        Case(label, read_config(path, keys | {"max_updates": -(-minibatches // interval)}), interval)
+        for label, keys, interval in read
+    ]
+
+
+def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None) -> Iterator[list[LossCurve]]:
+    """The curves of each case, one for each seed: in this process, or in several at the same time."""
+
+    def seeded(case: Case) -> list[RunConfig]:
+        first = case.config.seed
+        return [case.config.model_copy(update={"seed": first + number}) for number in range(seeds)]
+
+    def said(number: int) -> None:
+        announce(f"{number + 1} of {len(cases)}: {cases[number].label}")
+
+    if jobs == 1:
+        for number, case in enumerate(cases):
+            said(number)
+            yield [_train_one(config, device) for config in seeded(case)]
+        return
+    with _workers(jobs) as pool:
+        begun = [[pool.submit(_train_one, config, device) for config in seeded(case)] for case in cases]
+        for number, runs in enumerate(begun):
+            said(number)
+            yield [run.result() for run in runs]
+
+
+@contextmanager
+def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
+    """Processes of their own, so that torch's threads and memory are each run's own."""
+    from vpipe.launch.rank import end_with_launcher
+
+    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_launcher)
+    try:
+        yield pool
+    except BaseException:
+        for process in list(getattr(pool, "_processes", {}).values()):
+            process.kill()
+        raise
+    finally:
+        pool.shutdown(cancel_futures=True)
+
+
+def _train_one(config: RunConfig, device: str | None) -> LossCurve:
+    from vpipe.train.convergence import train_curve
+
+    return train_curve(config, device)
+
+
+def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> float:
+    """Of an update of the real pipeline, by the simulator."""
+    from vpipe.config.arguments import build_schedule
+    from vpipe.simulate import simulate
+
+    policies = config.policies or (KEEP,) * sum(curve.partition)
+    plan = Plan(curve.partition, tuple(policies), batch_size=config.batch_size)
+    return simulate(profile, plan, build_schedule(config)).step_time
+
+
+def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
+    first = figures[0]
+    shown = Table(
+        title="Loss at equal samples",
+        caption=f"loss: mean of the last tenth of the updates, {seeds} seeds; to the first row's loss: samples "
+        "until a mean as low as that, compared with the samples of the run",
+        caption_justify="left",
+    )
+    shown.add_column("run", overflow="fold")
+    timed = first["seconds_per_update"] is not None
+    columns = ["updates", "stale by", "loss", "±", "evaluation", "to the first row's loss"]
+    for column in [*columns, *(["predicted time to it"] if timed else [])]:
+        shown.add_column(column, justify="right")
+    lowest = min(row["loss"] for row in figures)
+    for row in figures:
+        reached = row["samples_to_goal"]
+        cells = [
+            row["label"],
+            f"{row['updates']:,}",
+            ",".join(map(str, row["staleness"])) if len(row["staleness"]) < 9 else str(max(row["staleness"])),
+            f"{row['loss']:.4f}" + (" *" if row["loss"] == lowest else ""),
+            "–" if row["spread"] is None else f"{row['spread']:.4f}",
+            f"{row['evaluation_loss']:.4f}",
+            "not reached" if reached is None else f"{reached / first['samples']:.2f}x",
+        ]
+        if timed:
+            seconds = row["seconds_to_goal"]
+            cells.append("–" if seconds is None else f"{seconds:,.1f} s")
+        shown.add_row(*cells)
+    return shown
+
+
+def draw_curves(figures: Sequence[dict[str, Any]], path: Path) -> None:
+    """Loss against samples and, where a profile says how long an update takes, against predicted time."""
+    timed = figures[0]["seconds_per_update"] is not None
+    axes = ["samples seen", *(["predicted seconds"] if timed else [])]
+    with draw(path, len(axes)) as parts:
+        for part, title in zip(parts, axes, strict=True):
+            for number, row in enumerate(figures):
+                losses = [fmean(values) for values in zip(*row["losses"], strict=True)]
+                width = max(1, len(losses) // 50)
+                means = [fmean(losses[at : at + width]) for at in range(0, len(losses), width)]
+                per_update = (
+                    row["samples"] / row["updates"] if title == axes[0] else row["seconds_per_update"]
+                )
+                places = [min(at + width, len(losses)) * per_update for at in range(0, len(losses), width)]
+                finite = [(x, y) for x, y in zip(places, means, strict=True) if math.isfinite(y)]
+                if finite:
+                    part.plot(
+                        *zip(*finite, strict=True), label=row["label"], linewidth=1.6, **curve_look(number)
+                    )
+            part.set_xlabel(title)
+            part.set_ylabel("loss")
+            part.grid(axis="y", alpha=0.25)
+        if parts[0].lines:
+            parts[0].legend(frameon=False, fontsize=8)

@@ -1,0 +1,121 @@
+"""Loss curves of runs, trained in one process: ranks are threads that compute in turn on one device.
+
+The runtime, the schedule and so the delays of every stage's gradients are those of the real pipeline, for any number of
+stages. Only the speed is not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import tee
+from pathlib import Path
+from statistics import fmean
+from typing import TYPE_CHECKING, Any
+
+from vpipe.communication import InProcessWorld
+from vpipe.config.arguments import build_schedule, pipeline_arguments
+from vpipe.data import Batches, Sampler
+from vpipe.errors import ConfigError
+from vpipe.pipeline import Pipeline
+from vpipe.pipeline.threads import run_ranks
+from vpipe.schedule.facts import holdings, sample
+from vpipe.train.datasets import Datasets, make_datasets
+from vpipe.train.position import Position
+from vpipe.train.workload import configured_loss, configured_loss_weight, configured_model
+from vpipe.weights import learning_rate_policy
+
+if TYPE_CHECKING:
+    from vpipe.config import RunConfig
+
+TIMEOUT = 3600.0
+"""Seconds that a rank waits for another: all compute in turn."""
+LAST_SHARE = 0.1
+"""The loss at the end is the mean over this share of the updates."""
+
+
+@dataclass(frozen=True)
+class LossCurve:
+    """The losses of one run."""
+
+    losses: tuple[float, ...]
+    """Of each update."""
+    samples: int
+    """Of each update."""
+    evaluation_loss: float
+    partition: tuple[int, ...]
+    staleness: tuple[int, ...]
+    """Of each stage: how many updates old its gradients are at most."""
+
+    @property
+    def final(self) -> float:
+        count = max(1, round(LAST_SHARE * len(self.losses)))
+        return fmean(self.losses[-count:])
+
+    def smoothed(self) -> list[float]:
+        """At each update the mean over so many updates as the loss at the end is a mean of."""
+        width = max(1, round(LAST_SHARE * len(self.losses)))
+        total, result = 0.0, []
+        for number, loss in enumerate(self.losses):
+            total += loss - (self.losses[number - width] if number >= width else 0.0)
+            result.append(total / min(width, number + 1))
+        return result
+
+    def samples_to(self, loss: float) -> int | None:
+        """How many samples it took until the mean loss was this low; None: it never was."""
+        width = max(1, round(LAST_SHARE * len(self.losses)))
+        for number, mean in enumerate(self.smoothed()):
+            if mean <= loss and number + 1 >= width:
+                return (number + 1) * self.samples
+        return None
+
+
+def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
+    """Train the configured run with its ranks as threads, on the CPU or on one GPU, and evaluate it at the end.
+
+    Losses equal those of `vpipe train` with the same configuration and no evaluation on the way.
+    """
+    schedule = build_schedule(config)
+    model = configured_model(config, "meta")
+    data = make_datasets(config, model, Path(config.log_directory) / "cache")
+    position = Position(config, data.train, schedule.update_interval)
+    if position.updates < 1:
+        raise ConfigError(f"{config.source}: there is no update to make: raise epochs or max_updates")
+    first = data.train.batch(range(min(config.batch_size, len(data.train))), 0)
+    # Each batch is made once for all ranks. They read in turn: see `InProcessWorld.exclusive`.
+    batches = tee(position.batches(0), schedule.num_ranks)
+    validation = [list(_validation(config, data))] * schedule.num_ranks
+
+    def work(world: InProcessWorld) -> tuple[list[float], float, Any]:
+        with Pipeline(
+            model,
+            first,
+            loss_fn=configured_loss(config),
+            lr_scheduler=learning_rate_policy(
+                config.learning_rate_policy, warmup=config.warmup_updates, total=position.updates
+            ),
+            precision=config.precision,
+            on_nonfinite=config.on_nonfinite,
+            loss_weight=configured_loss_weight(config),
+            device=device,
+            world=world,
+            **pipeline_arguments(config),
+        ) as pipe:
+            losses = [loss for _, loss in pipe.train(batches[world.rank])]
+            return losses, pipe.evaluate(validation[world.rank]), pipe.layout
+
+    losses, evaluated, layout = run_ranks(schedule.num_ranks, work, TIMEOUT)[0]
+    return LossCurve(
+        tuple(losses),
+        schedule.update_interval * config.batch_size,
+        evaluated,
+        tuple(layout.partition),
+        tuple(held.staleness for held in holdings(sample(schedule))),
+    )
+
+
+def _validation(config: RunConfig, data: Datasets) -> Batches:
+    samples = len(data.validation)
+    sampler = Sampler(samples, config.batch_size, config.seed)
+    return Batches(
+        data.validation, sampler, 0, -(-min(samples, config.evaluation_samples) // config.batch_size)
+    )
