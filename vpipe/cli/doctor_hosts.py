@@ -60,13 +60,14 @@ def examine_hosts(config: RunConfig, path: Path, output: Path, as_json: bool) ->
         handling_signals() as signals,
         started_agents(hosts, config.python or sys.executable, config.heartbeat_limit) as agents,
     ):
-        for name, text in greet(agents, signals, host_facts()).items():
+        wrong = greet(agents, signals, host_facts())
+        for name, text in wrong.items():
             reports[name].wrong.append(text)
         reached = [agent for agent in agents if agent.facts]
         for agent in reached:
             _examine(agent, reports[agent.host.name], config)
         _compare(reached, reports)
-        usable = [agent for agent in reached if not reports[agent.host.name].wrong or agent.facts]
+        usable = [agent for agent in reached if agent.host.name not in wrong]
         _ask_each(usable, signals, reports, config, path)
         for caller, listener in permutations(usable, 2):
             _measure(caller, listener, usable, signals, reports, pairs)

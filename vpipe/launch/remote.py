@@ -22,6 +22,7 @@ import re
 import secrets
 import sys
 import time
+from base64 import b64decode
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
@@ -121,7 +122,7 @@ class _HostsRun:
         if "file" in message and _FILE.fullmatch(message["file"][0]):
             name, content = message["file"]
             with self.log.effort.writing(name):
-                (self.job.folder / name).write_bytes(content.encode("latin-1"))
+                (self.job.folder / name).write_bytes(b64decode(content))
         if "training" in message:
             self.training.add(agent.host.name)
             if len(self.training) == len(self.agents) and self.attempt:

@@ -46,7 +46,7 @@ class Wire:
 
     def send(self, **message: Any) -> None:
         with self._lock:
-            self._unwritten += json.dumps(message).encode() + b"\n"
+            self._unwritten += json.dumps(message, ensure_ascii=False).encode() + b"\n"
         self.flush()
 
     @property

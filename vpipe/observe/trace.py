@@ -20,6 +20,7 @@ from vpipe.simulate.simulation import Simulation, Timeline
 from vpipe.system.files import replacing
 
 Entry = dict[str, Any]
+TRACE = "trace.json"
 
 LOOK = {
     Op.F: ("forward", "thread_state_running"),
@@ -40,7 +41,7 @@ def write_trace(folder: Path) -> Path:
     ranks = read_events(folder)
     if not ranks:
         raise ConfigError(f"{folder}: holds no events.<rank>.json: there is nothing to trace")
-    path = folder / "trace.json"
+    path = folder / TRACE
     _write(trace_entries(newest(ranks, ACTIONS)), path)
     return path
 

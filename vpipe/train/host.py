@@ -12,6 +12,8 @@ import signal
 import socket
 import tempfile
 import threading
+import time
+from base64 import b64encode
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import rank_directory, rank_interpreter
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.launch.wire import Wire
+from vpipe.observe.results import REPORT
+from vpipe.observe.trace import TRACE
 from vpipe.record.run_folder import make_folder
 from vpipe.train.carried import CONFIG
 from vpipe.train.run import check_paths
@@ -37,9 +41,14 @@ CONNECT_LIMIT = 5.0
 """Seconds within which the host of rank 0 must answer."""
 FLUSH_LIMIT = 5.0
 """Seconds that the last messages have to leave."""
+PUMP = 0.1
+"""Seconds between two looks at logs and output."""
 CHUNK = 64 << 10
 LARGEST = 32 << 20
 """Bytes of a file of the run's folder that is sent back at the end."""
+
+
+MADE = (TRACE, REPORT)
 
 
 class LauncherLost(Exception):
@@ -52,6 +61,7 @@ class HostAgent:
         self.wire = wire
         self._out = out
         self._limit = 60.0
+        self._pumped = 0.0
         self._sent: dict[Path, int] = {}
         """The logs that are sent back, and how much of each was."""
 
@@ -88,8 +98,8 @@ class HostAgent:
                     each,
                     lambda failed: self.wire.send(failed=[failed.rank, failed.how, failed.kind.exit_code]),
                 )
-                while self._pump():
-                    pass
+                while self._pump(last=True):
+                    self.wire.flush(FLUSH_LIMIT)
                 if not shared:
                     self._send_files(ranks.folder)
                 self.wire.send(ended={"codes": ended.codes, "error": str(ended.error or "")})
@@ -182,11 +192,12 @@ class HostAgent:
                 if "end" in message:
                     raise LauncherLost
 
-    def _pump(self) -> bool:
+    def _pump(self, last: bool = False) -> bool:
         """Send what rank 0 has printed, and what is new in the logs; whether there was any."""
-        if self.wire.full:
-            self.wire.flush()
+        now = time.monotonic()
+        if not last and (now - self._pumped < PUMP or self.wire.full):
             return False
+        self._pumped = now
         found = False
         with suppress(BlockingIOError):
             if part := os.read(self._out, CHUNK):
@@ -202,11 +213,13 @@ class HostAgent:
         return found
 
     def _send_files(self, folder: Path) -> None:
-        """The figures that the ranks of this host have left."""
-        for path in sorted(folder.iterdir()):
-            if path.is_file() and path not in self._sent and path.stat().st_size <= LARGEST:
-                self.wire.send(file=[path.name, path.read_bytes().decode("latin-1")])
-                self.wire.flush(FLUSH_LIMIT)
+        """The figures that the ranks of this host have left; what is made of them is made anew."""
+        with suppress(OSError):  # an evaluation has removed it
+            for path in sorted(folder.iterdir()):
+                wanted = path.is_file() and path not in self._sent and path.name not in MADE
+                if wanted and path.stat().st_size <= LARGEST:
+                    self.wire.send(file=[path.name, b64encode(path.read_bytes()).decode()])
+                    self.wire.flush(FLUSH_LIMIT)
 
 
 def _listen(names: list[str], port: int) -> tuple[socket.socket, tuple[str, int]]:

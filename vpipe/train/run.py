@@ -236,7 +236,7 @@ def run_on_hosts(
     log = FailureLog(folder)
     apart: list[str] = []
     with_restarts(lambda attempt: apart.extend(run_ranks_on_hosts(job, attempt, log)), folder, max_restarts)
-    if apart and hosts[0].here:
+    if apart:
         rewrite_results(folder)  # with the figures that have come from the other hosts
 
 
