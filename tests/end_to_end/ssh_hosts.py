@@ -54,8 +54,15 @@ class SshHosts:
         (tools / "ssh").write_text(f'#!/bin/sh\nexec {shutil.which("ssh")} -F {folder}/config "$@"\n')
         (tools / "ssh").chmod(0o755)
 
-    def serve(self, number: int, environment: Mapping[str, str] = {}, own: tuple[Path, ...] = ()) -> None:
-        """Start the sshd of a host; its sessions have these variables, and its folders `own` are not the others'."""
+    def serve(
+        self,
+        number: int,
+        environment: Mapping[str, str] = {},
+        own: Path | None = None,
+        files: Mapping[str, str] = {},
+    ) -> None:
+        """Start the sshd of a host. Its sessions have these variables; its folder `own` is not the others', and has
+        these files."""
         variables = {
             "PYTHONPATH": str(REPOSITORY),
             "OMP_NUM_THREADS": "1",
@@ -68,7 +75,8 @@ class SshHosts:
             f"PasswordAuthentication no\nSetEnv {' '.join(f'{key}={value}' for key, value in variables.items())}\n"
         )
         Path("/run/sshd").mkdir(exist_ok=True)  # where sshd sends those who have not logged in
-        script = "".join(f"mount -t tmpfs none {path} && " for path in own)
+        script = "" if own is None else f"mount -t tmpfs none {own} && "
+        script += "".join(f"echo '{text}' > {own}/{name} && " for name, text in files.items())
         command = ["unshare", "-m", "sh", "-c", f"{script}exec {SSHD} -D -e -f {config}"]
         server = subprocess.Popen(
             ["ip", "netns", "exec", self.network.names[number], *command],

@@ -80,20 +80,22 @@ def test_each_mistake_of_a_host_is_one_line_that_names_it(
 
 
 def test_the_doctor_examines_all_hosts(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One of them has another clock."""
+    """One of them has another clock, and a configuration of its own."""
     (tmp_path / "late").mkdir()
     clock = "import time\nnow = time.time\ntime.time = lambda: now() - 3600\n"
     (tmp_path / "late" / "sitecustomize.py").write_text(clock)
     hosts = bench.hosts
     bench.write()
-    hosts.serve(1, {"PYTHONPATH": f"{tmp_path / 'late'}:{REPOSITORY}"})
+    path = {"PYTHONPATH": f"{tmp_path / 'late'}:{REPOSITORY}"}
+    hosts.serve(1, path, bench.folder, {"run.yml": "stages: 7"})
     monkeypatch.setenv("PATH", hosts.environment()["PATH"])
     enter_first = partial(enter, hosts.network.names[0])
     ended = vpipe("doctor", "--machines", "run.yml", "--json", cwd=bench.folder, prepare=enter_first)
     assert ended.code == 1, ended.said
     where = f"error: {ADDRESSES[1]}: "
-    (line,) = [line for line in ended.err.splitlines() if line.startswith("error")]
-    assert line.startswith(where + "its clock is 3600 s behind this host's: ")
+    clock_line, config_line = [line for line in ended.err.splitlines() if line.startswith("error")]
+    assert clock_line.startswith(where + "its clock is 3600 s behind this host's: ")
+    assert config_line.startswith(where + f"{bench.folder / 'run.yml'} has other content than here: ")
     found = json.loads(ended.out)
     assert [host["interface"].partition(" (")[2] for host in found["hosts"]] == [f"{a})" for a in ADDRESSES]
     links = json.loads((bench.folder / "links.json").read_text())["links"]
@@ -127,7 +129,7 @@ def test_two_hosts_train_as_one_does(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
     """Rank 1's host sees nothing of the launcher's folder; a rank there is killed, and the run resumes."""
-    bench.hosts.serve(1, own=(bench.folder,))
+    bench.hosts.serve(1, own=bench.folder)
     fault = "rank=1,step=7,point=fwd,kind=kill"
     ended = bench.run("train", "run.yml", "--max-restarts", "1", variables={"VPIPE_FAULT": fault})
     assert ended.code == 0, ended.said
@@ -146,7 +148,7 @@ def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
 @pytest.mark.long
 def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
     """The launcher's host has no rank and shares no folder: logs and figures come to it, checkpoints stay there."""
-    bench.hosts.serve(1, own=(bench.folder,))
+    bench.hosts.serve(1, own=bench.folder)
     ended = bench.run(machines=[MACHINES[1], MACHINES[1]])
     assert ended.code == 0, ended.said
     assert "Iteration 12" in ended.out
