@@ -2,7 +2,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: setup train check test test-long test-all coverage fuzz faults attack soak bench docs clean
+.PHONY: setup train check test test-long test-all coverage fuzz faults attack soak bench docs site clean
 
 PYTEST := pytest -n 2 --dist loadfile --no-loadscope-reorder
 
@@ -55,6 +55,9 @@ bench: setup
 
 docs: setup
 	$(BIN)/python -m vpipe.config.docs > docs/config.md
+
+site: setup  # the documentation in build/site, without a network; fails for a link that leads nowhere
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf .venv .coverage* build *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

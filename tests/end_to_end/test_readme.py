@@ -1,4 +1,4 @@
-"""The example and the commands of README.md and docs/commands.md."""
+"""The example of README.md, and the commands of all pages for users."""
 
 import re
 import shlex
@@ -11,31 +11,26 @@ import pytest
 import torch
 
 from tests.end_to_end.command import vpipe
+from tests.pages import ROOT, blocks, read_page
 from vpipe import cli
 
-ROOT = Path(__file__).parents[2]
-README = (ROOT / "README.md").read_text()
-
-COMMANDS = (ROOT / "docs/commands.md").read_text()
-
-
-def blocks(language: str, page: str = README) -> list[str]:
-    """The fenced blocks of one language."""
-    # text, language, block, "", text, language ...
-    parts = re.split(r"^```(\w*)\n", page, flags=re.MULTILINE)
-    return [block for found, block in zip(parts[1::4], parts[2::4], strict=True) if found == language]
+README, COMMANDS, TUTORIAL, INSTALL, HOWTO = map(
+    read_page, ("README.md", "docs/commands.md", "docs/tutorial.md", "docs/install.md", "docs/howto.md")
+)
 
 
 def commands() -> list[list[str]]:
     """The lines that begin with `vpipe` (after a prompt, if there is one), each once and without its comment."""
-    found = [line for page in (README, COMMANDS) for block in blocks("", page) for line in block.splitlines()]
+    pages = (README, COMMANDS, TUTORIAL, INSTALL)
+    found = [line for page in pages for block in blocks("", page) for line in block.splitlines()]
+    found += re.findall(r"`(vpipe [^`]*)`", HOWTO)
     lines = [line.removeprefix("$ ").partition("#")[0].strip() for line in found]
     return [shlex.split(line) for line in dict.fromkeys(lines) if line.startswith("vpipe ")]
 
 
 def test_the_example_trains_as_pasted(tmp_path: Path) -> None:
     """In new interpreters, started as the README says; the weights that it saves are those of its model."""
-    (script,) = blocks("python")
+    (script,) = blocks("python", README)
     (tmp_path / "train.py").write_text(script)
     assert "`torchrun --nproc-per-node 2 train.py`" in README
     launcher = ("torch.distributed.run", "--standalone", "--nproc-per-node", "2")
@@ -66,7 +61,7 @@ def plain_loss(script: str, weights: dict[str, torch.Tensor]) -> float:
 def test_the_drawing_is_the_commands_output(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    block = next(block for block in blocks("") if block.startswith("$ vpipe schedule"))
+    block = next(block for block in blocks("", README) if block.startswith("$ vpipe schedule"))
     command, *shown = block.splitlines()
     monkeypatch.setattr(sys, "argv", shlex.split(command.removeprefix("$ ")))
     with pytest.raises(SystemExit) as ended:
@@ -90,11 +85,11 @@ def test_every_command_exists_with_its_options_and_files(
     for part in command[2:]:
         if part.startswith("--"):
             assert part in reported
-        elif part.endswith(".yml"):
+        elif part.startswith("configs/"):
             assert (ROOT / part).is_file()
 
 
 def test_every_target_of_make_is_there() -> None:
     rules = (ROOT / "Makefile").read_text()
-    for target in re.findall(r"(?:^|^\$ |`)make ([\w-]+)", README + COMMANDS, re.MULTILINE):
+    for target in re.findall(r"(?:^|^\$ |`)make ([\w-]+)", README + COMMANDS + INSTALL, re.MULTILINE):
         assert f"\n{target}:" in rules

@@ -23,11 +23,12 @@ class Loader:
     A pass over it is the rest of the epoch that `loader.epoch` names. `pipe.save` keeps its position, and after
     `pipe.load` or `pipe.resume` the next `pipe.train` goes on with the minibatch after the last that was trained on.
 
-    dataset
-        `__len__` and `__getitem__`; a sample is a dict, a tuple or a tensor. torch's random numbers inside
-        `__getitem__` depend on the seed, the epoch and the sample alone.
-    collate_fn
-        Makes a batch of a list of samples; if not given, the data set's own `collate_fn`, or torch's default.
+    Args:
+        dataset: An object with `__len__` and `__getitem__`; a sample is a dict, a tuple or a tensor. torch's random
+            numbers inside `__getitem__` depend on the seed, the epoch and the sample alone.
+        batch_size: Samples of a minibatch.
+        seed: Seed of the order of the samples.
+        collate_fn: Makes a batch of a list of samples; by default the data set's own `collate_fn`, or torch's.
     """
 
     def __init__(
@@ -54,9 +55,15 @@ class Loader:
             yield self._samples.batch(indices, epoch)
 
     def state_dict(self) -> dict[str, Any]:
+        """The position in the data, as JSON can hold it."""
         return {"minibatch": self._next, **self._order()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Go to a position in the data.
+
+        Args:
+            state: What `state_dict` has returned, for the same data set, batch size and seed.
+        """
         for key, value in self._order().items():
             if state.get(key) != value:
                 raise VPipeError(

@@ -48,8 +48,13 @@ class UserPipeline(Pipeline):
     def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
         """Train on the batches; yields (update, loss) on every rank.
 
-        Batches that have `state_dict` and `load_state_dict`, such as a `vpipe.Loader`, are resumable: `save` keeps
-        their position, and after `load` or `resume` they are set to it here.
+        A loss comes when this rank has made the update (on a GPU some updates later). Leaving the loop early drains
+        the pipeline: leave at the same update on every rank.
+
+        Args:
+            batches: The minibatches, the same on every rank. An object that has `state_dict` and `load_state_dict`,
+                such as a `vpipe.Loader`, is resumable: `save` keeps its position, and after `load` or `resume` it is
+                set to it here.
         """
         self._loader = batches
         if self._position is not None:
@@ -71,6 +76,17 @@ class UserPipeline(Pipeline):
     def evaluate(self, batches: Iterable[Any], metrics: Metrics) -> dict[str, float]: ...
 
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> float | dict[str, float]:
+        """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update.
+
+        Args:
+            batches: The minibatches, the same on every rank.
+            metrics: `metrics(output, batch)` is called for each minibatch, on the rank that computes its loss, with the
+                model's output on the host, and returns numbers by name. A number is averaged with the minibatches'
+                weights (`loss_weight`); a pair (sum, count) becomes the ratio of their totals.
+
+        Returns:
+            The loss; with `metrics` a dict of the `loss` and what they find.
+        """
         if self._record is not None:
             self._record.recorder.pause()
         found = super().evaluate(batches, metrics)
@@ -80,15 +96,19 @@ class UserPipeline(Pipeline):
             self._record.recorder.evaluation(loss, dict(zip(names, others, strict=True)))
         return found
 
-    evaluate.__doc__ = Pipeline.evaluate.__doc__
-
     def save(
         self, path: str | os.PathLike[str] | None = None, extra: Mapping[str, Any] | None = None
     ) -> Path:
         """Save weights, optimizer state and the position in the data; call it on every rank at the same update.
 
-        The checkpoint is `path/step-<updates>`, which is returned; by default `path` is `run_dir/checkpoints`. `extra`
-        are values of your own that JSON can hold; `load` returns them. All ranks must see the same folder.
+        All ranks must see the same folder.
+
+        Args:
+            path: The folder of the checkpoints; by default `run_dir/checkpoints`.
+            extra: Values of your own that JSON can hold; `load` returns them.
+
+        Returns:
+            The checkpoint: `path/step-<updates>`.
         """
         directory = self._checkpoints("save") if path is None else Path(path)
         if self._record is not None:
@@ -100,11 +120,17 @@ class UserPipeline(Pipeline):
         return checkpoint.save(self, directory, values)
 
     def load(self, path: str | os.PathLike[str], *, data: bool = True) -> dict[str, Any]:
-        """Go on from a checkpoint, to the bit; call it on every rank, before `train`. Returns its `extra`.
+        """Go on from a checkpoint, to the bit; call it on every rank, before `train`.
 
-        `path` is a checkpoint, a folder of them or a run's folder, of which the newest good one counts; also those of
-        `vpipe train`. Stages, schedule and replicas may be others than those that it was saved with. With `data=False`
-        the position in the data is not restored.
+        Stages, schedule and replicas may be others than those that it was saved with.
+
+        Args:
+            path: A checkpoint, a folder of them or a run's folder, of which the newest good one counts; also those of
+                `vpipe train`.
+            data: Whether the position in the data is restored too.
+
+        Returns:
+            The `extra` values that `save` was given.
         """
         wanted = agree(
             self.world, "checkpoint", lambda: str(newest_whole(Path(path))) if self.rank == 0 else None
@@ -125,6 +151,11 @@ class UserPipeline(Pipeline):
 
         Rank 0 does it, with a thread for each rank, on copies of the model and with the example batch; the pipeline
         itself is not touched. The model must still be there.
+
+        Args:
+            updates: Updates to train; by default 5, more where weights are stale.
+            dtype: "float64" or "float32".
+            device: "cpu" or "cuda"; by default the GPU if there is one.
         """
         model, given = self._model(), self._given
         layout, training = given.layout, given.training
@@ -163,8 +194,15 @@ class UserPipeline(Pipeline):
     ) -> PlanResult | None:
         """The best plan for this model on so many ranks: rank 0 measures and plans, the other ranks wait and get None.
 
-        `memory` of a rank is bytes, or text such as "11GiB". `plan.to_plan()` has partition, policies, replicas and
-        schedule, which are arguments of another Pipeline. The model must still be there.
+        Its `to_plan()` has partition, policies, replicas and schedule, which are arguments of another Pipeline. The
+        model must still be there.
+
+        Args:
+            memory: Memory of a rank in bytes, or as text such as "11GiB"; by default the device's.
+            schedule: A name, a `Schedule`, or "auto" for the fastest that fits; by default this pipeline's.
+            minibatches: Minibatches of an update of a synchronous schedule.
+            batch_size: Samples of a minibatch, or "auto"; by default those of the example batch.
+            chunks: Stages on each rank, for "interleaved".
         """
         model, given = self._model(), self._given
         training = given.training

@@ -45,9 +45,11 @@ def capture(
 ) -> ModelGraph:
     """The model as a graph from the batch to its loss, with the blocks at which it can be cut.
 
-    `example_batch` is a dict (keys: parameters of `forward`), a sequence or one tensor; fields that `forward`
-    does not take go to `loss_fn(output, *rest)`. Without a `loss_fn` the output has to contain the loss. The
-    model may be on the `meta` device.
+    Args:
+        model: Any module that `torch.export` can capture; it may be on the `meta` device.
+        example_batch: A minibatch: a dict (keys: parameters of `forward`), a sequence or one tensor.
+        loss_fn: `loss_fn(output, *rest)` gets the fields that `forward` does not take. Without it the output has to
+            contain the loss.
     """
     layout = BatchLayout(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)

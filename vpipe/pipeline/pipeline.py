@@ -43,65 +43,65 @@ class Given(NamedTuple):
 
 
 class Pipeline:
-    """Trains `model` over the ranks of a torchrun job; every rank runs the same script.
+    """A model cut into stages and trained by a schedule, over the ranks of a torchrun job.
 
-    The loader that `train` is given yields minibatches like `example_batch`, the same on every rank: a dict (keys:
-    parameters of `forward`), a sequence or one tensor. Fields that `forward` does not take go to
-    `loss_fn(output, *rest)`; without a `loss_fn` the output has to contain the loss.
+    Every rank runs the same script and reads the same minibatches, but holds only its own stages:
 
-    optimizer
-        A function that makes the optimizer of a list of parameters: those of one stage, and one by one those that
-        several stages share. `params.named()` gives them with their names in the model, so that it can make groups
-        (lists of dicts, as torch's optimizers take them; a group may be empty) or return a list of optimizers. Each
-        parameter must be in one group. `vpipe.optimizer_groups` makes such a function of patterns of names.
-    lr_scheduler
-        A function that makes the scheduler of an optimizer, which is stepped at each update; one that is driven by a
-        metric (ReduceLROnPlateau) is stepped by `step_schedulers`.
-    stages, replicas, chunks
-        Positions of the pipeline (as many as ranks), ranks of each, and stages on each rank ("interleaved").
-    schedule, minibatches, update_interval
-        The order of the work, by name or as a `Schedule`. A synchronous one makes one update from `minibatches` of the
-        loader's (twice the positions), an asynchronous one from `update_interval` (1 for "pipedream").
-    depth
-        Forwards of each stage before its first pair of forward and backward, such as [6, 4, 2, 0]: more of them hide
-        slow links, for more memory ("1f1b", "zb-h1", "pipedream", "vpipe", "2bw").
-    partition
-        Blocks of each stage (`vpipe blocks` lists them); if not given, stages of about equal work.
-    recompute_ratio, policies
-        What becomes of activations between forward and backward: the share of each stage's blocks, from its end, that
-        is recomputed, or for each block of the model "keep", "recompute" or "swap" (they wait in host memory).
-    precision, compile, cuda_graphs
-        "fp32", "bf16" or "fp16" (weights stay float32 for the optimizer). True, or the name of a backend other than
-        inductor, lets torch.compile compile the blocks. On a GPU a stage's work for a minibatch can be recorded as CUDA
-        graphs: small minibatches are then no longer as slow as their host (see docs/performance.md).
-    clip_norm, on_nonfinite, nonfinite_limit
-        The largest norm of the gradients. What a loss or a gradient that is not finite does: "stop" raises a
-        NonFiniteError before the update, "skip" leaves out the update; None: it is not checked. With "skip" the error
-        is raised when so many of so many updates in a row were skipped.
-    staleness
-        Remedies for the stale weights of an asynchronous schedule: "predict" lets forwards read the weights as they are
-        expected to be when their gradients are applied; {"async_after": 100} makes the first 100 updates one after the
-        other, with an empty pipeline between them (see docs/convergence.md).
-    loss_weight
-        What a minibatch counts in its update's loss: "samples", its number; "tokens", the number of targets that its
-        loss is a mean over, so that an update equals the plain model's over the whole batch, whatever labels are
-        ignored (-100); or a function from the fields of a minibatch to a number. "auto": tokens, if the loss is such a
-        mean, else labels that are not ignored, else samples.
-    seed
-        Of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or schedule; and of
-        the weights of a model on `meta`.
-    initial_weights
-        "rank 0": if the ranks have built the model with different values, those of rank 0 count; "refuse": that is an
-        error.
-    device, channel, timeout
-        "cpu" or "cuda:0" (by default a GPU for each rank, where there are any), what carries tensors between ranks, and
-        how many seconds a rank waits for another.
-    world
-        Ranks that are not torchrun's processes, such as threads (`vpipe.pipeline.threads`).
-    run_dir
-        A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard, memory, and
-        `checkpoints/` for `save` and `resume`. `vpipe top`, `report` and `diagnose` read it. Report, trace and summary
-        are written by `close`, or at the end of a `with` block.
+        with vpipe.Pipeline(model, batch, optimizer=lambda params: torch.optim.AdamW(params, 1e-3)) as pipe:
+            for update, loss in pipe.train(loader):
+                ...
+
+    Minibatches have the form of `example_batch`. Fields that `forward` does not take go to `loss_fn(output, *rest)`.
+
+    Args:
+        model: Any module that `torch.export` can capture. On the `meta` device each rank initialises only its blocks.
+        example_batch: A minibatch: a dict (keys: parameters of `forward`), a sequence or one tensor.
+        optimizer: A function from the parameters of a stage to an optimizer, or a list of them; called for each stage,
+            and for each parameter that several stages share. `params.named()` gives (name, parameter) pairs, for
+            groups as torch's optimizers take them; a group may be empty. `vpipe.optimizer_groups` makes such a function
+            from patterns of names.
+        stages: Positions of the pipeline; by default as many as there are ranks.
+        schedule: The order of the work: a name such as "1f1b" or "pipedream", or a `Schedule`.
+        minibatches: Minibatches of an update in a synchronous schedule; by default two for each position.
+        update_interval: Minibatches of an update in an asynchronous schedule; 1 for "pipedream".
+        depth: For each stage the forwards before its first pair of forward and backward, such as [6, 4, 2, 0]: more of
+            them hide slow links, for more memory ("1f1b", "zb-h1", "pipedream", "vpipe", "2bw").
+        chunks: Stages on each rank, for "interleaved".
+        replicas: Ranks of each position, such as [2, 1].
+        partition: Blocks of each stage (`vpipe blocks` lists them); by default stages of about equal work.
+        recompute_ratio: The share of each stage's blocks, from its end, whose activations are recomputed.
+        policies: For each block "keep", "recompute" or "swap": whether its activations are kept until the backward,
+            recomputed, or wait in host memory.
+        precision: "fp32", "bf16" or "fp16"; weights stay float32 for the optimizer.
+        compile: True, or the name of a backend other than inductor: torch.compile compiles the blocks.
+        cuda_graphs: On a GPU, record a stage's work for a minibatch as CUDA graphs. Small minibatches are then no
+            longer as slow as their host (see docs/performance.md).
+        clip_norm: The largest norm of the gradients.
+        on_nonfinite: Reaction to a loss or gradient that is not finite: "stop" raises a NonFiniteError before the
+            update, "skip" leaves the update out; None: it is not checked.
+        nonfinite_limit: With "skip": the error is raised when so many of the last so many updates were skipped.
+        loss_fn: The loss from the model's output and the fields that `forward` does not take; without it the output
+            has to contain the loss.
+        loss_weight: What a minibatch counts in the loss of its update: "samples", their number; "tokens", the number of
+            targets that its loss is a mean over, so that an update equals the plain model's over the whole batch,
+            whatever labels are ignored (-100); or a function from the fields of a minibatch to a number. "auto":
+            tokens, if the loss is such a mean, else labels that are not ignored, else samples.
+        lr_scheduler: A function from an optimizer to its scheduler, which is stepped at each update; one that is driven
+            by a metric (ReduceLROnPlateau) is stepped by `step_schedulers`.
+        staleness: Remedies for the stale weights of an asynchronous schedule: "predict" lets forwards read the weights
+            as they are expected to be when their gradients are applied; {"async_after": 100} makes the first 100
+            updates one after the other, with an empty pipeline between them (see docs/convergence.md).
+        seed: Seed of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or
+            schedule; and of the weights of a model on `meta`.
+        initial_weights: "rank 0": where the ranks have built the model with different values, those of rank 0 count;
+            "refuse": that is an error.
+        device: "cpu" or "cuda:0"; by default a GPU for each rank, where there are any.
+        channel: What carries tensors between ranks; by default chosen for each pair of them.
+        timeout: The most seconds that a rank waits for another.
+        world: Ranks that are not processes of torchrun, such as the threads of `vpipe.run_ranks`.
+        run_dir: A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard,
+            memory, and `checkpoints/` for `save` and `resume`. `vpipe top`, `report` and `diagnose` read it. Report,
+            trace and summary are written by `close`, or at the end of a `with` block.
     """
 
     def __init__(
@@ -208,6 +208,7 @@ class Pipeline:
 
     @property
     def schedule(self) -> Schedule:
+        """The schedule, with its programs."""
         return self.layout.schedule
 
     @property
@@ -227,6 +228,9 @@ class Pipeline:
         A loss comes when this rank has made the update (on a GPU some updates later, so that nobody has to wait
         for it), so an asynchronous pipeline is then at work on later minibatches already. Leaving the loop early
         drains it: leave at the same update on every rank.
+
+        Args:
+            batches: The minibatches, the same on every rank.
         """
         self._check_trains()
         return self._loop.train(batches)
@@ -234,21 +238,35 @@ class Pipeline:
     def on_action(self, hook: ActionHook, ops: Iterable[Op | str] = Op) -> Callable[[], None]:
         """Call `hook(work)` before each action of this rank; what it returns, if anything, is called after the action.
 
-        `work` has the action (it prints as `2F0`: stage 2, forward, minibatch 0), the stage, the minibatch and whether
-        it belongs to an evaluation. `ops` limits it to some operations, such as ("F", "B", "STEP"). The time that a
-        hook takes counts as the action's. Returns a function that removes the hook.
+        The time that a hook takes counts as the action's.
+
+        Args:
+            hook: Its argument has the action (it prints as `2F0`: stage 2, forward, minibatch 0), the stage, the
+                minibatch and whether it belongs to an evaluation.
+            ops: Some operations only, such as ("F", "B", "STEP").
+
+        Returns:
+            A function that removes the hook.
         """
         return self.runtime.add_hook(hook, [Op(op) for op in ops])
 
     def on_update(self, hook: UpdateHook) -> Callable[[], None]:
         """Call `hook(update, loss)` for each update, in order, before `train` yields it.
 
-        Returns a function that removes the hook.
+        Args:
+            hook: The function.
+
+        Returns:
+            A function that removes the hook.
         """
         return add_hook_to([self._loop.update_hooks], hook)
 
     def on_warning(self, hook: Callable[[str], object]) -> None:
-        """Call `hook(text)` instead of `warnings.warn`, for updates that are skipped because of `on_nonfinite`."""
+        """Call `hook(text)` instead of `warnings.warn`, for updates that are skipped because of `on_nonfinite`.
+
+        Args:
+            hook: The function.
+        """
         self.runtime.updates.warn = hook
 
     def request_save(self) -> None:
@@ -278,6 +296,9 @@ class Pipeline:
             pipe.step_schedulers(pipe.evaluate(validation))
 
         Other schedulers are stepped at each update.
+
+        Args:
+            metric: The value, such as a loss.
         """
         self.flush()
         agree_on(self.world, "metric for the schedulers", float(metric), "give what pipe.evaluate returns")
@@ -318,10 +339,14 @@ class Pipeline:
     def evaluate(self, batches: Iterable[Any], metrics: Metrics | None = None) -> float | dict[str, float]:
         """The mean loss over the batches, weighted by their sizes, on every rank; no dropout, no update.
 
-        With `metrics` a dict of the `loss` and what they find, the same on every rank: `metrics(output, batch)` is
-        called for each minibatch, on the rank that computes its loss, with the model's output on the host, and returns
-        numbers by name. A number is averaged with the minibatches' weights (`loss_weight`); a pair (sum, count) becomes
-        the ratio of their totals.
+        Args:
+            batches: The minibatches, the same on every rank.
+            metrics: `metrics(output, batch)` is called for each minibatch, on the rank that computes its loss, with the
+                model's output on the host, and returns numbers by name. A number is averaged with the minibatches'
+                weights (`loss_weight`); a pair (sum, count) becomes the ratio of their totals.
+
+        Returns:
+            The loss; with `metrics` a dict of the `loss` and what they find.
         """
         self.flush()
         self._whole.equalise_buffers()
@@ -346,6 +371,9 @@ class Pipeline:
             for output in pipe.predict(batches):
                 if pipe.rank == 0:
                     print(output["logits"].argmax(-1))
+
+        Args:
+            batches: The minibatches, the same on every rank.
         """
         self.flush()
         self._whole.equalise_buffers()
@@ -370,7 +398,11 @@ class Pipeline:
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
-        """Set the weights and buffers of this rank's stages; names of other stages are skipped."""
+        """Set the weights and buffers of this rank's stages; names of other stages are skipped.
+
+        Args:
+            state: Tensors by the model's own names.
+        """
         self.flush()
         for stage in self.runtime.stages.values():
             stage.load_state(state)
@@ -385,9 +417,14 @@ class Pipeline:
         return self._whole.for_resuming(), {"updates": self.updates, **self.runtime.updates.state()}
 
     def load_training_state(self, state: StageState, plain: Mapping[str, Any]) -> Changes:
-        """Go on from the training state of all stages, of which the tensors of this rank's will do.
+        """Go on from the training state of all stages; the tensors of this rank's stages are enough.
 
-        Returns the hyperparameters of this rank's optimizers that were saved with other values.
+        Args:
+            state: Tensors by the model's own names, as `training_state` gives them.
+            plain: The plain values that it gives.
+
+        Returns:
+            The hyperparameters of this rank's optimizers that were saved with other values.
         """
         if self._loop.training:
             raise VPipeError("a training state cannot be loaded inside a `train` loop: leave the loop first")

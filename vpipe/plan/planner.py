@@ -32,12 +32,26 @@ def plan(
     batch_size: int | str | None = None,
     chunks: int | None = None,
 ) -> PlanResult:
-    """The fastest way to train on so many ranks within `memory` each: bytes, or text such as "11GiB" (default: the
-    profiled device's).
+    """Find the fastest way to train on so many ranks within a memory: partition, policies, replicas, schedule.
 
-    `schedule` is a name, a table, or 'auto' for the fastest of all names that fit; `minibatches` are those of an
-    update of the synchronous ones (default: four for each rank); `batch_size` is the size of a minibatch (default:
-    the profile's), or 'auto' for the one with the most samples a second. Raises VPipeError where nothing fits.
+        profile = vpipe.profile(model, batch, optimizer=optimizer)
+        found = vpipe.plan(profile, ranks=4, memory="11GiB", schedule="auto")
+
+    Args:
+        profile: The costs of the model's blocks, from `vpipe.profile`.
+        ranks: The number of ranks.
+        memory: Memory of each rank in bytes, or as text such as "11GiB"; by default that of the profiled device.
+        schedule: A name, a `Schedule`, or "auto" for the fastest of all names that fit.
+        minibatches: Minibatches of an update of a synchronous schedule; by default four for each rank.
+        batch_size: Samples of a minibatch, by default the profile's; "auto" for the size with the most samples a
+            second.
+        chunks: Stages on each rank, for "interleaved".
+
+    Returns:
+        The plan, with what it needs and should cost; its `to_plan()` is what Pipeline and files take.
+
+    Raises:
+        VPipeError: Nothing fits; the message says what would.
     """
     if isinstance(memory, str):
         memory = read_bytes(memory)

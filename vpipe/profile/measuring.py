@@ -35,9 +35,20 @@ def profile(
         found = vpipe.plan(profile, ranks=4, memory="11GiB")
         print(vpipe.simulate(profile, found.to_plan()).step_time)
 
-    The arguments are those of `vpipe.Pipeline`. The model may be on `meta`: only one or two blocks of each kind are
-    built. On the CPU so many other processes as `ranks` says compute meanwhile, as the other ranks of a host would.
     `vpipe.cost.write_profile` and `read_profile` keep it in a file, as `vpipe profile` does.
+
+    Args:
+        model: Any module that `torch.export` can capture. On the `meta` device only one or two blocks of each kind are
+            built.
+        batch: A minibatch, as for `vpipe.Pipeline`.
+        optimizer: A function from a list of parameters to an optimizer, as for `vpipe.Pipeline`.
+        loss_fn: The loss from the model's output and the other fields; without it the output has to contain the loss.
+        precision: "fp32", "bf16" or "fp16".
+        compile: True, or the name of a backend: with blocks that torch.compile has compiled.
+        cuda_graphs: With stages that run as CUDA graphs.
+        device: "cpu" or "cuda:0"; by default the GPU if there is one.
+        ranks: On the CPU as many other processes compute meanwhile as other ranks of the host would.
+        seconds: The time that the measurement may take, about.
     """
     place = choose_device(device, 0)
     backend = "inductor" if compile is True else compile or None

@@ -51,6 +51,7 @@ class Schedule:
 
     @property
     def num_stages(self) -> int:
+        """Stages of the model."""
         return len(self.placement)
 
     @cached_property
@@ -66,9 +67,11 @@ class Schedule:
         return tuple(map(tuple, held))
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages that a rank holds."""
         return self._stages_of[rank]
 
     def rank_of(self, stage: int, minibatch: int) -> int:
+        """The rank that runs a minibatch on a stage: replicas take turns."""
         ranks = self.placement[stage]
         return ranks[minibatch % len(ranks)]
 
@@ -132,6 +135,7 @@ class Schedule:
 
     @property
     def exists(self) -> Exists:
+        """Whether there is a minibatch of a number."""
         return always if self.minibatches is None else range(self.minibatches).__contains__
 
 

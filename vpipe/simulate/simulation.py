@@ -88,10 +88,15 @@ def simulate(
     *,
     timeline: bool = False,
 ) -> Simulation:
-    """What a run of the plan would take. `schedule` and `minibatches` go before the plan's own.
+    """Predict time, bubble and memory of a plan without running it.
 
-    Synchronous schedules run one update of `minibatches`, asynchronous ones a run of as many. Events are used
-    and forgotten, unless the `timeline` is asked for.
+    Args:
+        profile: The costs of the model's blocks, from `vpipe.profile`.
+        plan: The plan: `to_plan()` of what `vpipe.plan` returns, or from a file.
+        schedule: Another schedule than the plan's.
+        minibatches: Another number of minibatches than the plan's: those of one update of a synchronous schedule, or
+            those of a whole run of an asynchronous one.
+        timeline: Keep all events and each rank's memory over time, which are otherwise used and forgotten.
     """
     check_fit(profile, plan)
     profile = for_batch_size(profile, plan.batch_size or profile.batch_size)

@@ -23,5 +23,7 @@ class CallableModule(ModuleType):
 
 
 def make_callable(package: str) -> None:
-    """Let a call of the package be one of the function in it that has its name."""
-    sys.modules[package].__class__ = CallableModule
+    """Let a call of the package be one of the function in it that has its name; `help` describes that function."""
+    module = sys.modules[package]
+    module.__class__ = CallableModule
+    module.__doc__ = module.__dict__[package.rpartition(".")[2]].__doc__

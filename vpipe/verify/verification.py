@@ -129,10 +129,23 @@ def verify(
         result = vpipe.verify(model, batch, loss_fn=loss, schedule="zb-v", ranks=4)
         print(result.ok, result.weights)
 
-    `batch` is one for all minibatches, or a function that makes the minibatch of a number. Both ways compute on
-    `device`, which all ranks share: by default the GPU, if there is one. `options` are those of Pipeline. Dropout stays
-    on. By default there are five `updates`, and in an asynchronous schedule as many more as it takes until every stage
-    reads stale weights.
+    Dropout stays on: its masks do not depend on the partition.
+
+    Args:
+        model: The model, which is not changed.
+        batch: One for all minibatches, or a function from the number of a minibatch to it.
+        ranks: The number of ranks, which are threads of this process.
+        optimizer: A function from a list of parameters to an optimizer.
+        loss_fn: The loss from the model's output and the other fields; without it the output has to contain the loss.
+        updates: Updates to train; by default 5, and in an asynchronous schedule as many more as it takes until every
+            stage reads stale weights.
+        dtype: "float64" or "float32".
+        device: Where both ways compute, all ranks on one; by default the GPU if there is one.
+        clip_norm: The largest norm of the gradients.
+        seed: Seed of dropout.
+        loss_weight: What a minibatch counts in the loss of its update, as for `vpipe.Pipeline`.
+        staleness: Remedies for stale weights, as for `vpipe.Pipeline`.
+        **options: Other arguments of `vpipe.Pipeline`, such as `schedule`, `minibatches` and `partition`.
     """
     if dtype not in BOUNDS:
         raise VPipeError(f"dtype is {dtype!r}: {meant(dtype, BOUNDS)}")

@@ -102,7 +102,12 @@ def optimizer_groups(
             rest=lambda params: torch.optim.AdamW(params, 1e-3),
         )
 
-    Patterns are those of `fnmatch`, in which * stands for any text, dots included. `place` begins error messages.
+    Patterns are those of `fnmatch`, in which * stands for any text, dots included.
+
+    Args:
+        *rules: Pairs of a pattern, or several, and a function from parameters to an optimizer.
+        rest: The same for all other parameters.
+        place: What error messages begin with.
     """
     patterns = [[given] if isinstance(given, str) else list(given) for given, _ in rules]
     factories = [*(factory for _, factory in rules), rest]
