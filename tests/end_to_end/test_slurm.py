@@ -160,7 +160,7 @@ def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(
     first = _updates(tmp_path)
     wait_for_line(f"Iteration {first + 1},", tmp_path)
     slurm.run("scontrol", "requeuehold", job)
-    wait_until(lambda: slurm.field(job, "Reason").startswith("JobHeld"), "the end of the second attempt")
+    wait_until(lambda: slurm.state(job) == "PENDING", "the end of the second attempt")
     assert _updates(tmp_path) > first
     write_config(tmp_path, 2, **endless, max_updates=_updates(tmp_path) + 3)
     slurm.run("scontrol", "release", job)

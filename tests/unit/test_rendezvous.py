@@ -35,6 +35,7 @@ from vpipe.communication.rendezvous.job import RendezvousStore, _listener
 from vpipe.communication.rendezvous.server import LARGEST, Rendezvous
 from vpipe.errors import ConfigError, PeerError
 from vpipe.launch.local import listen_here
+from vpipe.system.environment import LISTENER
 
 SECRET = b"of this job"
 SIZE = 3
@@ -431,6 +432,12 @@ def test_two_jobs_one_port(job: Job) -> None:
         PeerError, match=f"port {job.port} of 127.0.0.1 is taken: another job or program listens"
     ):
         _listener("127.0.0.1", job.port)
+
+
+def test_a_socket_that_a_container_did_not_pass_on_is_opened_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(LISTENER, "987654")
+    with closing(_listener("127.0.0.1", 0)) as listener:
+        assert listener.getsockname()[1]
 
 
 def test_nobody_listens_on_other_interfaces(job: Job) -> None:

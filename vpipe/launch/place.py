@@ -90,6 +90,7 @@ def _bound_paths(config: RunConfig, arguments: Sequence[str]) -> list[Path]:
     values = config.model_dump()
     keys = {*PATHS, "schedule"} - {"container"}
     named = [config.path(values[key]) for key in keys if is_path(key, values[key])]
+    named += [config.planned[0]] if config.planned is not None else []
     given = [Path(word) for word in arguments if word.startswith("/")]  # the configuration, --resume
     homes = [path if is_folder(path) else path.parent for path in (*named, *given)]
     wanted = [log_directory(config), Path(), *code_directories(config), *homes]

@@ -16,6 +16,7 @@ import os
 import secrets
 import socket
 from collections.abc import Callable
+from contextlib import suppress
 from datetime import timedelta
 from typing import NamedTuple
 
@@ -151,10 +152,11 @@ def _beside_torch(
 def _listener(address: str, port: int) -> socket.socket:
     """The socket that the launcher has opened for us, or one on the interface that has this address."""
     inherited = os.environ.pop(LISTENER, None)
-    if inherited is not None:
-        listener = socket.socket(fileno=int(inherited))
-        listener.set_inheritable(False)
-        return listener
+    with suppress(OSError):  # a container that passes no descriptors on
+        if inherited is not None:
+            listener = socket.socket(fileno=int(inherited))
+            listener.set_inheritable(False)
+            return listener
     problem = "it has no address"
     try:
         found = socket.getaddrinfo(address, port, type=socket.SOCK_STREAM)
