@@ -1,23 +1,30 @@
-"""A SLURM cluster of two nodes on this machine: munged, slurmctld, two slurmd, and all their files in one folder."""
+"""A SLURM cluster of two nodes on this machine: munged, slurmctld, two slurmd, and all their files in one folder.
+
+Each node has a network of its own, where the system permits it.
+"""
 
 import os
 import pwd
+import shlex
 import shutil
 import signal
 import socket
 import subprocess
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
+from tests.faults.hosts import FIRST, TwoHosts, two_hosts
 from tests.waiting import TIMEOUT, wait_until
 
-PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol")
+COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
+PROGRAMS = ("munged", "slurmctld", "slurmd", *COMMANDS)
 NODES = ("node1", "node2")
+LOOPBACK, SECOND = "127.0.0.1", f"{FIRST[:-1]}2"
 _CONF = """\
 ClusterName=vpipe
-SlurmctldHost={host}(127.0.0.1)
+SlurmctldHost={host}({address})
 SlurmctldPort={control}
 SlurmUser=root
 AuthType=auth/munge
@@ -53,17 +60,32 @@ def missing() -> str:
 
 
 class Cluster:
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, hosts: TwoHosts | None) -> None:
+        """Each node on a host of its own, with its own address; without hosts all are on the loopback interface."""
         self.folder = folder
-        self.environment = {"SLURM_CONF": str(folder / "slurm.conf")}
+        self.addresses = (LOOPBACK, LOOPBACK) if hosts is None else (FIRST, SECOND)
+        # Not `ip netns exec`, which would hide the control groups.
+        networks = [] if hosts is None else [f"--net=/var/run/netns/{name}" for name in hosts.names]
+        self._enter = [["nsenter", network, "--"] for network in networks] or [[], []]
+        self._commands = folder / "bin"
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """The environment in which the commands of SLURM are those of this cluster."""
+        path = f"{self._commands}:{os.environ['PATH']}"
+        return {**os.environ, "SLURM_CONF": str(self.folder / "slurm.conf"), "PATH": path}
 
     def write(self) -> None:
         host, ports = socket.gethostname(), _free_ports(1 + len(NODES))
-        text = _CONF.format(host=host, folder=self.folder, control=ports[0])
-        for node, port in zip(NODES, ports[1:], strict=True):
-            text += (
-                f"NodeName={node} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 RealMemory=1000\n"
-            )
+        text = _CONF.format(host=host, folder=self.folder, control=ports[0], address=self.addresses[0])
+        for node, address, port in zip(NODES, self.addresses, ports[1:], strict=True):
+            place = f"NodeHostname={host} NodeAddr={address} Port={port}"
+            text += f"NodeName={node} {place} CPUs=2 RealMemory=1000\n"
+        self._commands.mkdir()
+        for name in COMMANDS:  # users are on the host of the first node
+            program = shlex.join([*self._enter[0], shutil.which(name) or name])
+            (self._commands / name).write_text(f'#!/bin/sh\nexec {program} "$@"\n')
+            (self._commands / name).chmod(0o755)
         (self.folder / "slurm.conf").write_text(text)
         (self.folder / "state").mkdir()
         key = self.folder / "munge.key"
@@ -82,17 +104,17 @@ class Cluster:
             *(f"--seed-file={place}/munge.seed", "--num-threads=2"),
         )
         wait_until((place / "munge.socket").exists, "munged")
-        self._daemon("slurmctld", "-c")
-        for node in NODES:
+        self._daemon(*self._enter[0], "slurmctld", "-c")
+        for node, enter in zip(NODES, self._enter, strict=True):
             (place / f"spool-{node}").mkdir()
-            self._daemon("slurmd", "-N", node)
+            self._daemon(*enter, "slurmd", "-N", node)
         wait_until(lambda: self.run("sinfo", "-h", "-o", "%T %D").strip() == "idle 2", "both nodes")
 
     def run(self, *command: object, cwd: Path | None = None) -> str:
-        """What a command of SLURM prints; anything but its success is an error."""
+        """What a command prints; anything but its success is an error."""
         done = subprocess.run(
             list(map(str, command)),
-            env={**os.environ, **self.environment},
+            env=self.environment,
             cwd=cwd,
             capture_output=True,
             text=True,
@@ -131,7 +153,7 @@ class Cluster:
                     )
 
     def _daemon(self, *command: str) -> None:
-        subprocess.run(command, env={**os.environ, **self.environment}, check=True, timeout=TIMEOUT)
+        subprocess.run(command, env=self.environment, check=True, timeout=TIMEOUT)
 
 
 @contextmanager
@@ -139,14 +161,16 @@ def cluster() -> Iterator[Cluster]:
     # A short path, for the socket's sake, which anybody may enter: jobs run as other users in real life.
     folder = Path(tempfile.mkdtemp(prefix="vpipe-slurm-", dir="/tmp"))
     folder.chmod(0o755)
-    made = Cluster(folder)
-    try:
+    with ExitStack() as stack:
+        stack.callback(shutil.rmtree, folder, ignore_errors=True)
+        hosts = None
+        with suppress(OSError, subprocess.CalledProcessError):  # no network namespaces here
+            hosts = stack.enter_context(two_hosts())
+        made = Cluster(folder, hosts)
         made.write()
+        stack.callback(made.stop)
         made.start()
         yield made
-    finally:
-        made.stop()
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _free_ports(count: int) -> list[int]:

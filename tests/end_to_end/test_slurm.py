@@ -59,7 +59,8 @@ def test_tasks_of_two_nodes_meet(slurm: Cluster, tmp_path: Path) -> None:
     assert [rank["SLURMD_NODENAME"] for rank in (first, second, third)] == ["node1", "node1", "node2"]
     assert [rank["LOCAL_RANK"] for rank in (first, second, third)] == ["0", "1", "0"]
     assert [rank["LOCAL_WORLD_SIZE"] for rank in (first, second, third)] == ["2", "2", "1"]
-    for name in ("MASTER_ADDR", "MASTER_PORT", "secret"):
+    assert {rank["MASTER_ADDR"] for rank in (first, second, third)} == {slurm.addresses[0]}
+    for name in ("MASTER_PORT", "secret"):
         assert len({rank[name] for rank in (first, second, third)}) == 1
 
 
@@ -76,7 +77,8 @@ def submitted(
         program.chmod(0o755)
         monkeypatch.setattr(sbatch, "sys", SimpleNamespace(executable=str(program)))
         monkeypatch.chdir(tmp_path)
-        monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
+        for name in ("PATH", "SLURM_CONF"):
+            monkeypatch.setenv(name, slurm.environment[name])
         arguments = ["train", str(tmp_path / "run.yml"), *settings]
         script = sbatch_script(read_config(Path("run.yml")), arguments, Resources(nodes=2), max_restarts)
         return sbatch.submit(script), lambda: sorted(tasks.read_text().splitlines()) if tasks.exists() else []
@@ -144,16 +146,12 @@ def test_the_script_of_the_guides(
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
-def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(
-    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(slurm: Cluster, tmp_path: Path) -> None:
     """First its time limit comes near; then SLURM takes the nodes away. It goes on in its own folder."""
-    monkeypatch.setenv("SLURM_CONF", slurm.environment["SLURM_CONF"])
     endless = {**SYNCHRONOUS, "epochs": 100_000, "print_frequency": 1, "checkpoint_interval": 0}
     write_config(tmp_path, 2, **endless, max_updates=None)
-    said = vpipe("train", "run.yml", "--slurm", "--nodes", 2, cwd=tmp_path, new=True)
-    assert said.code == 0, said.said
-    job = said.out.split()[2].rstrip(":")
+    said = slurm.run(sys.executable, "-m", "vpipe", "train", "run.yml", "--slurm", "--nodes", 2, cwd=tmp_path)
+    job = said.split()[2].rstrip(":")
     wait_for_line("Iteration 1,", tmp_path)
     slurm.run("scancel", "--signal=TERM", job)
     wait_for_line("resumed from", tmp_path)
@@ -204,7 +202,7 @@ def test_mistakes_are_one_line(mistake: str, slurm: Cluster, tmp_path: Path) -> 
     done = subprocess.run(
         command,
         cwd=tmp_path,
-        env={**os.environ, **slurm.environment},
+        env=slurm.environment,
         capture_output=True,
         text=True,
         timeout=TIMEOUT,
