@@ -19,7 +19,7 @@ from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.rank import LAUNCHED, LAUNCHER
-from vpipe.launch.slurm import check_machine
+from vpipe.launch.slurm import check_machine, this_step
 from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
@@ -83,7 +83,7 @@ class Trainer:
                 f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
             )
         check_same_config(self.world, config)
-        if LAUNCHED not in os.environ:
+        if LAUNCHER not in os.environ and this_step() is None:  # `check_machine` looks at tasks of SLURM
             check_hosts(self.world, config)
         agree(
             self.world,
