@@ -21,8 +21,16 @@ from vpipe.launch import sbatch
 from vpipe.launch.sbatch import Resources, sbatch_script
 
 ROOT = Path(__file__).parents[2]
-SYNCHRONOUS = {"schedule": "1f1b", "minibatches": 2, "heartbeat_limit": 600.0}
-"""Where a run was saved makes no difference to its weights."""
+ENDLESS: dict[str, Any] = {
+    "schedule": "1f1b",
+    "minibatches": 2,
+    "epochs": 100_000,
+    "max_updates": None,
+    "print_frequency": 1,
+    "checkpoint_interval": 0,
+    "heartbeat_limit": 600.0,
+}
+"""A run that ends when it is asked to; where it was saved makes no difference to its weights."""
 _MEET = """
 import hashlib, json, os, sys
 from pathlib import Path
@@ -148,8 +156,7 @@ def test_the_script_of_the_guides(
 @pytest.mark.timeout(900)
 def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(slurm: Cluster, tmp_path: Path) -> None:
     """First its time limit comes near; then SLURM takes the nodes away. It goes on in its own folder."""
-    endless = {**SYNCHRONOUS, "epochs": 100_000, "print_frequency": 1, "checkpoint_interval": 0}
-    write_config(tmp_path, 2, **endless, max_updates=None)
+    write_config(tmp_path, 2, **ENDLESS)
     said = slurm.run(sys.executable, "-m", "vpipe", "train", "run.yml", "--slurm", "--nodes", 2, cwd=tmp_path)
     job = said.split()[2].rstrip(":")
     wait_for_line("Iteration 1,", tmp_path)
@@ -157,25 +164,49 @@ def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(slurm: Cluster
     wait_for_line("resumed from", tmp_path)
     first = _updates(tmp_path)
     wait_for_line(f"Iteration {first + 1},", tmp_path)
+    run = _take_nodes_away(slurm, job, tmp_path)
+    assert slurm.field(job, "Restarts") == "2"
+    assert (run / "output.log.0").read_text().count("resumed from") == 2
+    assert not list((tmp_path / "runs").glob(".slurm-*"))
+    _compare_with_undisturbed(run, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_a_launcher_in_a_job_goes_on_too(slurm: Cluster, tmp_path: Path) -> None:
+    """A script that starts `vpipe train` without srun: all ranks are on one node."""
+    write_config(tmp_path, 2, **ENDLESS)
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} -m vpipe train run.yml\n")
+    options = ("--parsable", "--requeue", "--open-mode=append", "--ntasks=2")
+    job = slurm.run("sbatch", *options, "job.sh", cwd=tmp_path).strip()
+    wait_for_line("Iteration 1,", tmp_path)
+    run = _take_nodes_away(slurm, job, tmp_path)
+    assert (run / "output.log.0").read_text().count("resumed from") == 1
+    _compare_with_undisturbed(run, tmp_path)
+
+
+def _take_nodes_away(slurm: Cluster, job: str, folder: Path) -> Path:
+    """Let SLURM requeue the job in mid-run, and the run end some updates later; its folder."""
+    before = len(list(folder.glob("runs/*/checkpoints/step-*")))
     slurm.run("scontrol", "requeuehold", job)
-    wait_until(lambda: slurm.state(job) == "PENDING", "the end of the second attempt")
-    assert _updates(tmp_path) > first
-    write_config(tmp_path, 2, **endless, max_updates=_updates(tmp_path) + 3)
+    wait_until(lambda: slurm.state(job) == "PENDING", "the end of the attempt")
+    assert len(list(folder.glob("runs/*/checkpoints/step-*"))) == before + 1
+    write_config(folder, 2, **ENDLESS | {"max_updates": _updates(folder) + 3})
     slurm.run("scontrol", "release", job)
     wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
-    assert slurm.field(job, "Restarts") == "2"
-    (run,) = (tmp_path / "runs").glob("2*")
-    assert (run / "output.log.0").read_text().count("resumed from") == 2
+    (run,) = (folder / "runs").glob("2*")
     assert not half_done(run)
-    assert not list((tmp_path / "runs").glob(".slurm-*"))
+    return run
 
-    elsewhere = tmp_path / "undisturbed"
+
+def _compare_with_undisturbed(run: Path, folder: Path) -> None:
+    elsewhere = folder / "undisturbed"
     elsewhere.mkdir()
-    (elsewhere / "run.yml").write_bytes((tmp_path / "run.yml").read_bytes())
+    shutil.copy(folder / "run.yml", elsewhere)
     ended = vpipe("train", "run.yml", cwd=elsewhere)
     assert ended.code == 0, ended.said
     assert final_weights(run) == final_weights(next((elsewhere / "runs").glob("2*")))
-    wait_until_gone(str(tmp_path))
+    wait_until_gone(str(folder))
 
 
 @pytest.mark.long

@@ -24,7 +24,7 @@ from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
-from vpipe.record.run_folder import FAILED, STOPPED
+from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.console import announce
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists
@@ -120,7 +120,9 @@ def launch(
         rank_interpreter(config, arguments)  # raises where the image of a container is missing
     if config.container is None:  # else it is the image that must have them
         check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
-    folder = job_folder(log_directory(config), arguments)
+    runs = log_directory(config)
+    # `vpipe compare` runs the same command several times, and all of them again after a requeue.
+    folder = make_run_folder(runs) if quiet else job_folder(runs, arguments)
     counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
     if config.partition == AUTO:
