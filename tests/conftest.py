@@ -6,6 +6,7 @@ torch is imported by the tests: the process that only hands them out to workers 
 import os
 
 os.environ["OMP_NUM_THREADS"] = "1"
+os.environ["VPIPE_CACHE"] = ""  # nothing is kept in the home of whoever runs the tests
 
 from collections import Counter
 from collections.abc import Callable

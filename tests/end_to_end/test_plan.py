@@ -5,6 +5,8 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import pytest
+
 from tests.captures import capture_config, capture_unknown
 from tests.end_to_end.command import vpipe, wait_until_gone
 from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fixture)
@@ -19,8 +21,12 @@ def measure_briefly() -> None:
     model.measure_link = lambda place: LinkCost(1e10, 1e-5)
 
 
-def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny: Callable[..., Path]) -> None:  # noqa: F811
+def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(
+    tiny: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     folder = tiny(partition="auto", max_updates=3, gpu_memory="1GiB")
+    monkeypatch.setenv("VPIPE_CACHE", str(folder / "kept"))
     ended = vpipe("train", "run.yml", cwd=folder, prepare=measure_briefly)
     assert ended.code == 0, ended.said
     run = only_run(folder)
@@ -28,8 +34,9 @@ def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(tiny: Callable[..
     assert sum(plan["replicas"]) == len(TINY["machines"])
     assert sum(plan["partition"]) == len(plan["policies"]) == 5
     assert plan["prediction"]["samples_per_s"] > 0
-    assert len(list((folder / "runs" / "cache").glob("profile-*.json"))) == 1
+    assert len(list((folder / "kept" / "profiles").iterdir())) == 1
     summary = json.loads((run / "summary.json").read_text())
+    assert list(summary["phases"])[:3] == ["launch", "profile", "plan"]
     assert summary["partition"] == plan["partition"]
     # The same plan, a model with as many blocks of another width: every rank finds out, one line is said.
     tiny(partition=str(run / "plan.json"), max_updates=3, hidden_size=48)

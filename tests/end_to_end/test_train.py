@@ -162,6 +162,8 @@ def test_a_chinese_gpt_writes_a_sentence(tiny: Callable[..., Path]) -> None:
     ended = vpipe("train", "run.yml", cwd=folder, prepare=partial(capture_config, folder / "run.yml"))
     assert ended.code == 0, ended.said
     assert "'山' goes on: " in ended.out
+    for what in ("the last checkpoint", "the model to runs/", "the trace and the report"):
+        assert f"writing {what}" in ended.out
 
 
 def test_the_model_of_a_run_is_read_by_transformers_and_trained_on(tiny: Callable[..., Path]) -> None:

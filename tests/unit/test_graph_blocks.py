@@ -6,6 +6,7 @@ Who sends what to whom: `test_graph_transparency.py`, where all models of the zo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from itertools import combinations
 from typing import Any
@@ -120,3 +121,34 @@ def test_balanced_partitions_are_optimal(data: Any) -> None:
     counts = balanced_partition(weights, stages)
     assert counts in every
     assert heaviest(counts) == min(map(heaviest, every))
+
+
+class Branches(nn.Module):
+    """Two narrow inputs, a wide middle, one number."""
+
+    def __init__(self, *, autocast: bool = False) -> None:
+        super().__init__()
+        self.autocast = autocast
+        self.text, self.numbers = nn.Linear(6, 12), nn.Linear(3, 12)
+        self.middle = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24), nn.GELU())
+        self.head = nn.Linear(24, 1)
+
+    def forward(self, text: Tensor, numbers: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16) if self.autocast else nullcontext():
+            both = torch.cat([self.text(text), self.numbers(numbers)], -1)
+            return self.head(self.middle(both)).square().mean()
+
+
+BRANCHES = {"text": torch.zeros(4, 6), "numbers": torch.zeros(4, 3)}
+
+
+def test_a_small_model_that_is_narrow_at_both_ends_is_cut() -> None:
+    graph = capture(Branches(), BRANCHES)
+    assert [block.name for block in graph.blocks] == ["text", "numbers", "middle.0", "middle.2", "head"]
+
+
+def test_what_makes_one_block_of_layers_is_named() -> None:
+    graph = capture(Branches(autocast=True), BRANCHES)
+    message = r"only 1 blocks; .* inside torch.autocast .* use the argument precision instead"
+    with pytest.raises(PartitionError, match=message):
+        graph.partition_for_ranks([[0], [1]])

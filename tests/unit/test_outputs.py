@@ -212,3 +212,16 @@ def test_children_that_run_eagerly_have_no_outputs() -> None:
 def test_mistakes_in_metrics(metrics: Any, message: str) -> None:
     with pytest.raises(VPipeError, match=message):
         in_ranks(lambda pipe: pipe.evaluate(BATCHES, metrics=metrics))
+
+
+def test_an_error_of_metrics_reaches_every_rank() -> None:
+    def evaluate(pipe: Any) -> tuple[str, float]:
+        try:
+            pipe.evaluate(BATCHES, metrics=lambda output, batch: {"ratio": 1 / 0})
+        except Exception as error:
+            return type(error).__name__, pipe.evaluate(BATCHES[:2])  # the pipeline still works
+        raise AssertionError
+
+    first, last = in_ranks(evaluate, ranks=2)
+    assert (first[0], last[0]) == ("PeerError", "ZeroDivisionError")
+    assert first[1] == last[1]

@@ -173,6 +173,18 @@ MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
         {"lr_scheduler": torch.optim.lr_scheduler.StepLR},
         r"cannot be called with an optimizer alone: .*step_size.*lr_scheduler=lambda o",
     ),
+    "an optimizer that computes the loss": (
+        {"optimizer": torch.optim.LBFGS},
+        "returned LBFGS, whose step computes the loss again: .* e.g. optimizer=lambda params",
+    ),
+    "a scheduler of another optimizer": (
+        {
+            "lr_scheduler": lambda optimizer: torch.optim.lr_scheduler.ReduceLROnPlateau(
+                torch.optim.SGD(MODEL.parameters())
+            )
+        },
+        "returned a ReduceLROnPlateau of another optimizer than the one that it was given",
+    ),
     "no scheduler": ({"lr_scheduler": lambda optimizer: None}, "returned NoneType, not a scheduler"),
 }
 

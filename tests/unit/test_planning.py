@@ -13,6 +13,7 @@ from vpipe.config.arguments import check_plan
 from vpipe.config.file import read_config
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
 from vpipe.errors import ConfigError
+from vpipe.system import user_cache
 from vpipe.train import profiling
 from vpipe.train.planning import plan_run, write_run_plan
 
@@ -35,6 +36,7 @@ gpu_memory: 2MiB
 @pytest.fixture
 def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv(user_cache.VARIABLE, str(tmp_path / "kept"))
     path = tmp_path / "run.yml"
     path.write_text(CONFIG)
     return path
@@ -85,6 +87,19 @@ def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunC
     plan_run(run)
     write_run_plan(run, Path("plan.json"))
     assert len(profiled) == 1
+    (kept,) = Path("kept", "profiles").iterdir()
+    kept.write_text("{}")  # damaged: it is measured again
+    plan_run(read_config(config, {"log_directory": "elsewhere"}))
+    plan_run(read_config(config, {"log_directory": "anywhere"}))
+    assert len(profiled) == 2
+
+
+def test_without_a_place_to_keep_it_a_run_is_profiled_once(
+    config: Path, profiled: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(user_cache.VARIABLE, "")
+    write_run_plan(read_config(config, {"partition": "auto"}), Path("plan.json"))
+    assert len(profiled) == 1
 
 
 @pytest.mark.parametrize(
@@ -94,7 +109,6 @@ def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunC
         (("--profile", "profile.json"), "give a run's YAML file, or --profile and --stages"),
         (("run.yml", "--profile", "profile.json"), "give either a run's YAML file or --profile, not both"),
         (("run.yml", "--set", "schedule=order.csv"), "order.csv: cannot be read: No such file"),
-        (("run.yml", "--set", "log_directory=run.yml/runs"), "run.yml/runs/cache cannot be made (Not a dir"),
     ],
 )
 def test_mistakes(

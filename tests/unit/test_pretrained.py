@@ -240,6 +240,18 @@ def test_a_model_of_ones_own_is_exported_as_its_state_dict(tmp_path: Path) -> No
     assert not torch.equal(next(model.parameters()), next(tiny[0].parameters()))
 
 
+def test_a_checkpoint_that_was_just_written_is_not_hashed_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tiny = example("sequential", layers=2)
+    path, _ = trained(tiny, tmp_path, 1)
+    checkpoint.export_pretrained(path, tiny[0], tmp_path / "hashed")
+    monkeypatch.setattr("vpipe.checkpoint.pretrained.verify", None)
+    checkpoint.export_pretrained(path, tiny[0], tmp_path / "exported", just_written=True)
+    first, second = ((tmp_path / name / "model.safetensors").read_bytes() for name in ("hashed", "exported"))
+    assert first == second
+
+
 def test_mistakes_of_an_export(tmp_path: Path) -> None:
     tiny = example("sequential", layers=2)
     path, _ = trained(tiny, tmp_path, 1)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from vpipe.checkpoint.files import file_errors, read_header, read_tensors, write_tensors
 from vpipe.checkpoint.loading import check_fits
-from vpipe.checkpoint.manifest import verify
+from vpipe.checkpoint.manifest import Manifest, read_manifest, verify
 from vpipe.communication import agree
 from vpipe.errors import VPipeError
 from vpipe.graph import TensorInfo
@@ -68,17 +68,19 @@ def load_pretrained(pipe: Pipeline, model: nn.Module, directory: Path) -> list[s
     return missing
 
 
-def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> list[str]:
+def export_pretrained(
+    checkpoint: Path, model: nn.Module, directory: Path, *, just_written: bool = False
+) -> list[str]:
     """Write the weights of a checkpoint to a directory that `from_pretrained` reads; needs no pipeline.
 
     A model that is not one of transformers becomes its `state_dict` in `model.safetensors`. `model` has names and
     configuration and may be on `meta`. Parameters that training never used are in no checkpoint: the model's own
     values are written. Returns the names of those that it has no values for either, which `from_pretrained` will
-    initialise.
+    initialise. A checkpoint that was `just_written` is not hashed again.
     """
     if is_file(directory):
         raise VPipeError(f"cannot write {directory}: it is a file; give a directory")
-    saved = _weights(checkpoint)
+    saved = _weights(read_manifest(checkpoint) if just_written else verify(checkpoint), checkpoint)
     first = canonical_names(model)
     own = model.state_dict()
     check_fits(saved, dict([*model.named_parameters(), *model.named_buffers()]), checkpoint)
@@ -98,9 +100,9 @@ def export_pretrained(checkpoint: Path, model: nn.Module, directory: Path) -> li
     return [name for name in own if name not in state]
 
 
-def _weights(checkpoint: Path) -> dict[str, Tensor]:
+def _weights(manifest: Manifest, checkpoint: Path) -> dict[str, Tensor]:
     weights: dict[str, Tensor] = {}
-    for file, entry in verify(checkpoint).files.items():
+    for file, entry in manifest.files.items():
         names = [name for name in entry.tensors if name.startswith(MODEL)]
         weights |= {n.removeprefix(MODEL): t for n, t in read_tensors(checkpoint / file, names).items()}
     return weights

@@ -138,7 +138,7 @@ class FieldCheck:
         fields = ((n, entry.name) for n, entry in trace.inputs.items() if entry.kind is Kind.FIELD)
         self.specs = {name: trace.specs[node] for node, name in fields}
         self.dtypes = {name: value.dtype for name, value in example.items()}
-        self.symbols, self.bounds = trace.symbols, trace.bounds
+        self.symbols, self.bounds, self.unrolled = trace.symbols, trace.bounds, trace.unrolled
         self.one_batch_size = len(set(_sample_counts(example).values())) == 1
         self._passed: set[tuple[Any, ...]] = set()
 
@@ -197,13 +197,7 @@ class FieldCheck:
         place = f"batch field {name!r} has size {got} in dimension {dimension}"
         if isinstance(size, int):
             if got != size:
-                why = (
-                    "capture with a larger example for another"
-                    if size == 1
-                    else "the captured graph has this size fixed: the model needs it, or torch.export could not keep it"
-                    " free, as with LSTMs and Mamba; pad or cut every batch to it"
-                )
-                raise BatchError(f"{place}, expected {size} ({why})")
+                raise BatchError(f"{place}, expected {size} ({self._why_fixed(name, dimension, size)})")
             return
         if free_symbols(size) <= sizes.keys() and got != evaluate(size, sizes):
             other, other_dimension = self.symbols[min(free_symbols(size), key=str)]
@@ -214,6 +208,13 @@ class FieldCheck:
         low, high = self.bounds.get(size, (0, None))
         if got < low or (high is not None and got > high):
             raise BatchError(f"{place}, expected {low} to {'any' if high is None else high}")
+
+    def _why_fixed(self, name: str, dimension: int, size: int) -> str:
+        if (name, dimension) in self.unrolled:
+            return "torch.export has fixed it, not the model; pad or cut every batch to it"
+        if size == 1:
+            return "capture with a larger example for another"
+        return "the captured graph needs it; pad or cut every batch to it"
 
 
 def _sample_counts(fields: Mapping[str, Tensor]) -> dict[str, int]:

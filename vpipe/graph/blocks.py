@@ -56,7 +56,18 @@ def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
     """The model's blocks. Pieces with few flops are merged into a neighbour."""
     flops = [count_flops(node, trace) for node in ownership.owned]
     order = CutOrder(trace, ownership, flops)
-    cuts = candidate_cuts(trace, order)
+    pieces = _pieces(order, flops, candidate_cuts(trace, order))
+    if len(pieces) == 1:  # narrow at both ends and small: the cheap cuts there leave nothing on one side
+        pieces = _pieces(order, flops, candidate_cuts(trace, order, rules_out=False))
+    names = _names([piece.paths or order.paths[piece.start : piece.end + 1] for piece in pieces])
+    return tuple(
+        _block(index, name, piece, order, trace)
+        for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
+    )
+
+
+def _pieces(order: CutOrder, flops: Sequence[int], cuts: Sequence[int]) -> list[_Piece]:
+    """What lies between the cuts, light ones merged."""
     starts = [0, *(cut + 1 for cut in cuts)]
     ends = [*cuts, len(order.nodes) - 1]
     pieces = [
@@ -69,11 +80,7 @@ def find_blocks(trace: Trace, ownership: Ownership) -> tuple[Block, ...]:
         before = len(pieces)
         quartile = statistics.quantiles([piece.flops for piece in pieces], n=4, method="inclusive")[0]
         _merge(pieces, _LIGHT * quartile, order)
-    names = _names([piece.paths or order.paths[piece.start : piece.end + 1] for piece in pieces])
-    return tuple(
-        _block(index, name, piece, order, trace)
-        for index, (name, piece) in enumerate(zip(names, pieces, strict=True))
-    )
+    return pieces
 
 
 def _merge(pieces: list[_Piece], limit: float, order: CutOrder) -> None:

@@ -26,6 +26,7 @@ from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
 from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
 from vpipe.graph.inplace import functionalise, protect_fields, prune
+from vpipe.graph.lengths import free_lengths
 from vpipe.graph.loss import LossModule
 from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.opaque import trace_sequential
@@ -55,7 +56,11 @@ def capture(
     entries = layout.entries(example_batch)
     fields = {name: entries[name] for name in layout.tensors}
     with _training(model), collector_off():
-        trace = _trace(LossModule(model, layout, loss_fn), for_tracing(fields, model))
+        module, traced = LossModule(model, layout, loss_fn), for_tracing(fields, model)
+        trace = _trace(module, traced)
+        if trace.boundaries is None:
+            images = {name: _is_image(tensor) for name, tensor in traced.items()}
+            free_lengths(trace, traced, images, lambda others: _trace_export(module, others))
     check = FieldCheck(layout, fields, trace)
     prune(trace)
     return ModelGraph(model, trace, check)
@@ -74,6 +79,16 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
                 return trace
         _LOG.debug("torch.export failed", exc_info=error)
         raise _explain(error, module.model) from None
+    return _from_export(program, form, module, fields)
+
+
+def _trace_export(module: LossModule, fields: dict[str, Tensor]) -> Trace:
+    return _from_export(*_export(module, list(fields.values())), module, fields)
+
+
+def _from_export(
+    program: ExportedProgram, form: OutputForm, module: LossModule, fields: dict[str, Tensor]
+) -> Trace:
     trace = trace_exported(program, module, fields)
     functionalise(trace)
     protect_fields(trace)

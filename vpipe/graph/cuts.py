@@ -111,8 +111,8 @@ def _allowed(
     return allowed
 
 
-def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
-    """All cuts worth considering, in order."""
+def candidate_cuts(trace: Trace, order: CutOrder, *, rules_out: bool = True) -> list[int]:
+    """All cuts worth considering, in order. `rules_out`: much cheaper cuts nearby on both sides rule out a cut."""
     if trace.boundaries is not None:
         return [cut for cut, allowed in enumerate(order.allowed) if allowed]
     found: list[int] = []
@@ -120,7 +120,7 @@ def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
     spans: list[tuple[int, int, float]] = [(0, len(order.nodes) - 1, math.inf)]
     while spans:
         start, end, behind = spans.pop()
-        cuts = _cuts_within(order, start, end, behind)
+        cuts = _cuts_within(order, start, end, behind, rules_out=rules_out)
         if not cuts:
             continue
         found += cuts
@@ -129,7 +129,9 @@ def candidate_cuts(trace: Trace, order: CutOrder) -> list[int]:
     return sorted(found)
 
 
-def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[int, float]:
+def _cuts_within(
+    order: CutOrder, start: int, end: int, behind: float, *, rules_out: bool
+) -> dict[int, float]:
     """The cuts of a span that are worth making, with their costs."""
     costs, counts = order.live(start, end)
     before = costs[0] if start else math.inf
@@ -141,7 +143,9 @@ def _cuts_within(order: CutOrder, start: int, end: int, behind: float) -> dict[i
     ]
     borders = {start - 1: before, **{start + offset: costs[offset] for offset in cheap}, end: behind}
     cuts = {
-        start + offset: costs[offset] for offset in cheap if not _is_dominated(order, borders, start + offset)
+        start + offset: costs[offset]
+        for offset in cheap
+        if not (rules_out and _is_dominated(order, borders, start + offset))
     }
     # Of cuts with no matrix product between them only the cheapest: the others would cut a norm off its layer.
     best: dict[int, float] = {order.products[start - 1] if start else 0: before, order.products[end]: behind}

@@ -11,13 +11,13 @@ import torch
 from torch import Tensor, fx, nn
 
 from vpipe.graph.batch import Batch, FieldCheck
-from vpipe.graph.blocks import Block, find_blocks
+from vpipe.graph.blocks import Block, count_flops, find_blocks
 from vpipe.graph.exported import canonical_names
 from vpipe.graph.inplace import operator_name
 from vpipe.graph.ownership import Ownership
 from vpipe.graph.partition import balanced_partition, check_partition, partition_for_ranks
 from vpipe.graph.stages import StageGraph, cut_into_stages
-from vpipe.graph.trace import Trace, evaluate
+from vpipe.graph.trace import Trace, evaluate, submodules
 
 
 class TensorInfo(NamedTuple):
@@ -58,11 +58,22 @@ class ModelGraph:
 
     def balanced_partition(self, stages: int) -> tuple[int, ...]:
         """Numbers of blocks that make the heaviest stage (by flops) as light as possible."""
-        return balanced_partition([block.flops for block in self.blocks], stages)
+        return balanced_partition([block.flops for block in self.blocks], stages, self._uncut)
 
     def partition_for_ranks(self, placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Numbers of blocks that make the busiest rank's work as small as possible; `placement`: each stage's ranks."""
-        return partition_for_ranks([block.flops for block in self.blocks], placement)
+        return partition_for_ranks([block.flops for block in self.blocks], placement, self._uncut)
+
+    @property
+    def _uncut(self) -> str:
+        """What may have made one block of several layers, for an error."""
+        wrapped = (node for node in self.trace.nodes() if count_flops(node, self.trace))
+        if any(submodules(node, self.trace.root) for node in wrapped):
+            return (
+                "; what is computed inside torch.autocast or torch.no_grad is one operation of the graph: use the"
+                " argument precision instead of torch.autocast"
+            )
+        return ""
 
     def stages(self, partition: Sequence[int]) -> tuple[StageGraph, ...]:
         """The stages of a partition, which gives the number of consecutive blocks of each."""

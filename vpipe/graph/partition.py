@@ -31,8 +31,11 @@ def check_partition(partition: Sequence[int], blocks: int) -> None:
         )
 
 
-def balanced_partition(weights: Sequence[int], stages: int) -> tuple[int, ...]:
-    """The partition whose heaviest stage is as light as possible, and the others then as even as possible."""
+def balanced_partition(weights: Sequence[int], stages: int, uncut: str = "") -> tuple[int, ...]:
+    """The partition whose heaviest stage is as light as possible, and the others then as even as possible.
+
+    `uncut` ends the error for too few blocks: why there may be so few.
+    """
     blocks = len(weights)
     if stages < 1:
         raise PartitionError(f"{stages} stages: give at least one")
@@ -40,7 +43,7 @@ def balanced_partition(weights: Sequence[int], stages: int) -> tuple[int, ...]:
         raise PartitionError(
             f"{stages} stages, but the model has only {blocks} blocks; use at most {blocks} stages (chunks of a rank"
             " count too). Blocks lie between the cheapest cuts and have enough to compute (`vpipe blocks` lists them):"
-            " more layers give more of them, and every child of an nn.Sequential is one"
+            f" more layers give more of them, and every child of an nn.Sequential is one{uncut}"
         )
     before = [0, *accumulate(weights)]
     best: Best = {0: (0, 0, ())}
@@ -59,13 +62,15 @@ def balanced_partition(weights: Sequence[int], stages: int) -> tuple[int, ...]:
     return best[blocks][2]
 
 
-def partition_for_ranks(weights: Sequence[int], placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
+def partition_for_ranks(
+    weights: Sequence[int], placement: Sequence[Sequence[int]], uncut: str = ""
+) -> tuple[int, ...]:
     """A partition that evens out ranks rather than stages.
 
     `placement` gives each stage's ranks: replicas share a stage's work, and a rank may hold several stages.
     From the partition that evens out stages, runs of neighbouring cuts are moved while the busiest rank gains.
     """
-    best = list(balanced_partition(weights, len(placement)))
+    best = list(balanced_partition(weights, len(placement), uncut))
     if len({rank for ranks in placement for rank in ranks}) == len(placement):
         return tuple(best)
     cost = _busiest(weights, best, placement)

@@ -60,6 +60,8 @@ class Trace:
     bounds: Mapping[sympy.Symbol, tuple[int, int | None]] = field(default_factory=dict)
     boundaries: frozenset[fx.Node] | None = None
     frozen: frozenset[str] = frozenset()
+    unrolled: dict[tuple[str, int], int] = field(default_factory=dict)
+    """Field and dimension of the sizes that only the exporter has fixed (`lengths.py`)."""
     output: ModelOutput | None = None
     """How the model's output is made (`outputs.py`); None where that is not known."""
 

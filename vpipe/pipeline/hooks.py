@@ -1,4 +1,4 @@
-"""Hooks on the modules of a model, which a captured graph does not call."""
+"""Warnings about what a captured graph does not do: call hooks of modules, take any length."""
 
 from __future__ import annotations
 
@@ -48,3 +48,13 @@ def _is_torchs(hook: object) -> bool:
     """Whether torch itself has set it, as for a weight norm, whose computation is part of the graph."""
     home = getattr(hook, "__module__", None) or type(hook).__module__
     return home.startswith("torch.")
+
+
+def warn_about_lengths(graph: ModelGraph) -> None:
+    """Name the sizes of the batch that must not vary, though the model itself would let them."""
+    for (name, dimension), size in graph.trace.unrolled.items():
+        warnings.warn(
+            f"every batch must have size {size} in dimension {dimension} of field {name!r}: torch.export unrolls the "
+            "model over it; pad or cut batches that differ",
+            stacklevel=3,
+        )

@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor
 
-from vpipe.communication import World
+from vpipe.communication import World, agree
 from vpipe.errors import VPipeError
 from vpipe.graph.outputs import ModelOutput
 from vpipe.pipeline.layout import Layout
@@ -90,8 +90,17 @@ class MetricSums:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._sums: dict[str, list[float]] = {}
+        self._mistake: Exception | None = None
 
     def add(self, output: Any, batch: Any, weight: float) -> None:
+        """Call the metrics; an error waits for `gather`: the other ranks go on with this evaluation until then."""
+        try:
+            if self._mistake is None:
+                self._add(output, batch, weight)
+        except Exception as error:
+            self._mistake = error
+
+    def _add(self, output: Any, batch: Any, weight: float) -> None:
         found = self._metrics(output, batch)
         if not isinstance(found, Mapping):
             raise VPipeError(
@@ -111,7 +120,8 @@ class MetricSums:
             sums[1] += bottom
 
     def gather(self, world: World) -> dict[str, float]:
-        """The metrics over all minibatches, the same on every rank."""
+        """The metrics over all minibatches, the same on every rank; or the error of one of them, on every rank."""
+        agree(world, "metrics called", self._check)
         total: dict[str, list[float]] = {}
         for sums in world.all_gather("metrics", self._sums):
             for name, (top, bottom) in sums.items():
@@ -119,3 +129,7 @@ class MetricSums:
                 known[0] += top
                 known[1] += bottom
         return {name: top / bottom if bottom else 0.0 for name, (top, bottom) in total.items()}
+
+    def _check(self) -> None:
+        if self._mistake is not None:
+            raise self._mistake

@@ -13,7 +13,7 @@ from vpipe.communication.devices import take_device
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_run, weights_differ
 from vpipe.pipeline.assembly import TrainingOptions, assemble
-from vpipe.pipeline.hooks import warn_about_hooks
+from vpipe.pipeline.hooks import warn_about_hooks, warn_about_lengths
 from vpipe.pipeline.layout import LayoutOptions, make_layout
 from vpipe.pipeline.loop import Loop, UpdateHook
 from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
@@ -178,6 +178,7 @@ class Pipeline:
         differ = weights_differ(self.world, model, initial_weights)
         if self.rank == 0:
             warn_about_hooks(model, self.layout.graph)
+            warn_about_lengths(self.layout.graph)
         self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
         try:
             self._requests = Requests(self.world, self.schedule.placement[-1])

@@ -32,7 +32,7 @@ TOKEN_ROLES = {
 def export_run(trainer: Trainer, checkpoint: Path) -> Path:
     """Write model and tokenizer of a finished run into its folder."""
     directory = trainer.folder / "model"
-    export_pretrained(checkpoint, trainer.model, directory)
+    export_pretrained(checkpoint, trainer.model, directory, just_written=True)
     if trainer.data.tokenizer is not None:
         write_tokenizer(trainer.data.tokenizer, directory, trainer.data.chat_template)
     return directory

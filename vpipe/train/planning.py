@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import platform
+from contextlib import suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -17,9 +19,10 @@ from vpipe.cost import Profile, named_or_table, read_profile, with_links, write_
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
+from vpipe.system import user_cache
 from vpipe.system.console import announce
-from vpipe.system.files import is_file, is_folder, read_text
-from vpipe.system.ownership import is_ours
+from vpipe.system.files import is_folder, read_text
+from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
 from vpipe.system.units import read_bytes
 
@@ -33,6 +36,8 @@ MEASURED = (
 """The keys that a profile depends on."""
 METHOD = 5
 """The number of the way in which profiles are measured: the cache finds none of another one."""
+PROFILES = "profiles"
+"""Where they are kept for all runs of the user."""
 
 
 def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) -> None:
@@ -41,13 +46,14 @@ def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) 
     phases.begin("profile")
     profile = cached_profile(config)
     phases.begin("plan")
-    write_plan(plan_run(config).to_plan(), path)
+    write_plan(plan_run(config, profile).to_plan(), path)
     # The report makes its predictions from it.
     write_profile(profile, path.with_name("profile.json"))
 
 
 def plan_run(
     config: RunConfig,
+    profile: Profile | None = None,
     *,
     ranks: int | None = None,
     memory: str | None = None,
@@ -68,7 +74,7 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    profile = with_links(cached_profile(config), links)
+    profile = with_links(profile or cached_profile(config), links)
     announce(f"{config.source}: searching for a plan")
     return plan(
         profile,
@@ -83,22 +89,15 @@ def plan_run(
 
 def cached_profile(config: RunConfig) -> Profile:
     """The profile of the configured model on this machine: one that was measured before, or a new one."""
-    directory = Path() if config.directory is None else config.path(config.directory)
-    cache = directory / config.log_directory / "cache"
-    file = cache / f"profile-{_fingerprint(config)}.json"
-    if is_file(file) and is_ours(file):
-        return read_profile(file)
+    name = f"{_fingerprint(config)}.json"
+    file = user_cache.find(PROFILES, name)
+    if file is not None:
+        with suppress(ConfigError):  # of another version, or damaged: it is measured again
+            return read_profile(file)
     from vpipe.train.profiling import profile_config
 
     profile = profile_config(config)
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(
-            f"{config.source}: log_directory is {config.log_directory!r}: {cache} cannot be made "
-            f"({error.strerror}): give a directory that you may write to"
-        ) from None
-    write_profile(profile, file)
+    user_cache.keep(PROFILES, name, lambda path: write_profile(profile, path))
     return profile
 
 
@@ -122,4 +121,6 @@ def _fingerprint(config: RunConfig) -> str:
         path = config.path(config.model)
         settings["model"] = read_text(path / "config.json" if is_folder(path) else path)
     machine = [METHOD, platform.node(), platform.machine(), version("torch"), config.ranks, config.machines]
+    # The same machine has other costs for a process that may use less of it.
+    machine += [cores(), *(os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"))]
     return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]

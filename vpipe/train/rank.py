@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -44,7 +45,7 @@ def train_rank(
 
 
 def _say(text: str) -> None:
-    print(f"{text} ...", flush=True)
+    print(printable(f"{text} ..."), flush=True)
 
 
 def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) -> None:
@@ -52,6 +53,7 @@ def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) 
     lost = []
     if stopped is None:
         try:
+            _say(f"writing the model to {os.path.relpath(trainer.folder / 'model')}")
             model = export_run(trainer, Path(summary["checkpoint"]))
             summary["model"] = str(model)
             sentence = write_sentence(trainer, model)
@@ -59,6 +61,7 @@ def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) 
                 print(f"{trainer.config.prompt!r} goes on: {sentence!r}")
         except NotWrittenError as error:
             lost.append(f"{error}; write it with `vpipe checkpoint export {trainer.folder}`")
+    _say("writing the trace and the report")
     try:
         write_results(trainer.folder, summary)
     except NotWrittenError as error:

@@ -159,6 +159,7 @@ class Trainer:
                 if self._stops:
                     saves.check()
                 if not (self._stops and saves.up_to_date):
+                    recorder.show("writing the last checkpoint ...")
                     saves.save(self._position_here)
                 saved = str(saves.finish())
                 recorder.write_events()  # before the ranks meet for the summary: then rank 0 reads everybody's

@@ -1,5 +1,6 @@
 """Base optimizers: made for the parameters of a stage, and in groups by parameter name."""
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
 from difflib import get_close_matches
@@ -71,8 +72,18 @@ def make_optimizers(factory: OptimizerFactory, parameters: NamedParameters) -> l
                 f"optimizer= returned {type(optimizer).__name__}, not a torch.optim.Optimizer or a list of them: "
                 f"{EXAMPLE}"
             )
+        if _needs_closure(optimizer):
+            raise VPipeError(
+                f"optimizer= returned {type(optimizer).__name__}, whose step computes the loss again: no stage has the "
+                f"whole loss; {EXAMPLE}"
+            )
     _check_each_once(optimizers, parameters)
     return [o for o in optimizers if any(group["params"] for group in o.param_groups)]
+
+
+def _needs_closure(optimizer: Optimizer) -> bool:
+    closure = inspect.signature(type(optimizer).step).parameters.get("closure")
+    return closure is not None and closure.default is inspect.Parameter.empty
 
 
 def _check_each_once(optimizers: Iterable[Optimizer], parameters: NamedParameters) -> None:

@@ -25,6 +25,11 @@ def make_scheduler(factory: SchedulerFactory, optimizer: Optimizer) -> Any:
         ) from error
     if not hasattr(scheduler, "step") or isinstance(scheduler, Optimizer):
         raise VPipeError(f"lr_scheduler= returned {type(scheduler).__name__}, not a scheduler: {EXAMPLE}")
+    if getattr(scheduler, "optimizer", optimizer) is not optimizer:
+        raise VPipeError(
+            f"lr_scheduler= returned a {type(scheduler).__name__} of another optimizer than the one that it was given: "
+            f"{EXAMPLE}"
+        )
     if driven_by_metric(scheduler):
         # Other schedulers note it themselves: so a resumed run knows what has become of it.
         for group in optimizer.param_groups:

@@ -1,0 +1,89 @@
+"""What is kept for all runs of a user: found again, bounded, and never taken from where others can write."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+from vpipe.errors import NotWrittenError
+from vpipe.system import user_cache
+from vpipe.system.user_cache import VARIABLE, find, keep
+
+NOBODY = 65534
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    folder = tmp_path / "made" / "cache"
+    monkeypatch.setenv(VARIABLE, str(folder))
+    return folder
+
+
+def kept(name: str) -> str | None:
+    file = find("things", name)
+    return None if file is None else file.read_text()
+
+
+def put(name: str, text: str = "text") -> None:
+    keep("things", name, lambda path: Path(path).write_text(text) and None)
+
+
+def test_what_was_kept_is_found(root: Path) -> None:
+    assert kept("a") is None
+    put("a", "one")
+    put("a", "two")
+    assert kept("a") == "two"
+    assert kept("b") is None
+    assert root.stat().st_mode & 0o777 == 0o700
+    assert [entry.name for entry in (root / "things").iterdir()] == ["a"]
+
+
+@pytest.mark.parametrize("where", [".", "things", "things/a"])
+def test_nothing_is_taken_from_where_others_can_write(root: Path, where: str) -> None:
+    put("a")
+    path = root / where
+    before = path.stat().st_mode
+    path.chmod(before | 0o020)
+    assert kept("a") is None
+    path.chmod(before)
+    assert kept("a") == "text"
+    if os.geteuid() == 0:
+        os.chown(path, NOBODY, NOBODY)
+        assert kept("a") is None
+
+
+def test_links_are_not_followed(root: Path, tmp_path: Path) -> None:
+    put("a")
+    (root / "things" / "b").symlink_to(root / "things" / "a")
+    assert kept("b") is None
+    (tmp_path / "link").symlink_to(root / "things")
+    os.rename(root / "things", tmp_path / "moved")
+    os.rename(tmp_path / "link", root / "things")
+    assert kept("a") is None
+
+
+def test_the_least_recently_used_goes_first(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for age, name in enumerate(("new", "used", "old")):
+        put(name)
+        os.utime(root / "things" / name, (1000 - age, 1000 - age))
+    assert kept("used") == "text"
+    monkeypatch.setattr(user_cache, "MOST_FILES", 2)
+    put("newest")
+    assert sorted(entry.name for entry in (root / "things").iterdir()) == ["newest", "used"]
+    monkeypatch.setattr(user_cache, "MOST_BYTES", 100)
+    put("large", "x" * 200)
+    assert [entry.name for entry in (root / "things").iterdir()] == ["large"]
+
+
+def test_what_cannot_be_kept_is_no_error(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> None:
+        Path(path).write_text("half")
+        raise NotWrittenError("the disk is full")
+
+    keep("things", "a", fail)
+    assert list((root / "things").iterdir()) == []
+    (tmp_path / "file").touch()
+    for value in ("", "relative", str(tmp_path / "file" / "below")):
+        monkeypatch.setenv(VARIABLE, value)
+        put("a")
+        assert kept("a") is None
