@@ -160,7 +160,7 @@ def plans(folder: Path, names: Iterable[str], bounds: Bounds) -> None:
         cells = []
         for kinds, memory in cases:
             write_profile(profile(different=kinds == "all different"), folder / "profile.json")
-            words = ["--stages", str(RANKS), "--memory", memory, "--schedule", name, "--json"]
+            words = ["--ranks", str(RANKS), "--memory", memory, "--schedule", name, "--json"]
             code = REFUSED if memory == TOO_LITTLE else 0
             seconds, _ = spent(folder, "plan", "--profile", "profile.json", *words, code=code)
             cells.append(

@@ -22,7 +22,7 @@ def folder(tmp_path: Path) -> Path:
     for name in ("work", "data", "configs"):
         (tmp_path / name).mkdir()
     (tmp_path / "image.sif").write_text("")
-    keys = {"container": "../image.sif", "directory": "../work", "tokenizer": "../data/tokenizer.json"}
+    keys = {"container": "../image.sif", "directory": "../work", "pretrained": "../data/weights"}
     write_config(tmp_path / "configs", 2, **keys)
     return tmp_path
 
@@ -42,11 +42,12 @@ def test_a_rank_of_another_launcher_enters_the_image(folder: Path) -> None:
     assert call["secret"]
     assert call["image"] == str(folder / "image.sif")
     assert call["command"] == [
-        *("python3", "-m", "vpipe", "train", str(folder / "configs/run.yml"), "--set", "epochs=2")
+        *("python3", "-m", "vpipe", "train", str(folder / "configs/run.yml"), "--set", "epochs=2"),
+        *("--set", f'log_directory="{folder / "runs"}"', "--set", f'directory="{folder / "work"}"'),
     ]
     assert call["pwd"] == [str(folder / "work")]
     assert call["bind"] == [str(folder)]  # the current directory, which all others are inside of
-    assert (folder / "work/runs").is_dir()
+    assert (folder / "runs").is_dir()
 
 
 @pytest.mark.parametrize("gpus", [0, 2])

@@ -54,18 +54,17 @@ def test_before_training_and_after_it_a_signal_ends_a_rank_at_once(tmp_path: Pat
     assert re.findall(r"VPIPE_FAULT: term at (init|shutdown), ", log) == ["init", "shutdown"]
 
 
-def test_an_evaluation_that_was_due_when_the_checkpoint_was_saved_is_made_at_once(tmp_path: Path) -> None:
-    """To save after update 12 drains the pipeline up to update 16, where the run then evaluates, after update 15.
+def test_a_run_that_goes_on_is_drained_at_the_same_updates(tmp_path: Path) -> None:
+    """It evaluates after updates 15 and 30 and saves after every fourth; it is killed while it saves the twentieth.
 
-    It is killed later, while it saves the next checkpoint, and goes on from update 16: it has to evaluate there again.
-    If it did so some updates later, this evaluation and all that follow would drain the pipeline at other updates.
+    If it evaluated elsewhere when it goes on from update 16, it would drain the pipeline at other updates.
     """
     keys = {"schedule": "pipedream", "checkpoint_interval": 4, "evaluation_interval": 15, "max_updates": 44}
     write_config(tmp_path, 3, heartbeat_limit=600.0, epochs=10, **keys)
     clean, reference = train(tmp_path)
     assert clean.code == 0, clean.said
     ended, run = train(
-        tmp_path, "rank=1,point=ckpt_write,step=21,kind=kill", "--max-restarts", 1, prepare=be_patient
+        tmp_path, "rank=1,point=ckpt_write,step=20,kind=kill", "--max-restarts", 1, prepare=be_patient
     )
     assert ended.code == 0, ended.said
     assert "step-00000016 after 16 updates" in (run / "output.log.0").read_text()

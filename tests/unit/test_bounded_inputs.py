@@ -112,11 +112,11 @@ def test_absurd_counts(keys: dict[str, Any], monkeypatch: pytest.MonkeyPatch) ->
      "schedule pipedream --stages 2 --minibatches 8 --replicas 1000000000,1",
      "simulate --profile profile.json --plan plan.json --minibatches 1000000000",
      "simulate --profile profile.json --plan absurd.json",
-     "plan --profile profile.json --stages 1000000000",
-     f"plan --profile profile.json --stages 2 --batch-size {'9' * 5000}",
-     f"plan --profile profile.json --stages 2 --memory {'9' * 5000}GiB",
-     "plan --profile profile.json --stages 2 --minibatches 1000000000 --schedule 1f1b",
-     "plan --profile profile.json --stages 2 --chunks 1000000000 --schedule interleaved"],
+     "plan --profile profile.json --ranks 1000000000",
+     f"plan --profile profile.json --ranks 2 --batch-size {'9' * 5000}",
+     f"plan --profile profile.json --ranks 2 --memory {'9' * 5000}GiB",
+     "plan --profile profile.json --ranks 2 --minibatches 1000000000 --schedule 1f1b",
+     "plan --profile profile.json --ranks 2 --chunks 1000000000 --schedule interleaved"],
 )  # fmt: skip
 def test_absurd_counts_of_the_command_line(
     arguments: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

@@ -12,7 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from vpipe.config import RunConfig
+from vpipe.config.arguments import build_schedule, check_blocks
 from vpipe.config.file import KEYS, check_values, read_config, resolved_yaml
+from vpipe.config.names import MEANT
 from vpipe.config.settings import read_settings
 from vpipe.errors import ConfigError
 
@@ -26,7 +28,6 @@ GUIDES = {
     "sync_mode": "asp",
     "distributed_backend": "gloo",
     "model_type": "bert",
-    "data_dir": "/data/wiki",
     "log_directory": "logs",
     "container": "image.sif",
     "batch_size": 16,
@@ -36,7 +37,6 @@ GUIDES = {
     "epochs": 3,
     "print_frequency": 100,
     "verbose_frequency": 0,
-    "recompute": True,
     "macrobatch": False,
     "synthetic_data": True,
 }
@@ -68,7 +68,7 @@ def test_every_key_of_the_guides(tmp_path: Path) -> None:
         if key != "partition":
             assert getattr(config, key) == value
     assert config.partition == [12, 13, 13, 11]
-    assert config.policies == ["keep"] * 8 + ["recompute"] * 4 + ["keep"] * 37
+    assert config.policies == ["keep"] * 9 + ["recompute"] * 3 + ["keep"] * 37  # int(0.3 * 12)
     assert (config.chosen_schedule, config.positions, config.ranks) == ("vpipe", 4, 4)
     assert config.path("data") == tmp_path / "data"
 
@@ -91,7 +91,9 @@ def test_the_configs_that_come_along(path: Path) -> None:
         ({"sync_mode": "asp"}, "vpipe"),
         ({"macrobatch": True}, "2bw"),
         ({"macrobatch": True, "sync_mode": "asp"}, "2bw"),
-        ({"schedule": "zb-h1", "sync_mode": "asp"}, "zb-h1"),
+        ({"schedule": "zb-h1", "sync_mode": "bsp"}, "zb-h1"),
+        ({"schedule": "pipedream", "sync_mode": "asp", "macrobatch": False}, "pipedream"),
+        ({"schedule": "2bw", "macrobatch": True}, "2bw"),
         ({"schedule": "tables/own.csv"}, "tables/own.csv"),
     ],
 )
@@ -121,9 +123,9 @@ def test_positions_and_ranks(values: dict[str, Any], positions: int, ranks: int)
     [
         ({}, 0.0),
         ({"recompute": True}, 1.0),
-        ({"recompute": True, "recompute_ratio": 0.5}, 0.5),
+        ({"recompute": False}, 0.0),
+        ({"recompute": True, "recompute_ratio": [1, 1]}, [1, 1]),
         ({"recompute_ratio": [0.5, 0]}, [0.5, 0]),
-        ({"recompute": False, "recompute_ratio": 0.5}, 0.0),
     ],
 )
 def test_the_share_that_is_recomputed(values: dict[str, Any], ratio: object) -> None:
@@ -140,7 +142,7 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         2,
     )
     assert changed.source == path
-    assert RunConfig(update_interval=4).with_schedule("gpipe").update_interval is None
+    assert RunConfig(schedule="vpipe", update_interval=4).with_schedule("gpipe").update_interval is None
 
 
 @pytest.mark.parametrize(
@@ -179,7 +181,7 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ),
         (
             "optimizer_groups: [{match: a, lr: 1}]",
-            "optimizer_groups, entry 0: unknown key 'lr' (its value is 1): known keys are match, optimizer, ",
+            "optimizer_groups, entry 0: unknown key 'lr' (its value is 1): did you mean 'learning_rate'?",
         ),
         (
             "optimizer_groups: [{match: a}, {match: b, learning_rate: 0}]",
@@ -194,6 +196,69 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ("nonfinite_limit: [3, 2]", "nonfinite_limit is [3, 2]: of 2 updates 3 cannot be skipped"),
         ("num_heads: 3", "hidden_size is 128: it must be a multiple of num_heads, which is 3"),
         ("macrobatch: true\nsync_mode: bsp", "macrobatch is True: it is an asynchronous mode"),
+        (
+            "macrobatch: true\nschedule: vpipe",
+            "macrobatch is True: schedule is 'vpipe', and macrobatch is the schedule",
+        ),
+        ("macrobatch: false\nschedule: 2bw", "macrobatch is False: schedule is '2bw'"),
+        (
+            "sync_mode: bsp\nschedule: vpipe",
+            "sync_mode is 'bsp': schedule 'vpipe' is asynchronous: leave one",
+        ),
+        ("sync_mode: asp\nschedule: gpipe", "sync_mode is 'asp': schedule 'gpipe' is synchronous: leave one"),
+        ("minibatches: 8\nsync_mode: asp", "minibatches is 8: schedule 'vpipe' is asynchronous"),
+        ("update_interval: 8\nschedule: gpipe", "update_interval is 8: schedule 'gpipe' is synchronous"),
+        ("update_interval: 8\nschedule: a.csv", "update_interval is 8: the table 'a.csv' says it"),
+        ("replicas: [2, 1]\nschedule: a.csv", "replicas is [2, 1]: the table 'a.csv' says it"),
+        (
+            "recompute: true\nrecompute_ratio: 0.5",
+            "recompute is True: everything is recomputed then, but recompute_ratio",
+        ),
+        (
+            "recompute: false\nrecompute_ratio: [0, 1]",
+            "recompute is False: nothing is recomputed then, but recompute_",
+        ),
+        (
+            "recompute: false\npolicies: [keep, recompute]",
+            "recompute is False: nothing is recomputed then, but policies",
+        ),
+        ("recompute_ratio: 0\npolicies: [keep]", "recompute_ratio is 0.0: `policies` says it for each block"),
+        (
+            "nonfinite_limit: [5, 50]",
+            "nonfinite_limit is [5, 50]: no update is skipped: write on_nonfinite: skip",
+        ),
+        ("loss_scale: 1024", "loss_scale is 1024.0: precision is 'fp32', and only fp16 needs one"),
+        (
+            "synthetic_data: true\ndata_dir: text",
+            "data_dir is 'text': synthetic_data is true, so no text is read",
+        ),
+        ("synthetic_data: true\ntokenizer: t.json", "tokenizer is 't.json': synthetic_data is true"),
+        ("prompt: Once", "prompt is 'Once': only `model_type: cpm` writes a sentence"),
+        ("python_path: [src]", "python_path is ['src']: no key names a function"),
+        ("module: vgpus=4\nstages: 2", "module is 'vgpus=4': stages and replicas make 2 ranks"),
+        ("module: vgpus=4\nreplicas: [2, 1]", "module is 'vgpus=4': stages and replicas make 3 ranks"),
+        ("lr: 0.1", "unknown key 'lr' (its value is 0.1): did you mean 'learning_rate'?"),
+        ("lr_schedule: cosine", "did you mean 'learning_rate_policy'?"),
+        ("gpus: 4", "did you mean 'machines'?"),
+        ("num_stages: 4", "did you mean 'stages'?"),
+        ("max_steps: 4", "did you mean 'max_updates'?"),
+        ("Seq-Len: 4", "did you mean 'sequence_length'?"),
+        (
+            "global_batch_size: 10\nbatch_size: 4",
+            "global_batch_size is 10, which is not a multiple of batch_size 4",
+        ),
+        (
+            "global_batch_size: 4\nbatch_size: 8",
+            "global_batch_size is 4, which is not a multiple of batch_size 8",
+        ),
+        (
+            "global_batch_size: 9\nminibatches: 4",
+            "is not a multiple of the 4 minibatches of an update (minibatches)",
+        ),
+        (
+            "global_batch_size: 32\nbatch_size: 4\nminibatches: 4",
+            "global_batch_size is 32, but batch_size 4 times the 4 minibatches of an update (minibatches) is 16",
+        ),
         ("stages: 3\nreplicas: [1, 2]", "replicas is [1, 2]: give one number for each of the 3 stages"),
         ("stages: 3\nmachines: ['a:0']", "stages is 3: `machines` names 1 ranks"),
         ("module: vgpus=2\nmachines: ['a:0']", "module is 'vgpus=2': `machines` names 1 ranks"),
@@ -279,6 +344,93 @@ def refusal(values: dict[str, Any]) -> str | None:
 def test_torch_is_not_needed() -> None:
     code = "import sys, vpipe.config.file, vpipe.cli; sys.exit('torch' in sys.modules)"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_other_names_are_hints_at_keys_that_exist() -> None:
+    assert set(MEANT.values()) <= set(KEYS)
+    assert not MEANT.keys() & set(KEYS)
+
+
+@pytest.mark.parametrize(
+    ("values", "size", "minibatches", "interval"),
+    [
+        ({"stages": 2}, 16, 4, None),
+        ({"stages": 2, "batch_size": 8}, 8, 8, None),
+        ({"stages": 2, "minibatches": 16}, 4, 16, None),
+        ({"stages": 2, "minibatches": 16, "batch_size": 4}, 4, 16, None),
+        ({"stages": 2, "sync_mode": "asp"}, 64, None, 1),
+        ({"stages": 2, "sync_mode": "asp", "batch_size": 16}, 16, None, 4),
+        ({"replicas": [2, 1], "sync_mode": "asp"}, 32, None, 2),
+    ],
+)
+def test_the_batch_of_an_update(
+    tmp_path: Path, values: dict[str, Any], size: int, minibatches: int | None, interval: int | None
+) -> None:
+    config = read_config(write(tmp_path, {"global_batch_size": 64, **values}))
+    assert (config.batch_size, config.minibatches, config.update_interval) == (size, minibatches, interval)
+    again = read_config(write(tmp_path, resolved_yaml(config), "config.yml"))
+    assert again.model_dump() == config.model_dump()
+
+
+@pytest.mark.parametrize(
+    ("partition", "values", "sizes"),
+    [
+        ([12, 13, 13, 11], {}, (24, 1024, 16, 30522)),
+        ([11, 11, 12, 12, 13, 13, 14, 11], {}, (48, 1024, 16, 30522)),
+        ([12, 13, 13, 11], {"hidden_size": 64}, (24, 64, 4, 1024)),
+        ([12, 13, 13, 11], {"dropout": 0}, (24, 1024, 16, 30522)),
+        ([12, 13, 13, 11], {"model_type": "cpm"}, (24, 128, 4, 1024)),
+        ([2, 3], {}, (2, 128, 4, 1024)),
+        ([5, 4], {}, (4, 128, 4, 1024)),
+        ([12, 13, 13, 11], {"num_layers": 3}, (3, 128, 4, 1024)),
+        ([12, 13, 13, 11], {"model_type": "translation"}, (4, 128, 4, 1024)),
+    ],
+)
+def test_sizes_follow_from_the_partition(
+    tmp_path: Path, partition: list[int], values: dict[str, Any], sizes: tuple[int, ...]
+) -> None:
+    config = read_config(write(tmp_path, {"partition": partition, **values}))
+    assert (config.num_layers, config.hidden_size, config.num_heads, config.vocab_size) == sizes
+    assert len(config.notes) == (sizes != (4, 128, 4, 1024) and "num_layers" not in values)
+
+
+def test_a_partition_for_another_model_says_which_key_to_set(tmp_path: Path) -> None:
+    config = read_config(write(tmp_path, {"partition": [12, 13, 13, 11], "num_layers": 3}))
+    with pytest.raises(ConfigError, match=r"sums to 49, but the model has 7 blocks, or set num_layers: 24$"):
+        check_blocks(config, build_schedule(config))
+
+
+def test_the_guides_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`partition` and `config_file` are looked for beside the file, then in `directory`, wherever that is found."""
+    maps = {"stage_to_rank_map": {"0": [0], "1": [1]}}
+    for place in (tmp_path / "bert", tmp_path / "configs" / "near"):
+        folder = place / "vgpus=2"
+        folder.mkdir(parents=True)
+        write(folder, '{"partition": [2, 3]}', "vpipe.json")
+        write(folder, json.dumps(maps), "mp_conf.json")
+    monkeypatch.chdir(tmp_path)
+    keys = {"directory": "bert", "partition": "vgpus=2/vpipe.json", "config_file": "vgpus=2/mp_conf.json"}
+    for directory in ("bert", "near"):
+        config = read_config(write(tmp_path / "configs", keys | {"directory": directory}))
+        assert (config.partition, config.replicas) == ([2, 3], [1, 1])
+        written = read_config(write(tmp_path, resolved_yaml(config), "config.yml"))
+        assert written.directory in (str(tmp_path / "bert"), str(tmp_path / "configs" / "near"))
+        assert written.file("config_file").is_file()
+    # The one beside the file goes first.
+    write(tmp_path / "configs", '{"partition": [1, 4]}', "vpipe.json")
+    write(tmp_path / "bert", '{"partition": [4, 1]}', "vpipe.json")
+    found = read_config(write(tmp_path / "configs", {"directory": "bert", "partition": "vpipe.json"}))
+    assert found.partition == [1, 4]
+
+
+def test_a_plan_beside_recompute(tmp_path: Path) -> None:
+    write(tmp_path, '{"partition": [1, 2], "recompute_ratio": [1, 1], "batch_size": 32}', "vpipe.json")
+    config = read_config(write(tmp_path, {"partition": "vpipe.json", "recompute": True}))
+    assert (config.policies, config.batch_size) == (["recompute"] * 3, 32)
+    message = mistake(write(tmp_path, {"partition": "vpipe.json", "recompute": False}))
+    assert (
+        "recompute is False: nothing is recomputed then, but policies (or the plan) says otherwise" in message
+    )
 
 
 WHOLE = '{"partition": [1, 2], "schedule": "1f1b", "minibatches": 6, "replicas": [2, 1]}'

@@ -35,8 +35,8 @@ def test_every_key_is_one_row_of_four_cells() -> None:
 @pytest.mark.parametrize(
     "row",
     [
-        "| `batch_size` | whole number, 1 or more | `8` | Samples of a minibatch. |",
-        "| `sync_mode` | `asp`, `bsp` |  | bsp: all minibatches",
+        "| `batch_size` | whole number, 1 or more | `8` | Samples of a minibatch, which all",
+        "| `sync_mode` | `asp`, `bsp` |  | bsp: the minibatches",
         "| `recompute_ratio` | number, from 0 to 1; or list of numbers, each from 0 to 1 |  | Share of",
         "| `partition` | list of whole numbers, each 1 or more; or text |  | Blocks of each stage",
         "| `synthetic_data` | `true` or `false` | `false` | Train on random tokens",

@@ -39,9 +39,24 @@ def test_the_examples_of_the_docs(file: Path) -> None:
 
 def test_the_guides_file_counts_from_the_end_of_a_stage(file: Path) -> None:
     plan = read(file, {"partition": [12, 13, 13, 11], "recompute_ratio": [0.3, 0, 0, 0]})
-    assert plan.policies == ("keep",) * 8 + ("recompute",) * 4 + ("keep",) * 37
+    assert plan.policies == ("keep",) * 9 + ("recompute",) * 3 + ("keep",) * 37  # int(0.3 * 12)
+    assert read(file, {"partition": [10], "recompute_ratio": 0.3}).policies.count("recompute") == 3
     assert read(file, {"partition": [2, 1], "recompute_ratio": 1}).policies == ("recompute",) * 3
     assert read(file, {"partition": [2, 1]}).policies == ("keep",) * 3
+
+
+@given(st.integers(1, 400).flatmap(lambda blocks: st.tuples(st.just(blocks), st.integers(0, blocks))))
+def test_a_ratio_that_is_written_stands_for_as_many_blocks(counts: tuple[int, int]) -> None:
+    blocks, recomputed = counts
+    plan = Plan((blocks,), ("keep",) * (blocks - recomputed) + ("recompute",) * recomputed)
+    ratios = plan.ratios()
+    assert ratios is not None
+    assert int(ratios[0] * blocks) == recomputed
+
+
+def test_a_ratio_that_was_rounded_to_the_nearest_is_read(file: Path) -> None:
+    written = {"partition": [3], "policies": ["keep", "keep", "recompute"], "recompute_ratio": [0.3333]}
+    assert read(file, written).policies == ("keep", "keep", "recompute")
 
 
 @pytest.mark.parametrize(

@@ -105,7 +105,7 @@ READING = {
     "verify, a table": ["verify", "run.yml", "--schedule", "PATH.csv"],
     "profile": ["profile", "PATH"],
     "plan": ["plan", "PATH"],
-    "plan, a profile": ["plan", "--profile", "PATH", "--stages", "2"],
+    "plan, a profile": ["plan", "--profile", "PATH", "--ranks", "2"],
     "simulate, a profile": ["simulate", "--profile", "PATH", "--plan", "plan.json"],
     "schedule": ["schedule", "--from", "PATH"],
     "report": ["report", "PATH"],

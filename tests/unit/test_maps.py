@@ -225,7 +225,7 @@ def test_a_file_without_maps_changes_nothing(file: Path) -> None:
 
 def test_maps_beside_a_plan(file: Path) -> None:
     plan = file.parent / "vpipe.json"
-    plan.write_text('{"partition": [3, 2], "recompute_ratio": [0.5, 0]}')
+    plan.write_text('{"partition": [3, 2], "recompute_ratio": [0.7, 0]}')
     config = read_config(configured(file, TWO, partition="vpipe.json"))
     assert (config.partition, config.policies) == ([3, 2], ["keep", *["recompute"] * 2, "keep", "keep"])
     plan.write_text('{"partition": [4, 1]}')

@@ -142,7 +142,7 @@ def test_the_commands_take_it(
             main()
         return int(caught.value.code or 0)
 
-    assert vpipe("plan", "--profile", "profile.json", "--stages", 2, "--schedule", "own.csv", "--json") == 0
+    assert vpipe("plan", "--profile", "profile.json", "--ranks", 2, "--schedule", "own.csv", "--json") == 0
     planned = json.loads(capsys.readouterr().out)
     written = read_plan(Path("plan.json"))
     assert written.schedule == planned["schedule"] == str(tmp_path / "own.csv")

@@ -73,7 +73,7 @@ def test_a_run_is_profiled_once_and_planned_as_its_file_says(
     assert (printed["schedule"], printed["minibatches"], printed["memory"]) == ("1f1b", 6, 2 * 2**20)
     assert sum(written.replicas) == 2
     assert written.fingerprint == "abc"
-    assert vpipe(monkeypatch, "plan", config, "--stages", 3, "--schedule", "vpipe", "-o", "other.json") == 0
+    assert vpipe(monkeypatch, "plan", config, "--ranks", 3, "--schedule", "vpipe", "-o", "other.json") == 0
     assert "vpipe on 3 ranks" in capsys.readouterr().out
     assert sum(read_plan(Path("other.json")).replicas) == 3
     assert len(profiled) == 1
@@ -105,10 +105,13 @@ def test_without_a_place_to_keep_it_a_run_is_profiled_once(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ((), "give a run's YAML file, or --profile and --stages"),
-        (("--profile", "profile.json"), "give a run's YAML file, or --profile and --stages"),
+        ((), "give a run's YAML file, or --profile and --ranks"),
+        (("--profile", "profile.json"), "give a run's YAML file, or --profile and --ranks"),
         (("run.yml", "--profile", "profile.json"), "give either a run's YAML file or --profile, not both"),
-        (("run.yml", "--set", "schedule=order.csv"), "order.csv: cannot be read: No such file"),
+        (
+            ("run.yml", "--set", "schedule=order.csv", "--set", "minibatches=null"),
+            "order.csv: cannot be read: No such file",
+        ),
     ],
 )
 def test_mistakes(

@@ -35,6 +35,7 @@ def test_max_updates_counts_updates_whatever_they_are_made_of(before: int, after
     assert second.updates == 10
     assert second.state(6)["minibatch"] == 6 * before  # no sample twice, none missed
     assert len(second.batches(6)) == 4 * after
+    assert len(second.batches(6, 7)) == after
     assert second.state(10)["minibatch"] == 6 * before + 4 * after
 
 

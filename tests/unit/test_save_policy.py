@@ -115,6 +115,29 @@ def after(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, int, str], None]:
     return lambda rank, done, what: asking.append((rank, done, what))
 
 
+def test_an_asynchronous_run_evaluates_and_saves_where_it_says(train: Callable[..., Path]) -> None:
+    """The pipeline is drained there, and goes on; the log begins as the guides say."""
+    run = train(evaluation_interval=3, checkpoint_interval=4, max_updates=8, **ASYNCHRONOUS)
+    evaluated = re.findall(r"^Iteration (\d+), Evaluation loss", log(run), re.M)
+    assert [int(number) for number in evaluated] == [3, 6, 8]
+    assert set(updates(run)) >= {4, 8}
+    resumed = train(
+        "again", resume=str(run / "checkpoints" / "step-00000004"), evaluation_interval=3, **ASYNCHRONOUS
+    )
+    assert re.findall(r"^Iteration (\d+), Evaluation loss", log(resumed), re.M) == ["6", "8"]
+    for rank in range(2):
+        lines = log(run, rank).splitlines()
+        assert lines[:2] == [
+            f"Finished initializing process group; backend: auto, rank: {rank}, world_size: 2",
+            f"[Rank {rank}] Stage: {rank}, Rank in stage: 0",
+        ]
+        assert lines[3] == "Training..."
+        trained = [line for line in lines if line.startswith("Epoch")]
+        assert trained[0].startswith("Epoch 0, Iteration 0, Loss: ")
+        assert trained[1].startswith("Epoch 0, Iteration 4, Loss: ")
+    assert "Iteration 0" not in log(resumed)
+
+
 def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
     reported = {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.75}
 
@@ -124,8 +147,8 @@ def test_the_newest_and_the_best_stay(train: Callable[..., Path], monkeypatch: p
     monkeypatch.setattr(Trainer, "evaluate", evaluate)
     keys: dict[str, Any] = {"evaluation_interval": 2, "checkpoint_interval": 3, **SYNCHRONOUS}
     run = train(**keys)
-    # 2 and 4 are the best so far; three updates after 4 it is time again; 8 is the end.
-    assert losses_of(run) == {2: 3.0, 4: 2.0, 7: None, 8: 2.75}
+    # 2 and 4 are the best so far; at 3 and 6 it is time; 8 is the end.
+    assert losses_of(run) == {2: 3.0, 3: None, 4: 2.0, 6: 2.5, 8: 2.75}
     run = train("pruned", keep_checkpoints=1, **keys)
     assert losses_of(run) == {4: 2.0, 8: 2.75}
     assert last(run).extra["best_evaluation_loss"] == 2.0
@@ -285,8 +308,8 @@ def test_after_numbers_that_are_not_finite_the_last_checkpoint_is(
     forward = Stage.forward
     bad = 7
 
-    def poison(stage: Stage, minibatch: int, fields: Any) -> Any:
-        outputs = forward(stage, minibatch, fields)
+    def poison(stage: Stage, minibatch: int, *given: Any) -> Any:
+        outputs = forward(stage, minibatch, *given)
         if stage.index == 0 and minibatch == bad:
             for tensor in outputs.values():
                 tensor.fill_(math.nan)

@@ -229,7 +229,8 @@ def test_row_23_shells_see_no_names(
     monkeypatch.chdir(tmp_path)
     started: list[Any] = []
     monkeypatch.setattr(launching, "run_ranks_here", lambda *args, **kwargs: started.append((args, kwargs)))
-    (tmp_path / "run.yml").write_text(yaml.safe_dump({"synthetic_data": True, key: f"x; mkdir {sprung} #"}))
+    kind = {"model_type": "cpm"} if key == "prompt" else {}
+    (tmp_path / "run.yml").write_text(yaml.safe_dump({**kind, key: f"x; mkdir {sprung} #"}))
     config = read_config(tmp_path / "run.yml")
     with suppress(ConfigError):  # there is no such directory
         launching.launch(config, ["train", str(tmp_path / "run.yml")])

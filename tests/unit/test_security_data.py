@@ -12,7 +12,7 @@ import yaml
 from tests.examples import example, varied
 from tests.unit.test_data_shards import columns
 from vpipe import Pipeline
-from vpipe.config.arguments import known_blocks
+from vpipe.config.derived import known_blocks
 from vpipe.config.file import read_config
 from vpipe.data import Batches, Sampler, read_documents, read_shards, split
 from vpipe.errors import ConfigError, VPipeError

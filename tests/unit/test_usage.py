@@ -11,7 +11,7 @@ MISTAKES = {
     "train": ("missing argument", "`vpipe train --help`"),
     "trian run.yml": ("no such command", "trian"),
     "train run.yml --nosuch": ("no such option", "--nosuch", "`vpipe train --help`"),
-    "plan --stages two": ("--stages", "integer", "`vpipe plan --help`"),
+    "plan --ranks two": ("--ranks", "integer", "`vpipe plan --help`"),
     "train run.yml other.yml": ("unexpected extra argument", "other.yml", "`vpipe train --help`"),
     "checkpoint prune run": ("missing option", "--keep", "`vpipe checkpoint prune --help`"),
 }

@@ -57,7 +57,7 @@ def plan(
     profile: Annotated[
         Path | None, typer.Option(help="Instead: a file of `vpipe profile`, or PipeDream's graph.txt.")
     ] = None,
-    stages: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
+    ranks: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
     schedule: Annotated[
         str | None,
@@ -85,13 +85,13 @@ def plan(
 
     size = None if batch_size is None else _batch_size(batch_size)
     if config is None:
-        if profile is None or stages is None:
-            raise VPipeError("give a run's YAML file, or --profile and --stages")
+        if profile is None or ranks is None:
+            raise VPipeError("give a run's YAML file, or --profile and --ranks")
         cap = None if memory is None else read_bytes(memory)
         costs = with_links(read_any_profile(profile), links)
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
-        result = find_plan(costs, stages, cap, chosen, minibatches, size, chunks)
+        result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks)
     elif profile is not None:
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
@@ -102,7 +102,7 @@ def plan(
         run = read_run(config, settings)
         result = plan_run(
             run,
-            ranks=stages,
+            ranks=ranks,
             memory=memory,
             schedule=schedule,
             minibatches=minibatches,

@@ -30,6 +30,7 @@ class CommunicationHandler:
         self.device = device
         self.rank = world.rank
         self.world_size = world.size
+        self.local_rank = world.local_rank
         self.tensor_tags: dict[str, int] = {}
         self.bytes_sent = 0
         self.bytes_received = 0
@@ -141,6 +142,15 @@ class CommunicationHandler:
         self.waiting = None
         self.waited += perf_counter() - started
         return found
+
+    @property
+    def ranks_in_server(self) -> list[int]:
+        """The ranks on this rank's host, itself included."""
+        return self.world.ranks_here()
+
+    @property
+    def num_ranks_in_server(self) -> int:
+        return len(self.ranks_in_server)
 
     @property
     def channel_names(self) -> dict[int, str]:

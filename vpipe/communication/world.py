@@ -109,6 +109,10 @@ class World(ABC):
         """Begin to replace the tensor by its sum over the ranks; None if only the channels can do it."""
         return None
 
+    def ranks_here(self) -> list[int]:
+        """The ranks on this rank's host; known once there are channels."""
+        return list(range(self.size))
+
     def close(self) -> None:  # noqa: B027
         """End the connections."""
 
@@ -262,6 +266,10 @@ class ProcessWorld(World):
         for link in links.values():
             link.settimeout(self._timeout)
         return links
+
+    def ranks_here(self) -> list[int]:
+        hosts = [place.host for place in self._places]
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]] or [self.rank]
 
     def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
         if self._communicators is not None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from vpipe.config.derived import known_blocks
 from vpipe.errors import ConfigError, PartitionError
 from vpipe.schedule import Schedule, kind_of, read_table
 from vpipe.system.files import read_text
@@ -69,13 +70,6 @@ def check_plan(config: RunConfig, model: str) -> None:
         )
 
 
-def known_blocks(config: RunConfig) -> int | None:
-    """The number of blocks: two for each layer of bert and cpm, and a head; None if the model must be captured."""
-    if config.model is not None or config.model_type == "translation":
-        return None
-    return 2 * config.num_layers + 1
-
-
 def check_blocks(config: RunConfig, schedule: Schedule) -> None:
     """Raise if partition or policies do not fit the model, as far as its blocks are known before ranks start."""
     blocks, stages, ratio = known_blocks(config), schedule.num_stages, config.recompute_ratio
@@ -100,7 +94,9 @@ def check_blocks(config: RunConfig, schedule: Schedule) -> None:
                 check_partition(counts, blocks)
             balanced_partition([1] * blocks, stages)
         except PartitionError as error:
-            raise ConfigError(f"{config.source}: {error}") from None
+            fitting = sum(counts or ()) // 2
+            fix = f", or set num_layers: {fitting}" if sum(counts or ()) % 2 and fitting else ""
+            raise ConfigError(f"{config.source}: {error}{fix}") from None
 
 
 def build_schedule(config: RunConfig) -> Schedule:
@@ -113,11 +109,17 @@ def build_schedule(config: RunConfig) -> Schedule:
                 f"{config.source}: the table {name!r} is written for {schedule.num_ranks} ranks, but the run has "
                 f"{config.ranks}: make the two equal"
             )
+        if config.sync_mode is not None and schedule.synchronous != (config.sync_mode == "bsp"):
+            way = "synchronous" if schedule.synchronous else "asynchronous"
+            raise ConfigError(
+                f"{config.source}: sync_mode is {config.sync_mode!r}, but the table {name!r} is {way}: "
+                "leave one of the two out"
+            )
     else:
         kind = kind_of(name)
         schedule = kind.build(
             config.positions,
-            (config.minibatches if kind.synchronous else None) or kind.default_minibatches(config.positions),
+            config.minibatches or kind.default_minibatches(config.positions),
             chunks=config.chunks,
             replicas=config.replicas,
             update_interval=config.update_interval,

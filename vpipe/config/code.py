@@ -81,6 +81,11 @@ def call_function(config: RunConfig, key: str) -> Any:
         raise ConfigError(f"{place}: it raised {describe_error(error)}") from error
 
 
+def takes_config(config: RunConfig, key: str) -> bool:
+    """Whether the function that the key names is given the configuration."""
+    return "config" in _parameters(load_function(config, key))
+
+
 def describe_error(error: BaseException) -> str:
     """An error of a user's code in one line, with its place there."""
     message = " ".join(str(error).split())[:300]

@@ -10,7 +10,9 @@ import yaml
 from pydantic import ValidationError
 
 from vpipe.config.code import code_directories
-from vpipe.config.keys import MODEL_SIZES, RunConfig
+from vpipe.config.contradictions import MODEL_SIZES
+from vpipe.config.derived import minibatches_of_update, model_sizes
+from vpipe.config.keys import RunConfig
 from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
@@ -31,17 +33,29 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
     values = read_yaml(path) | dict(settings or {})
     config = check_values(values, path)
     if isinstance(config.partition, str) and config.partition != AUTO:
-        config = with_plan(config, config.path(config.partition))
+        config = with_plan(config, config.file("partition"))
     if config.config_file is not None:
-        config = _with_maps(config, config.path(config.config_file))
-    return config
+        config = _with_maps(config, config.file("config_file"))
+    sizes = model_sizes(config)
+    if sizes:
+        listed = ", ".join(f"{key} {value}" for key, value in sizes.items())
+        config.notes.append(f"from the number of blocks in the partition follow {listed}")
+    config = _with(config, sizes)
+    return _with(config, minibatches_of_update(config))
+
+
+def _with(config: RunConfig, values: dict[str, Any], place: Path | None = None) -> RunConfig:
+    """The configuration with these values too, which a file at `place` has, if not its own."""
+    checked = check_values(config.model_dump(exclude_unset=True) | values, place or config.source)
+    checked._source, checked._planned, checked._notes = config.source, config.planned, config.notes
+    return checked
 
 
 def with_plan(config: RunConfig, path: Path) -> RunConfig:
     """The plan's values for the keys that the file does not give."""
     plan = read_plan(path)
-    planned: dict[str, Any] = {"partition": list(plan.partition)}
-    if config.recompute_ratio is None and config.recompute is not False:
+    planned: dict[str, Any] = {"partition": list(plan.partition), "batch_size": plan.batch_size or None}
+    if config.recompute_ratio is None:
         planned["policies"] = list(plan.policies)
     if config.schedule is None and config.sync_mode is None and not config.macrobatch and plan.scheduled:
         planned["schedule"] = plan.schedule
@@ -49,6 +63,11 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
         planned |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
         planned["depth"] = list(plan.depth) or None
     planned["replicas"] = list(plan.replicas) or None
+    kind = KINDS.get(planned.get("schedule", config.chosen_schedule))
+    if kind is None:  # a table says it itself
+        planned |= dict.fromkeys(("minibatches", "chunks", "update_interval", "replicas", "depth"))
+    elif not kind.synchronous:
+        planned["minibatches"] = None  # of the simulated run
     given = config.model_dump(exclude_unset=True)
     kept = {key: value for key, value in given.items() if key != "partition"}
     if sum(plan.replicas) == config.stages and config.replicas is None:
@@ -75,10 +94,7 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
                 f"{config.source}: {key} is {short_repr(own)}, but {path} says {short_repr(value)}: "
                 "make the two equal, or leave one out"
             )
-    given = config.model_dump(exclude_unset=True)
-    checked = check_values(given | {key: value for key, value in mapped.items() if value is not None}, path)
-    checked._source, checked._planned = config.source, config.planned
-    return checked
+    return _with(config, {key: value for key, value in mapped.items() if value is not None}, path)
 
 
 def resolved_yaml(config: RunConfig) -> str:
@@ -97,7 +113,7 @@ def resolved_values(config: RunConfig) -> dict[str, Any]:
     )
     for key, value in values.items():
         if is_path(key, value):
-            values[key] = str(config.path(value).absolute())
+            values[key] = str(config.file(key).absolute())
     if config.code:
         values["python_path"] = list(map(str, code_directories(config)))
     return values

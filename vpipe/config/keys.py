@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import Annotated, Any, Literal
 
 from pydantic import (
     AfterValidator,
@@ -19,19 +19,18 @@ from pydantic import (
 )
 
 from vpipe.config.code import CODE_KEYS, names_code
+from vpipe.config.contradictions import contradictions
+from vpipe.config.names import MEANT
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.errors import VPipeError
 from vpipe.schedule import KINDS, read_table
 from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import read_staleness
-from vpipe.system.files import check_path, read_text, short_repr
+from vpipe.system.files import check_path, exists, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
-MOST_RANKS = 4096
-MOST_SYNTHETIC = 10_000_000
 LOSS_WEIGHTS = ("auto", "samples", "tokens")
-MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
 
 
 def _number(value: Any) -> Any:
@@ -95,7 +94,7 @@ class _Keys(BaseModel):
     def _check_keys(cls, values: Any) -> Any:
         for key in values if isinstance(values, dict) else ():
             if key not in cls.model_fields:
-                raise mistake(unknown_key(key, values[key], cls.model_fields))
+                raise mistake(unknown_key(key, values[key], cls.model_fields, MEANT))
         return values
 
 
@@ -170,7 +169,10 @@ class RunConfig(_Keys):
     validation_share: Annotated[Real, Field(gt=0, lt=1)] = 0.05
     """Share of the samples that is kept apart for evaluation."""
     batch_size: Count = 8
-    """Samples of a minibatch."""
+    """Samples of a minibatch, which all stages compute at once: not of an update, and not split further."""
+    global_batch_size: Count | None = None
+    """Samples of an update: `batch_size` times `minibatches` (in an asynchronous schedule times `update_interval`). The
+    one of them that is not given follows from it; if none is, it is split into as many minibatches as the default."""
     sequence_length: Annotated[int, Field(strict=True, ge=4, le=LARGEST)] = 128
     """Tokens of a sample."""
 
@@ -180,10 +182,10 @@ class RunConfig(_Keys):
     """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe, or the path of a table
     that `vpipe schedule --csv` wrote. If not given, `macrobatch` and `sync_mode` choose."""
     sync_mode: Literal["asp", "bsp"] | None = None
-    """bsp: all minibatches of a batch make one update together (schedule 1f1b); asp: each makes its own, on
-    weights that may be stale (schedule vpipe)."""
-    macrobatch: StrictBool = False
-    """One update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
+    """bsp: the minibatches of a batch make one update together; asp: each makes its own, on weights that may be stale.
+    Without `schedule` they choose 1f1b and vpipe; a schedule of the other kind is refused."""
+    macrobatch: StrictBool | None = None
+    """true: one update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
     stages: Places | None = None
     """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
     minibatches: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
@@ -208,9 +210,9 @@ class RunConfig(_Keys):
     """Memory of a rank that a plan may use, such as 11GiB; if not given, the device's."""
     recompute_ratio: Share | list[Share] | None = None
     """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one
-    number for all stages, or one for each. It overrides `vpipe.json`."""
+    number for all stages, or one for each. Of n blocks the last int(share * n) are. It overrides `vpipe.json`."""
     recompute: StrictBool | None = None
-    """false: nothing is recomputed; true: everything is, unless a ratio or a plan is given."""
+    """true: everything is recomputed; false: nothing. Ratios or a plan that say otherwise are refused."""
 
     # The training
 
@@ -244,6 +246,9 @@ class RunConfig(_Keys):
     """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision in which the model computes; weights are kept and updated in fp32."""
+    loss_scale: Positive | None = None
+    """Loss scale that fp16 begins with; 65536 if not given. An overflow halves it, and 2000 updates without one double
+    it."""
     compile: StrictBool = False
     """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
     Dropout then draws other masks than without it. Evaluation is not compiled."""
@@ -282,14 +287,17 @@ class RunConfig(_Keys):
     """host:GPU of each rank, by its number among the GPUs that the rank sees; ranks may share a GPU. The ranks of other
     hosts are started by ssh (docs/many_machines.md)."""
     module: Annotated[str, Field(pattern=r"^vgpus=[1-9][0-9]{0,3}$")] | None = None
-    """'vgpus=4': the number of ranks, where `machines` does not name them."""
+    """'vgpus=4': the number of ranks; it must be the one that `machines`, `stages` or `replicas` make, if given."""
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
     from GPU to GPU too; chosen by the devices if not given."""
     directory: Path_ | None = None
-    """Directory that the ranks start in, also under torchrun and srun; the current one if not given."""
+    """Directory that the ranks start in, also under torchrun and srun, and where `partition` and `config_file` are
+    looked for if they are not beside this file. It is relative to this file or, if there is none, to the current
+    directory."""
     config_file: Path_ | None = None
-    """Path of an `mp_conf.json` with the maps of modules, stages, ranks and depths."""
+    """Path of an `mp_conf.json` with the maps of modules, stages, ranks and depths, beside this file or in
+    `directory`."""
     python: Program | None = None
     """Python on the other hosts of `machines`: its absolute path, or a name that is found there; if not given, the path
     of the one that runs this command."""
@@ -308,8 +316,8 @@ class RunConfig(_Keys):
     # Logs, checkpoints, monitoring
 
     log_directory: Path_ = "runs"
-    """Directory of the runs, from where the command is started: `<log_directory>/<timestamp>/` holds the logs
-    (`output.log.<rank>`), the figures, the checkpoints."""
+    """Directory of the runs, relative to where the command is started, whatever `directory` is:
+    `<log_directory>/<timestamp>/` holds the logs (`output.log.<rank>`), the figures, the checkpoints."""
     print_frequency: Count = 10
     """Updates between two lines of the log."""
     verbose_frequency: Natural = 0
@@ -337,53 +345,17 @@ class RunConfig(_Keys):
 
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)
+    _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
-        given = self.model_fields_set
-        if self.model is not None:
-            for key in ("model_type", *MODEL_SIZES):
-                if key in given:
-                    self._refuse(key, "what `model` names says it: leave one of the two out")
-        elif self.hidden_size % self.num_heads:
-            self._refuse("hidden_size", f"it must be a multiple of num_heads, which is {self.num_heads}")
         try:
             read_staleness(self.staleness)
         except VPipeError as error:
             raise mistake(str(error)) from None
-        skipped, updates = self.nonfinite_limit
-        if skipped > updates:
-            self._refuse("nonfinite_limit", f"of {updates} updates {skipped} cannot be skipped")
-        for key in ("data_dir", "tokenizer", "synthetic_data", "data_field", "token_type", "documents"):
-            if self.data is not None and getattr(self, key) != type(self).model_fields[key].default:
-                self._refuse(key, f"the samples come from `data`, {self.data!r}: leave one of the two out")
-        if self.macrobatch and self.sync_mode == "bsp" and self.schedule is None:
-            self._refuse("macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch")
-        if self.max_updates is not None and self.warmup_updates > self.max_updates:
-            self._refuse("warmup_updates", f"the run has only {self.max_updates} updates (max_updates)")
-        if self.replicas is not None and sum(self.replicas) > MOST_RANKS:
-            self._refuse("replicas", f"they add up to {sum(self.replicas)} ranks: give {MOST_RANKS} at most")
-        if self.synthetic_data and (self.max_samples or 0) > MOST_SYNTHETIC:
-            self._refuse("max_samples", f"of synthetic data there are {MOST_SYNTHETIC:,} at most")
-        if self.stages is not None and self.replicas is not None and len(self.replicas) != self.stages:
-            self._refuse("replicas", f"give one number for each of the {self.stages} stages")
-        if self.machines is not None:
-            self._check_machines(len(self.machines))
+        for key, problem in contradictions(self):
+            raise mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
         return self
-
-    def _check_machines(self, count: int) -> None:
-        if self.module is not None and self._vgpus != count:
-            self._refuse("module", f"`machines` names {count} ranks: make the two equal, or leave one out")
-        if self.replicas is not None and sum(self.replicas) != count:
-            self._refuse(
-                "replicas", f"they add up to {sum(self.replicas)}, but `machines` names {count} ranks"
-            )
-        if self.replicas is None and self.stages not in (None, count):
-            self._refuse("stages", f"`machines` names {count} ranks: make the two equal, or give replicas")
-
-    def _refuse(self, key: str, problem: str) -> NoReturn:
-        """Raise for a key that contradicts another."""
-        raise mistake(f"{key} is {short_repr(getattr(self, key))}: {problem}")
 
     @property
     def source(self) -> Path:
@@ -396,6 +368,11 @@ class RunConfig(_Keys):
         return self._planned
 
     @property
+    def notes(self) -> list[str]:
+        """What follows from other keys and files without being written, in words for the user."""
+        return self._notes
+
+    @property
     def code(self) -> dict[str, str]:
         """The keys that name a function of the user's, and what they name."""
         return {key: getattr(self, key) for key in CODE_KEYS if names_code(getattr(self, key))}
@@ -403,6 +380,16 @@ class RunConfig(_Keys):
     def path(self, written: str) -> Path:
         """A path that is written in the file, relative to the current directory."""
         return self._source.parent / written
+
+    def file(self, key: str) -> Path:
+        """The path that a key names: where it is found, or else where it should be."""
+        written = getattr(self, key)
+        places = [self.path(written)]
+        if key == "directory":
+            places.append(Path(written))
+        elif key in ("partition", "config_file") and self.directory is not None:
+            places.append(self.file("directory") / written)
+        return next(filter(exists, places), places[0])
 
     @property
     def chosen_schedule(self) -> str:
@@ -422,8 +409,8 @@ class RunConfig(_Keys):
             return len(self.replicas)
         if self.machines is not None:
             return len(self.machines)
-        if self.module is not None:
-            return self._vgpus
+        if self.vgpus is not None:
+            return self.vgpus
         if self.chosen_schedule.endswith(".csv"):
             return read_table(read_text(self.path(self.chosen_schedule))).num_ranks
         return len(self.partition) if isinstance(self.partition, list) else 1
@@ -435,20 +422,22 @@ class RunConfig(_Keys):
     @property
     def ratio(self) -> float | Sequence[float]:
         """The share of recomputed blocks, for all stages or for each."""
-        if self.recompute is False:
-            return 0.0
-        if self.recompute_ratio is not None:
-            return self.recompute_ratio
-        return 1.0 if self.recompute else 0.0
+        return float(self.recompute or False) if self.recompute_ratio is None else self.recompute_ratio
 
     @property
-    def _vgpus(self) -> int:
-        assert self.module is not None
-        return int(self.module.removeprefix("vgpus="))
+    def vgpus(self) -> int | None:
+        """The number of ranks that `module` says."""
+        return None if self.module is None else int(self.module.removeprefix("vgpus="))
+
+    @property
+    def ranks_of_layout(self) -> int | None:
+        """The number of ranks that `replicas` and `stages` make; None: they do not say."""
+        return self.stages if self.replicas is None else sum(self.replicas)
 
     def with_schedule(self, schedule: str) -> RunConfig:
         """The same run under another schedule, without what only the file's own schedule understands."""
-        kept: dict[str, Any] = {"schedule": schedule}
+        chosen_by = ("sync_mode", "macrobatch", "global_batch_size")
+        kept: dict[str, Any] = {"schedule": schedule, **dict.fromkeys(chosen_by)}
         kind = KINDS.get(schedule)  # None: a table
         if kind is not None:
             kept["update_interval" if kind.synchronous else "minibatches"] = None

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate
+from math import ceil, nextafter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -83,20 +84,20 @@ class Plan(FileObject):
         """For each stage the share of its blocks, from its end, that is recomputed; None: no such shape."""
         ratios = []
         for policies in self.stage_policies():
-            count = policies.count(RECOMPUTE)
-            if policies != (KEEP,) * (len(policies) - count) + (RECOMPUTE,) * count:
+            count, blocks = policies.count(RECOMPUTE), len(policies)
+            if policies != (KEEP,) * (blocks - count) + (RECOMPUTE,) * count:
                 return None
-            share = count / len(policies)
-            short = round(share, 4)
-            ratios.append(short if round(short * len(policies)) == count else share)
+            short = ceil(10_000 * count / blocks) / 10_000
+            # A share may be rounded to less than a whole number of blocks: 1 / 49 * 49 is less than 1.
+            ratios.append(short if int(short * blocks) == count else nextafter(count / blocks, 1))
         return ratios
 
 
 def recomputed_from_end(partition: Sequence[int], ratios: Sequence[float]) -> tuple[str, ...]:
-    """The policies that a share for each stage, counted from its end, stands for."""
+    """The policies that a share for each stage, counted from its end, stands for: the guides' `int(fraction * n)`."""
     policies: list[str] = []
     for count, share in zip(partition, ratios, strict=True):
-        recomputed = round(share * count)
+        recomputed = int(share * count)
         policies += [KEEP] * (count - recomputed) + [RECOMPUTE] * recomputed
     return tuple(policies)
 
@@ -175,9 +176,11 @@ def _policies(file: _PlanFile, path: Path) -> tuple[str, ...]:
             "stages: give one for each"
         )
     policies = recomputed_from_end(file.partition, ratios)
-    if file.policies and file.policies != policies:
+    # Older files have shares that are rounded to four digits, perhaps down.
+    near = recomputed_from_end(file.partition, [min(1, share + 1e-4) for share in ratios])
+    if file.policies and file.policies not in (policies, near):
         raise ConfigError(
             f"{path}: recompute_ratio is {short_repr(list(ratios))}, but the policies say otherwise: "
             "remove one of the two"
         )
-    return policies
+    return file.policies or policies

@@ -32,14 +32,13 @@ def rank_directory(config: RunConfig) -> Path | None:
     """The directory that the ranks start in, if the configuration names one."""
     if config.directory is None:
         return None
-    directory = config.path(config.directory)
+    directory = config.file("directory")
     if not is_folder(directory):
-        raise ConfigError(f"{config.source}: directory is {config.directory!r}: there is no such directory")
+        raise ConfigError(
+            f"{config.source}: directory is {config.directory!r}: there is no such directory, neither beside this file "
+            "nor here: make one, or leave the key out"
+        )
     return directory
-
-
-def log_directory(config: RunConfig) -> Path:
-    return (rank_directory(config) or Path()) / config.log_directory
 
 
 def rank_interpreter(config: RunConfig, arguments: Sequence[str]) -> list[str]:
@@ -61,9 +60,13 @@ def rank_interpreter(config: RunConfig, arguments: Sequence[str]) -> list[str]:
     return [tool, "exec", *gpus, *bound, "--pwd", inside, str(image.resolve()), "python3"]
 
 
-def with_code(config: RunConfig, arguments: Sequence[str]) -> list[str]:
-    """The arguments of a rank that may start in another directory, and finds the user's code all the same."""
-    found = [f"python_path={json.dumps(list(map(str, code_directories(config))))}"] if config.code else []
+def from_elsewhere(config: RunConfig, arguments: Sequence[str]) -> list[str]:
+    """The arguments of a rank that may start in another directory: what is relative to this one stays where it is."""
+    found = []
+    if config.directory is not None:
+        paths = {"log_directory": Path(config.log_directory), "directory": config.file("directory")}
+        found += [f"{key}={json.dumps(os.path.abspath(path))}" for key, path in paths.items()]
+    found += [f"python_path={json.dumps(list(map(str, code_directories(config))))}"] if config.code else []
     return [*arguments, *(part for setting in found for part in ("--set", setting))]
 
 
@@ -75,8 +78,8 @@ def enter_place(config: RunConfig, arguments: Sequence[str]) -> None:
     if PLACED in os.environ or (config.container is None and config.directory is None):
         return
     if config.container is not None:
-        make_log_directory(log_directory(config))  # only what exists can be bound
-    command = [*rank_interpreter(config, arguments), "-m", "vpipe", *with_code(config, arguments)]
+        make_log_directory(Path(config.log_directory))  # only what exists can be bound
+    command = [*rank_interpreter(config, arguments), "-m", "vpipe", *from_elsewhere(config, arguments)]
     directory = rank_directory(config)
     os.environ[PLACED] = "1"
     sys.stdout.flush()
@@ -89,11 +92,11 @@ def _bound_paths(config: RunConfig, arguments: Sequence[str]) -> list[Path]:
     """What a rank reads and writes, as absolute paths; none of them is inside another."""
     values = config.model_dump()
     keys = {*PATHS, "schedule"} - {"container"}
-    named = [config.path(values[key]) for key in keys if is_path(key, values[key])]
+    named = [config.file(key) for key in keys if is_path(key, values[key])]
     named += [config.planned[0]] if config.planned is not None else []
     given = [Path(word) for word in arguments if word.startswith("/")]  # the configuration, --resume
     homes = [path if is_folder(path) else path.parent for path in (*named, *given)]
-    wanted = [log_directory(config), Path(), *code_directories(config), *homes]
+    wanted = [Path(config.log_directory), Path(), *code_directories(config), *homes]
     paths = _outermost(path for path in wanted if is_folder(path))
     for path in paths:
         if set(str(path)) & set(":,"):

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.errors import ConfigError, NotWrittenError, Stopped, VPipeError
-from vpipe.launch.place import with_code
+from vpipe.launch.place import from_elsewhere
 from vpipe.system.faults import ATTEMPT
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def sbatch_script(
     cpus = [] if resources.cpus_per_task is None else [f"--cpus-per-task={resources.cpus_per_task}"]
     # A rank that has saved must not end the others, whatever the cluster's default is: they are still saving.
     step = ["srun", "--kill-on-bad-exit=0", *cpus]
-    command = [*step, sys.executable, "-m", "vpipe", *with_code(config, arguments)]
+    command = [*step, sys.executable, "-m", "vpipe", *from_elsewhere(config, arguments)]
     options = [
         f"#SBATCH --{name}" + (f"={value}" if value else "")
         for name, value in _options(config, resources).items()

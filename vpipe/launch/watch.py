@@ -20,6 +20,7 @@ from typing import NamedTuple
 
 from vpipe.errors import NotWrittenError, RankFailedError, VPipeError
 from vpipe.launch.rank import ASKED, INTERVAL, PEER_FAILED
+from vpipe.record.run_folder import log_path
 from vpipe.record.whereabouts import Page
 from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.files import json_text, read_tail
@@ -66,7 +67,7 @@ class Ranks:
         return range(self.count) if self.own is None else self.own
 
     def log(self, rank: int) -> Path:
-        return self.folder / f"output.log.{rank}"
+        return log_path(self.folder, rank)
 
 
 class FailedRank(NamedTuple):

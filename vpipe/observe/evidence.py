@@ -13,6 +13,7 @@ from vpipe.record.run_folder import (
     COMPLETE,
     StageFacts,
     check_run_folder,
+    log_path,
     read_metrics,
     read_object,
     read_stages,
@@ -44,7 +45,7 @@ class Evidence:
 
     def log(self, rank: int) -> str:
         """The end of a rank's log."""
-        return read_tail(self.folder / f"output.log.{rank}")
+        return read_tail(log_path(self.folder, rank))
 
     @property
     def ended(self) -> str | None:

@@ -18,6 +18,7 @@ from vpipe.observe.screen import ProgressReport
 from vpipe.observe.trackers import start_trackers
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
+from vpipe.record.run_folder import log_path
 from vpipe.record.status import TIMES, read_statuses, stage_lines
 from vpipe.record.thinning import Curve, is_written
 from vpipe.stage.compiled import compile_seconds
@@ -59,7 +60,7 @@ class Recorder:
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
-        self.log = LogFile(folder / f"output.log.{pipe.rank}", self.effort)
+        self.log = LogFile(log_path(folder, pipe.rank), self.effort)
         self.losses = Curve[tuple[int, float]]()
         self.evaluations = Curve[tuple[int, float]]()
         self._last_losses: deque[float] = deque(maxlen=RECENT)
@@ -122,6 +123,8 @@ class Recorder:
             "samples_per_s": figures["samples_per_s"],
             "totals": {name: getattr(so_far, name) for name in TOTALS},
         }
+        if update == 0:
+            self.log.line(f"Epoch {epoch}, Iteration 0, Loss: {loss:.4f}")
         line = None
         if self._is_due(done, self._print_frequency) or done == self._total:
             line = f"Epoch {epoch}, Iteration {done}, Loss: {loss:.4f}"

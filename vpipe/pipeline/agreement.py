@@ -37,6 +37,7 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("on_nonfinite", options.on_nonfinite, SAME_ARGUMENTS),
         ("staleness", list(options.staleness), SAME_ARGUMENTS),
         ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
+        ("loss_scale", options.loss_scale, SAME_ARGUMENTS),
         ("optimizer", _optimizers(model, options), SAME_ARGUMENTS),
     ):
         agree_on(world, what, value, fix)

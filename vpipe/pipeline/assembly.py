@@ -1,5 +1,6 @@
 """The making of a rank's runtime from the layout: its stages, their weights, and what connects them."""
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import islice
@@ -38,6 +39,7 @@ class TrainingOptions:
     on_nonfinite: str | None
     nonfinite_limit: tuple[int, int]
     staleness: Staleness
+    loss_scale: float | None
     seed: int
 
     def __post_init__(self) -> None:
@@ -48,6 +50,8 @@ class TrainingOptions:
             raise VPipeError(
                 f"nonfinite_limit is {self.nonfinite_limit}: give two numbers, such as (10, 100) for 10 of 100 updates"
             )
+        if self.loss_scale is not None and not 0 < self.loss_scale < math.inf:
+            raise VPipeError(f"loss_scale is {self.loss_scale}: give a number above 0, such as 65536")
 
     @property
     def compiler(self) -> str | None:
@@ -77,7 +81,7 @@ def assemble(
         index: _make_stage(layout, index, model, options, handler.device, rank=handler.rank, split=split)
         for index in schedule.stages_of(handler.rank)
     }
-    loss_scale = LossScale.for_precision(layout.precision)
+    loss_scale = LossScale.for_precision(layout.precision, options.loss_scale)
     exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, schedule.lag, loss_scale)
     updates = Updates(
         handler,

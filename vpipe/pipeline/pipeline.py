@@ -73,6 +73,8 @@ class Pipeline:
         policies: For each block "keep", "recompute" or "swap": whether its activations are kept until the backward,
             recomputed, or wait in host memory.
         precision: "fp32", "bf16" or "fp16"; weights stay float32 for the optimizer.
+        loss_scale: What the loss scale of fp16 begins with, 65536 by default: an overflow halves it, and 2000 updates
+            without one double it.
         compile: True, or the name of a backend other than inductor: torch.compile compiles the blocks.
         cuda_graphs: On a GPU, record a stage's work for a minibatch as CUDA graphs. Small minibatches are then no
             longer as slow as their host (see docs/performance.md).
@@ -127,6 +129,7 @@ class Pipeline:
         on_nonfinite: str | None = None,
         nonfinite_limit: tuple[int, int] = (10, 100),
         staleness: Sequence[Remedy] = (),
+        loss_scale: float | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: str | LossWeight = "samples",
         lr_scheduler: SchedulerFactory | None = None,
@@ -161,6 +164,7 @@ class Pipeline:
             on_nonfinite=on_nonfinite,
             nonfinite_limit=nonfinite_limit,
             staleness=read_staleness(staleness),
+            loss_scale=loss_scale,
             seed=seed,
         )
         self.phases = Phases("rendezvous")

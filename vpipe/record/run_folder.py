@@ -87,6 +87,11 @@ def make_folder(folder: Path) -> None:
         ) from None
 
 
+def log_path(folder: Path, rank: int) -> Path:
+    """The log of a rank."""
+    return folder / f"output.log.{rank}"
+
+
 def newest_runs(log_directory: Path) -> list[Path]:
     """The runs of a log directory, the newest first."""
     runs = [path for path in _folders(log_directory) if (path / "config.yml").is_file()]

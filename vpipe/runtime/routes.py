@@ -76,6 +76,12 @@ class Routes:
             self._routes[key] = self._find(self.stage_graphs[stage], place)
         return self._routes[key]
 
+    def all_of(self, stages: Iterable[int]) -> Iterator[Route]:
+        """The routes of these stages for all minibatches that pass through this rank."""
+        for stage, place in product(stages, range(self._period)):
+            if self.is_here(stage, place):
+                yield self.route(stage, place)
+
     def stages_passed(self, place: int) -> list[int]:
         """The stages of this rank that the minibatch passes through, the first one first."""
         key = place % self._period

@@ -15,6 +15,7 @@ from vpipe.runtime.failures import EXPLAINED, explain
 from vpipe.runtime.faulty import with_faults
 from vpipe.runtime.feed import Feed, Minibatch
 from vpipe.runtime.gradients import GradientExchange
+from vpipe.runtime.identity import StageIdentity
 from vpipe.runtime.losses import Losses
 from vpipe.runtime.prefetch import BACKWARDS, Prefetch, Work
 from vpipe.runtime.recording import Recording
@@ -30,7 +31,7 @@ ActionHook = Callable[[Work], Callable[[], object] | None]
 """Called before an action; what it returns is called after it."""
 
 
-class StageRuntime:
+class StageRuntime(StageIdentity):
     """Runs the actions of one rank.
 
     `routes` say where each stage sits; the program itself is given to `run`, with the data. Training and evaluation
@@ -55,6 +56,7 @@ class StageRuntime:
         self.rank = handler.rank
         self.forward_minibatch_id = 0
         self.backward_minibatch_id = 0
+        self.forward_only = False  # while it evaluates
         self.forwards = 0  # F actions of all stages
         self.steps = 0  # STEP actions of all stages
         self.recording = Recording(self.rank, edges(routes.stage_graphs), handler.device)
@@ -105,8 +107,10 @@ class StageRuntime:
     def evaluate(self, program: Iterator[Action], feed: Feed) -> None:
         """Run the forwards of a program without training; the losses are added to `evaluated`."""
         forwards = (action for action in program if action.op in self._evaluation)
+        self.forward_only = True
         for _ in self._run(self._prefetch.works(forwards, feed, evaluation=True), self._evaluation, feed):
             pass
+        self.forward_only = False
 
     def _run(self, works: Iterator[Work], methods: Mapping[Op, Method], feed: Feed) -> Iterator[Work]:
         self._feed = feed

@@ -12,7 +12,7 @@ from vpipe.schedule.action import COMPUTE, Op
 from vpipe.schedule.facts import show_bubble
 from vpipe.schedule.lowering import as_run
 from vpipe.schedule.palette import css
-from vpipe.schedule.program import Schedule
+from vpipe.schedule.program import Schedule, shape
 from vpipe.schedule.walk import Event, walk
 
 UNIT, ROW, GAP = 30, 26, 6
@@ -38,7 +38,7 @@ def draw_svg(schedule: Schedule, *, columns: int = COLUMNS) -> str:
     end = max(event.end for event in events)
     width = LEFT + end * UNIT + 20
     height = TOP + schedule.num_ranks * (ROW + GAP) + BOTTOM
-    shown = f"{schedule.name}: {schedule.num_stages} stages, {schedule.minibatches} minibatches"
+    shown = f"{schedule.name}: {shape(schedule)}, {schedule.minibatches} minibatches"
     body = list(lanes(schedule, end))
     for event in events:
         body += box(schedule, event)

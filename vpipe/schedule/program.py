@@ -144,6 +144,15 @@ def filling(replicas: Sequence[int], depth: Sequence[int] | None, ranks: int) ->
     return max(ranks, *((ahead + 1) * count for ahead, count in zip(depth or (), replicas, strict=False)), 1)
 
 
+def shape(schedule: Schedule) -> str:
+    """Stages and ranks in words: "4 stages", "4 ranks x 2 stages", "2 stages on 3 ranks"."""
+    stages, ranks = schedule.num_stages, schedule.num_ranks
+    if stages > ranks and {len(schedule.stages_of(rank)) for rank in range(ranks)} == {stages // ranks}:
+        return f"{ranks} ranks x {stages // ranks} stages"
+    counted = f"{stages} stage{'s' * (stages != 1)}"
+    return counted if stages == ranks else f"{counted} on {ranks} rank{'s' * (ranks != 1)}"
+
+
 def shortened(schedule: Schedule, minibatches: int) -> Schedule:
     """The same programs without the minibatches that do not exist: what could run with them can without them."""
     order = partial(_shortened, schedule.order, minibatches, schedule.update_interval)

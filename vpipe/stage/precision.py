@@ -78,5 +78,12 @@ class LossScale:
             self.value, self.good_updates = state["value"], state["good_updates"]
 
     @classmethod
-    def for_precision(cls, precision: str) -> "LossScale":
-        return cls() if precision == "fp16" else cls(value=1.0, enabled=False)
+    def for_precision(cls, precision: str, first: float | None = None) -> "LossScale":
+        """`first`: what a dynamic one begins with, if not its default."""
+        if precision == "fp16":
+            return cls() if first is None else cls(value=float(first))
+        if first is not None:
+            raise VPipeError(
+                f"loss_scale is {first}, but precision is {precision!r}, and only fp16 needs one: leave it out"
+            )
+        return cls(value=1.0, enabled=False)

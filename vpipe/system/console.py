@@ -28,11 +28,15 @@ def announce(text: str) -> None:
 
     On the standard error, so that a command's output stays its result.
     """
-    print(printable(f"{text} ..."), file=sys.stderr, flush=True)
+    inform(f"{text} ...")
 
 
 def warn(text: str) -> None:
-    print(printable(f"warning: {text}"), file=sys.stderr, flush=True)
+    inform(f"warning: {text}")
+
+
+def inform(text: str) -> None:
+    print(printable(text), file=sys.stderr, flush=True)
 
 
 def show(table: Table) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from pydantic import ValidationError
@@ -35,8 +35,12 @@ _EXPECTED = {
 """The words for pydantic's types of errors, with what their context holds; others are shown in pydantic's words."""
 
 
-def unknown_key(key: Any, value: Any, known: Collection[str]) -> str:
-    hint = meant(str(key), known, "known keys are")
+def unknown_key(
+    key: Any, value: Any, known: Collection[str], other_names: Mapping[str, str] | None = None
+) -> str:
+    """`other_names`: known keys by names that users may take them for."""
+    ours = (other_names or {}).get(str(key).lower().replace("-", "_"))
+    hint = f"did you mean {ours!r}?" if ours in known else meant(str(key), known, "known keys are")
     return f"unknown key {short_repr(key)} (its value is {short_repr(value)}): {hint}"
 
 

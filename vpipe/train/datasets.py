@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from vpipe import data
-from vpipe.config.code import call_function, describe_error
+from vpipe.config.code import call_function, describe_error, takes_config
 from vpipe.errors import ConfigError
 from vpipe.train.models import synthetic_batch
 
@@ -84,6 +84,7 @@ def own_datasets(config: RunConfig) -> Datasets:
     parts = made if isinstance(made, tuple) and len(made) == 2 else (made,)
     for part in parts:
         data.check_samples(part, place)
+    _check_read(config, pair=len(parts) == 2)
     first, *others = (data.OwnSamples(part, config.seed, describe_error) for part in parts)
     kept = _first_samples(first, config.max_samples)
     if not others:
@@ -94,6 +95,28 @@ def own_datasets(config: RunConfig) -> Datasets:
         )
     train, validation = (data.Subset(part, np.arange(len(part))) for part in (kept, others[0]))
     return Datasets(train, validation, None)
+
+
+def _check_read(config: RunConfig, *, pair: bool) -> None:
+    """Raise for keys about samples that nothing reads, because the samples are the user's own."""
+    if pair and _written(config, "validation_share"):
+        raise ConfigError(
+            f"{config.source}: validation_share is {config.validation_share}, but data {config.data!r} returns samples "
+            "for training and for validation: leave validation_share out"
+        )
+    if (
+        _written(config, "sequence_length")
+        and "model" in config.code
+        and not any(takes_config(config, key) for key in ("model", "data"))
+    ):
+        raise ConfigError(
+            f"{config.source}: sequence_length is {config.sequence_length}, which nothing reads, because model and "
+            "data are your own: leave it out, or give one of the functions a parameter `config`"
+        )
+
+
+def _written(config: RunConfig, key: str) -> bool:
+    return getattr(config, key) != type(config).model_fields[key].default
 
 
 def _first_samples(samples: data.Dataset, most: int | None) -> data.Dataset:
@@ -140,6 +163,11 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> AllSamples:
     if masked and data.has_shards(path):
         next_sentence = "next_sentence_label" in inspect.signature(model.forward).parameters
         assert path is not None
+        if config.tokenizer is not None:
+            raise ConfigError(
+                f"{config.source}: tokenizer is {config.tokenizer!r}, but the shards in {config.data_dir!r} hold "
+                "tokens already: leave it out"
+            )
         return AllSamples(data.read_shards(path, config.sequence_length, settings.vocab_size, next_sentence))
     if settings.is_encoder_decoder:
         pairs = data.read_pairs(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -9,6 +10,7 @@ from vpipe.config.file import resolved_yaml
 from vpipe.cost import write_plan
 from vpipe.observe.description import plan_of, write_stages
 from vpipe.record.run_folder import STAGES
+from vpipe.system.environment import DEVICE
 from vpipe.system.files import exists, write_text
 from vpipe.train.datasets import TOKENIZER
 
@@ -41,7 +43,7 @@ def write_description(
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:
     """The run in one line. Call it on every rank: ranks exchange their devices."""
     devices = pipe.world.all_gather("devices", str(pipe.device))
-    where = "CPU ranks (there is no GPU here)"
+    where = f"CPU ranks ({_why_no_gpu(config)})"
     if pipe.device.type == "cuda":
         channels = sorted(set(pipe.handler.channel_names.values()))
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
@@ -52,3 +54,10 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
         f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "
         f"{position.updates} updates of {position.interval} x {config.batch_size} samples"
     )
+
+
+def _why_no_gpu(config: RunConfig) -> str:
+    """The reason, and what becomes of the keys that are about GPUs."""
+    reason = f"{DEVICE} is {os.environ[DEVICE]!r}" if DEVICE in os.environ else "there is no GPU here"
+    reason += ": those of `machines` are not used" if config.machines else ""
+    return f"{reason}; gpu_memory only limits plans" if config.gpu_memory else reason

@@ -37,9 +37,10 @@ class Position:
     def epoch(self, updates: int) -> int:
         return self.sampler.epoch_of(self.after(updates))
 
-    def batches(self, updates: int) -> Batches:
-        """The batches that follow after so many updates."""
-        return Batches(self.samples, self.sampler, self.after(updates), self.minibatches)
+    def batches(self, updates: int, end: int | None = None) -> Batches:
+        """The batches that follow after so many updates, until `end` are made, or all."""
+        last = self.after(self.updates if end is None else end)
+        return Batches(self.samples, self.sampler, self.after(updates), last)
 
     def state(self, updates: int) -> dict[str, Any]:
         """What a checkpoint saves of it."""

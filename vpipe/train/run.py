@@ -16,7 +16,7 @@ from vpipe.launch.hosts import Host, hosts_of
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.mps import gpus_of
-from vpipe.launch.place import enter_place, log_directory, rank_directory, rank_interpreter, with_code
+from vpipe.launch.place import enter_place, from_elsewhere, rank_directory, rank_interpreter
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
 from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
 from vpipe.launch.sbatch import Resources, sbatch_script, submit
@@ -25,7 +25,7 @@ from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
-from vpipe.system.console import announce
+from vpipe.system.console import announce, inform
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists
 from vpipe.system.host_memory import total_memory
@@ -55,6 +55,8 @@ def run(
         _become_rank_of(step, config, arguments, max_restarts)
     if LAUNCHER in os.environ or TORCHRUN in os.environ:
         end_with_launcher()
+    if TORCHRUN in os.environ:
+        _check_port(config)
     try:
         enter_place(config, arguments)
         work()
@@ -69,7 +71,7 @@ def _become_rank_of(step: Step, config: RunConfig, arguments: Sequence[str], max
             "job with `vpipe train --slurm --max-restarts`, or leave it out"
         )
     _check_planned(config)
-    join_step(step, config, arguments, log_directory(config))
+    join_step(step, config, arguments, Path(config.log_directory))
 
 
 def submit_run(
@@ -79,13 +81,16 @@ def submit_run(
     _check_planned(config)
     _stages_of_ranks(config)
     check_paths(config)
-    runs = log_directory(config)
     script = sbatch_script(config, arguments, resources, max_restarts)
     if dry_run:
         print(script, end="")
         return
     job = submit(script)
-    print(printable(f"submitted job {job}: its output is in slurm-{job}.out, its logs and figures in {runs}"))
+    print(
+        printable(
+            f"submitted job {job}: its output is in slurm-{job}.out, its logs and figures in {config.log_directory}"
+        )
+    )
 
 
 def _check_planned(config: RunConfig) -> None:
@@ -120,9 +125,11 @@ def launch(
         rank_interpreter(config, arguments)  # raises where the image of a container is missing
     if config.container is None:  # else it is the image that must have them
         check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow})
-    runs = log_directory(config)
+    runs = Path(config.log_directory)
     # `vpipe compare` runs the same command several times, and all of them again after a requeue.
     folder = make_run_folder(runs) if quiet else job_folder(runs, arguments)
+    for note in config.notes:
+        inform(f"{config.source}: {note}")
     counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
     if config.partition == AUTO:
@@ -133,7 +140,7 @@ def launch(
         phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
         config = with_plan(config, plan)
-    arguments = with_code(config, arguments)
+    arguments = from_elsewhere(config, arguments)
     try:
         if apart:
             run_on_hosts(config, hosts, arguments, folder, stages, quiet=quiet, max_restarts=max_restarts)
@@ -264,6 +271,16 @@ def _check_memory(config: RunConfig) -> None:
         raise ConfigError(
             f"{config.source}: the run has {config.ranks} ranks, which need {show_bytes(needed)} before they have any "
             f"weights, and this host has {show_bytes(memory)}: give fewer stages or replicas"
+        )
+
+
+def _check_port(config: RunConfig) -> None:
+    """Raise if the ranks of torchrun meet at another port than the configuration names."""
+    port = os.environ.get("MASTER_PORT", "")
+    if config.port and port != str(config.port):
+        raise ConfigError(
+            f"{config.source}: port is {config.port}, but torchrun has set MASTER_PORT to {port!r}: give torchrun "
+            "--master-port, or leave port out"
         )
 
 

@@ -52,7 +52,7 @@ class SavePolicy:
 
     def due(self, done: int) -> bool:
         """Whether to save after this many updates."""
-        regular = self._interval and done - self._saved >= self._interval
+        regular = self._interval and done % self._interval == 0
         # Where checkpoints are saved regularly, the best is saved too.
         best = self._better and (self._interval or self._seconds < math.inf)
         return not self.up_to_date and bool(regular or best or self._pipe.save_requested)

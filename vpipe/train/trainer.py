@@ -25,8 +25,9 @@ from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.trackers import check_trackers
 from vpipe.pipeline import Pipeline
-from vpipe.record.run_folder import COMPLETE, STOPPED, make_run_folder, write_resumed
+from vpipe.record.run_folder import COMPLETE, STOPPED, log_path, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
+from vpipe.system.best_effort import LogFile
 from vpipe.system.device import limit_memory, make_deterministic
 from vpipe.system.environment import DEVICE
 from vpipe.system.faults import ATTEMPT
@@ -93,6 +94,10 @@ class Trainer:
         self.rank = self.world.rank
         self.device = self._take_device()
         self.folder = self._agree_on_folder()
+        log = LogFile(log_path(self.folder, self.rank))
+        backend = f"backend: {config.distributed_backend or 'auto'}, rank: {self.rank}, world_size: {self.world.size}"
+        log.line(f"Finished initializing process group; {backend}")
+        log.close()
         say = announce if announce is not None and self.rank == 0 else _ignore
         say("building the model and reading the data")
         self.phases.begin("build")
@@ -102,7 +107,6 @@ class Trainer:
         self.position = Position(config, self.data.train, build_schedule(config).update_interval)
         self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
         self.resumed_from: Path | None = None  # the checkpoint
-        self.evaluated = 0  # updates that the last evaluation had seen
         self.place.say("the making of the pipeline")
         say("capturing the model and cutting it into stages")
         self.phases.end()
@@ -224,10 +228,14 @@ class Trainer:
             if before is not None and before.absolute().parents[1] != self.folder.absolute():
                 with recorder.effort.writing(self.folder):
                     write_resumed(self.folder, before, pipe.updates)
+        runtime = pipe.runtime
+        stages = " and ".join(map(str, runtime.stages))
+        recorder.log.line(f"[Rank {self.rank}] Stage: {stages}, Rank in stage: {runtime.rank_in_stage}")
         described = describe(pipe, config, type(self.model).__name__, self.position)
         for line in (described, self.data.note, *notes, restored):
             if line is not None:
                 recorder.say(line)
+        recorder.log.line("Training...")
         self.phases.begin("first update")
         if debug:
             attach(pipe, debug, recorder.log.line, recorder.show)
@@ -243,18 +251,18 @@ class Trainer:
             pace.update()
 
         remove = pipe.on_update(record)
-        # Where it was drained for an evaluation is part of what a resumed run must do alike.
-        self.evaluated = self.position_found.get("evaluated", pipe.updates)
         try:
-            # To save drains the pipeline, some updates further: an evaluation within them came right after the save.
-            if self._evaluation_is_due(pipe.updates) and pipe.updates < self.position.updates:
-                self._evaluate(recorder, saves)
-            for update, _ in pipe.train(self.position.batches(pipe.updates)):
-                if update + 1 == self.position.updates:
-                    continue
-                if self._evaluation_is_due(update + 1):
+            while pipe.updates < self.position.updates and not self._stops:
+                end = self._next_pause(pipe.updates)
+                for update, _ in pipe.train(self.position.batches(pipe.updates, end)):
+                    if update + 1 < end and saves.due(update + 1):
+                        recorder.pause()
+                        saves.save(self._position_here)
+                if self._stops or end == self.position.updates:
+                    break
+                if _divides(self.config.evaluation_interval, end):
                     self._evaluate(recorder, saves)
-                if saves.due(update + 1):
+                if saves.due(end):
                     recorder.pause()
                     saves.save(self._position_here)
         finally:
@@ -262,14 +270,18 @@ class Trainer:
         if not self._stops:
             self._evaluate(recorder, saves)
 
-    def _evaluation_is_due(self, done: int) -> bool:
-        interval = self.config.evaluation_interval
-        return bool(interval) and done - self.evaluated >= interval
+    def _next_pause(self, done: int) -> int:
+        """The update after which the run evaluates or saves next, or ends.
+
+        Until there the pipeline is drained for no evaluation and no regular save, so it is drained for them at the same
+        updates in a run that was resumed.
+        """
+        intervals = filter(None, (self.config.evaluation_interval, self.config.checkpoint_interval))
+        return min((done // interval + 1) * interval for interval in (*intervals, self.position.updates))
 
     def _evaluate(self, recorder: Recorder, saves: SavePolicy) -> None:
         recorder.pause()
         loss, metrics = self.evaluate()
-        self.evaluated = self.pipe.updates
         recorder.evaluation(loss, metrics)
         saves.evaluated(loss)
 
@@ -323,6 +335,7 @@ class Trainer:
             cuda_graphs=config.cuda_graphs,
             on_nonfinite=config.on_nonfinite,
             nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
+            loss_scale=config.loss_scale,
             loss_weight=configured_loss_weight(config),
             device=self.device,
             world=self.world,
@@ -340,7 +353,7 @@ class Trainer:
 
     def _position_here(self) -> dict[str, Any]:
         """Where in the data the pipeline is, once it is drained."""
-        return {**self.position.state(self.pipe.updates), "evaluated": self.evaluated}
+        return self.position.state(self.pipe.updates)
 
     def _take_device(self) -> torch.device:
         """This rank's device, of whose memory it may have what the configuration says."""
@@ -354,6 +367,10 @@ class Trainer:
 
 def _ignore(text: str) -> None:
     pass
+
+
+def _divides(interval: int, updates: int) -> bool:
+    return bool(interval) and updates % interval == 0
 
 
 def named_gpu(config: RunConfig, rank: int) -> str | None:
