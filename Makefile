@@ -17,8 +17,8 @@ train: setup
 	$(BIN)/vpipe train configs/demo.yml
 
 check: setup
-	$(BIN)/ruff check vpipe tests benchmarks
-	$(BIN)/ruff format --check vpipe tests benchmarks
+	$(BIN)/ruff check vpipe tests benchmarks examples
+	$(BIN)/ruff format --check vpipe tests benchmarks examples
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -172,7 +172,7 @@ def test_a_users_own_state(tmp_path: Path) -> None:
         pipe.resume()
         list(pipe.train(BATCHES))
 
-    with pytest.raises(VPipeError, match="train was given a list, which has no load_state_dict: give a"):
+    with pytest.raises(VPipeError, match="a list was given, which has no load_state_dict: give a"):
         in_ranks(plain, tmp_path / "run", minibatches=4)
 
     def weights_only(pipe: vpipe.Pipeline) -> int:

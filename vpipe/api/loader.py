@@ -16,12 +16,13 @@ class Loader:
     """Minibatches of a data set in a shuffled order that depends on `seed` and the epoch alone, so on every rank alike.
 
         loader = vpipe.Loader(dataset, batch_size=16)
+        pipe.resume(loader)
         for epoch in range(loader.epoch, 3):
             for update, loss in pipe.train(loader):
                 ...
 
-    A pass over it is the rest of the epoch that `loader.epoch` names. `pipe.save` keeps its position, and after
-    `pipe.load` or `pipe.resume` the next `pipe.train` goes on with the minibatch after the last that was trained on.
+    A pass over it is the rest of the epoch that `loader.epoch` names. `pipe.save` keeps its position, and
+    `pipe.load` or `pipe.resume` set it to the minibatch after the last that was trained on.
 
     Args:
         dataset: An object with `__len__` and `__getitem__`; a sample is a dict, a tuple or a tensor. torch's random

@@ -57,9 +57,7 @@ class UserPipeline(Pipeline):
                 set to it here.
         """
         self._loader = batches
-        if self._position is not None:
-            position, self._position = self._position, None
-            agree(self.world, "position in the data", lambda: _set_position(batches, position))
+        self._restore_position(batches)
         return super().train(batches) if self._record is None else self._recorded(batches, self._record)
 
     def _recorded(self, batches: Iterable[Any], record: RunRecord) -> Iterator[tuple[int, float]]:
@@ -119,7 +117,7 @@ class UserPipeline(Pipeline):
             values[DATA] = self._loader.state_dict()
         return checkpoint.save(self, directory, values)
 
-    def load(self, path: str | os.PathLike[str], *, data: bool = True) -> dict[str, Any]:
+    def load(self, path: str | os.PathLike[str], loader: Any = None, *, data: bool = True) -> dict[str, Any]:
         """Go on from a checkpoint, to the bit; call it on every rank, before `train`.
 
         Stages, schedule and replicas may be others than those that it was saved with.
@@ -127,6 +125,7 @@ class UserPipeline(Pipeline):
         Args:
             path: A checkpoint, a folder of them or a run's folder, of which the newest good one counts; also those of
                 `vpipe train`.
+            loader: Is set to its position in the data at once; without it, the batches of the next `train` are.
             data: Whether the position in the data is restored too.
 
         Returns:
@@ -135,14 +134,14 @@ class UserPipeline(Pipeline):
         wanted = agree(
             self.world, "checkpoint", lambda: str(newest_whole(Path(path))) if self.rank == 0 else None
         )
-        return self._load(self.world.all_gather("checkpoint found", wanted)[0], data)
+        return self._load(self.world.all_gather("checkpoint found", wanted)[0], loader, data)
 
-    def resume(self) -> dict[str, Any] | None:
+    def resume(self, loader: Any = None) -> dict[str, Any] | None:
         """Go on from the newest good checkpoint of `run_dir`, as `load` does; None if there is none yet."""
         directory = self._checkpoints("resume")
         found = checkpoint.newest(directory) if self.rank == 0 else None
         chosen = self.world.all_gather("checkpoint found", None if found is None else str(found))[0]
-        return None if chosen is None else self._load(chosen, data=True)
+        return None if chosen is None else self._load(chosen, loader, data=True)
 
     def verify(
         self, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
@@ -247,10 +246,17 @@ class UserPipeline(Pipeline):
         finally:
             super().close()
 
-    def _load(self, path: str, data: bool) -> dict[str, Any]:
+    def _load(self, path: str, loader: Any, data: bool) -> dict[str, Any]:
         values = checkpoint.load(self, Path(path))
         self._position = values.get(DATA) if data else None
+        if loader is not None:
+            self._restore_position(loader)
         return dict(values.get(OWN, {}))
+
+    def _restore_position(self, batches: Any) -> None:
+        if self._position is not None:
+            position, self._position = self._position, None
+            agree(self.world, "position in the data", lambda: _set_position(batches, position))
 
     def _checkpoints(self, what: str) -> Path:
         if self.run_dir is None:
@@ -262,7 +268,7 @@ class UserPipeline(Pipeline):
 def _set_position(batches: Any, position: Any) -> None:
     if not hasattr(batches, "load_state_dict"):
         raise VPipeError(
-            f"the checkpoint has a position in the data, but train was given a {type(batches).__name__}, which has no "
+            f"the checkpoint has a position in the data, but a {type(batches).__name__} was given, which has no "
             "load_state_dict: give a vpipe.Loader or a loader like the one that was saved, or load with data=False"
         )
     batches.load_state_dict(position)
