@@ -22,6 +22,7 @@ COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
 PROGRAMS = ("munged", "slurmctld", "slurmd", *COMMANDS)
 NODES = ("node1", "node2")
 LOOPBACK, SECOND = "127.0.0.1", f"{FIRST[:-1]}2"
+# A requeued job waits until its credentials have expired.
 _CONF = """\
 ClusterName=vpipe
 SlurmctldHost={host}({address})
@@ -47,7 +48,10 @@ MpiDefault=none
 ReturnToService=2
 KillWait=120
 RebootProgram=/bin/true
-PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP
+PreemptType=preempt/partition_prio
+PreemptMode=REQUEUE
+PartitionName=main Nodes=node1,node2 Default=YES MaxTime=INFINITE State=UP PriorityTier=1
+PartitionName=urgent Nodes=node1,node2 MaxTime=INFINITE State=UP PriorityTier=10
 """
 
 

@@ -111,6 +111,16 @@ def test_a_job_that_has_saved_goes_back_into_the_queue(
     assert not (tmp_path / "injected").exists()
 
 
+@pytest.mark.long
+def test_a_job_that_was_preempted_comes_back_by_itself(slurm: Cluster, submitted: Any) -> None:
+    job, tasks = submitted('[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 0')
+    wait_until(lambda: len(tasks()) == 2, "both tasks")
+    slurm.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true")
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    assert slurm.field(job, "Restarts") == "1"
+    assert len(tasks()) == 4
+
+
 def test_a_cancelled_job_does_not_come_back(slurm: Cluster, submitted: Any) -> None:
     job, tasks = submitted("")
     wait_until(lambda: len(tasks()) == 2, "both tasks")
