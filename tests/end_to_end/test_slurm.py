@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from tests import apptainer
 from tests.cluster import Cluster, cluster, missing
 from tests.end_to_end.command import vpipe, wait_for_line, wait_until_gone
 from tests.faults.runs import final_weights, half_done, write_config
@@ -184,14 +185,39 @@ def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(slurm: Cluster
 @pytest.mark.long
 @pytest.mark.timeout(900)
 def test_a_launcher_in_a_job_goes_on_too(slurm: Cluster, tmp_path: Path) -> None:
-    """A script that starts `vpipe train` without srun: all ranks are on one node."""
+    """A script that starts `vpipe train` without srun: all ranks are on one node. A shell would end at SIGTERM."""
     write_config(tmp_path, 2, **ENDLESS)
-    (tmp_path / "job.sh").write_text(f"#!/bin/bash\n{sys.executable} -m vpipe train run.yml\n")
+    (tmp_path / "job.sh").write_text(f"#!/bin/bash\nexec {sys.executable} -m vpipe train run.yml\n")
     options = ("--parsable", "--requeue", "--open-mode=append", "--ntasks=2")
     job = slurm.run("sbatch", *options, "job.sh", cwd=tmp_path).strip()
     wait_for_line("Iteration 1,", tmp_path)
     run = _take_nodes_away(slurm, job, tmp_path)
     assert (run / "output.log.0").read_text().count("resumed from") == 1
+    _compare_with_undisturbed(run, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
+def test_ranks_in_containers_are_started_again_after_a_fault(
+    slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program stands in for Apptainer; a rank is killed in the first attempt."""
+    (tmp_path / "image.sif").write_text("")
+    (tmp_path / "work").mkdir()
+    keys = {**ENDLESS, "max_updates": 12, "checkpoint_interval": 3, "directory": "work"}
+    write_config(tmp_path, 2, **keys, container="image.sif")
+    monkeypatch.setenv("PATH", apptainer.install(tmp_path / "bin")["PATH"])
+    monkeypatch.setenv("VPIPE_FAULT", "rank=1,step=8,point=fwd,kind=kill")
+    options = ("--slurm", "--nodes", 2, "--max-restarts", 1)
+    said = slurm.run(sys.executable, "-m", "vpipe", "train", "run.yml", *options, cwd=tmp_path)
+    job = said.split()[2].rstrip(":")
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    assert "stopped because rank 1 failed: " in (tmp_path / f"slurm-{job}.out").read_text()
+    assert [call["rank"] for call in apptainer.calls(tmp_path / "bin")] == ["0", "0", "1", "1"]
+    (run,) = (tmp_path / "work/runs").glob("2*")
+    assert "resumed from" in (run / "output.log.0").read_text()
+    monkeypatch.delenv("VPIPE_FAULT")
+    write_config(tmp_path, 2, **ENDLESS | {"max_updates": 12})
     _compare_with_undisturbed(run, tmp_path)
 
 
