@@ -10,6 +10,9 @@
 4. Every schedule, over both kinds of channels, against the plain model in float64.
 5. A transformer's share of the limit: computing over all of the time.
 
+Each table is printed, and the file written anew, as soon as it is measured: if something hangs or fails, what was
+measured before is there, and the last line that begins with "..." says where.
+
 With one card two ranks share it (CUDA IPC, pinned memory), and what needs two is said to be left out.
 """
 
@@ -59,8 +62,10 @@ def main() -> None:
     )
     with environments as shares:
         codes = run_ranks(shares)
-    if any(codes):
-        sys.exit(f"ranks ended with {codes}")
+    if any(code != 0 for code in codes):
+        sys.exit(
+            f"ranks ended with {codes} (None: it did not end); please send what was printed, with this line"
+        )
 
 
 def run_ranks(shares: Sequence[Mapping[str, str]]) -> list[int | None]:

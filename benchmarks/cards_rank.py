@@ -21,12 +21,14 @@ from rich.table import Table
 from vpipe.communication import Channel, Key, ProcessWorld
 from vpipe.communication.devices import take_device
 from vpipe.communication.distributed import gloo_group
-from vpipe.communication.sockets import LOOPBACK, gloo_on, own_address
+from vpipe.communication.sockets import gloo_on
 from vpipe.errors import VPipeError
 from vpipe.launch.rank import fail
 from vpipe.system.cores import pci_address
 from vpipe.system.device import card_identity
+from vpipe.system.network import LOOPBACK, own_address
 
+Rows = list[dict[str, Any]]
 TIMEOUT = 120.0
 """Seconds that a rank waits for another."""
 MIB = 2**20
@@ -39,13 +41,24 @@ WANTED_ON_CPU = {"shared memory": "auto", "gloo": "gloo"}
 def run_rank(*, cpu: bool, quick: bool, parts: Collection[str], file: Path | None) -> None:
     try:
         bench = Bench("cpu" if cpu else None, quick)
-        results = bench.run(parts)
+        for title, rows in bench.run(parts):
+            if bench.rank == 0:
+                report(title, rows, bench.results, file)
     except VPipeError as error:
         fail(error)
     if bench.rank == 0:
-        show(results)
-        if file is not None:
-            file.write_text(json.dumps(results, indent=2))
+        for line in bench.results["left_out"]:
+            print(f"Left out: {line}")
+
+
+def report(title: str, rows: Rows, results: Mapping[str, Any], file: Path | None) -> None:
+    """Print and write what there is by now: what comes next may hang, which is worth knowing."""
+    console = Console(width=130)
+    if rows:
+        console.print(table(title, rows))
+    sys.stdout.flush()
+    if file is not None:
+        file.write_text(json.dumps(results, indent=2))
 
 
 class Bench:
@@ -61,30 +74,46 @@ class Bench:
         self.cards: list[dict[str, Any]] = self.world.all_gather("cards", describe(self.device))
         self.apart = len({card["card"] for card in self.cards}) == self.size
 
-    def run(self, parts: Collection[str]) -> dict[str, Any]:
-        pairs: list[dict[str, Any]] = []
-        memory: dict[str, Any] = {}
-        for name, wanted in self.wanted.items() if "pairs" in parts else ():
-            self.say(f"pairs over {name}")
-            pairs += self.pairs(name, wanted, memory)
-        choices = ["auto", "nccl"] if self.device.type == "cuda" and self.apart else ["auto", "gloo"]
-        training = (self.world, self.device, choices, self.quick, self.say)
-        reduced = self.all_reduce(memory) if "all-reduce" in parts else None
-        checked = cards_training.check_schedules(*training) if "schedules" in parts else []
-        shares = cards_training.measure_shares(*training) if "limit" in parts else []
-        return {
+        self.results: dict[str, Any] = {
             "torch": torch.__version__,
             "nccl": list(torch.cuda.nccl.version())
             if self.device.type == "cuda" and nccl_is_there()
             else None,
             "cards": self.cards,
-            "pairs": pairs,
-            "all_reduce": reduced,
-            "memory": memory,
-            "schedules": checked,
-            "limit": shares,
+            "pairs": [],
+            "all_reduce": None,
+            "memory": {},
+            "schedules": [],
+            "limit": [],
             "left_out": self.left_out(),
         }
+
+    def run(self, parts: Collection[str]) -> Iterator[tuple[str, Rows]]:
+        """The title and the rows of each table, as soon as it is measured; all of it is in `results`."""
+        results = self.results
+        yield f"1. Ranks, with torch {results['torch']}, NCCL {results['nccl']}", self.cards
+        memory: dict[str, Any] = results["memory"]
+        for name, wanted in self.wanted.items() if "pairs" in parts else ():
+            self.say(f"pairs over {name}")
+            rows = self.pairs(name, wanted, memory)
+            results["pairs"] += rows
+            yield f"2. Pairs of ranks over {name}: microseconds one way, GB/s there and back", rows
+        if "all-reduce" in parts and (reduced := self.all_reduce(memory)) is not None:
+            results["all_reduce"] = reduced
+            yield "3. All-reduce over all ranks: time, and GB/s of the bus", [reduced]
+        taken = [{"what": what, **figures} for what, figures in memory.items()]
+        yield "   Memory of NCCL beside the allocator, of the rank that has most", taken
+        choices = ["auto", "nccl"] if self.device.type == "cuda" and self.apart else ["auto", "gloo"]
+        for choice in choices:
+            training = (self.world, self.device, choice, self.quick, self.say)
+            if "schedules" in parts:
+                rows = cards_training.check_schedules(*training)
+                results["schedules"] += rows
+                yield f"4. Schedules over {choice} against the plain model: largest differences", rows
+            if "limit" in parts:
+                rows = cards_training.measure_shares(*training)
+                results["limit"] += rows
+                yield f"5. Share of the limit over {choice}: computing over all of the time", rows
 
     def left_out(self) -> list[str]:
         if self.device.type != "cuda":
@@ -252,30 +281,7 @@ def nccl_is_there() -> bool:
     return dist.is_nccl_available()
 
 
-def show(results: Mapping[str, Any]) -> None:
-    console = Console(width=130)
-    console.print(f"torch {results['torch']}, NCCL {results['nccl']}")
-    console.print(table("1. Ranks", results["cards"]))
-    if results["pairs"]:
-        console.print(table("2. Pairs of ranks: microseconds one way, GB/s there and back", results["pairs"]))
-    if results["all_reduce"] is not None:
-        console.print(
-            table("3. All-reduce over all ranks: time, and GB/s of the bus", [results["all_reduce"]])
-        )
-    taken = [{"what": what, **figures} for what, figures in results["memory"].items()]
-    if taken:
-        console.print(table("   Memory of NCCL beside the allocator, of the rank that has most", taken))
-    if results["schedules"]:
-        console.print(
-            table("4. Schedules against the plain model: largest differences", results["schedules"])
-        )
-    if results["limit"]:
-        console.print(table("5. Share of the limit: computing over all of the time", results["limit"]))
-    for line in results["left_out"]:
-        console.print(f"Left out: {line}")
-
-
-def table(title: str, rows: list[dict[str, Any]]) -> Table:
+def table(title: str, rows: Rows) -> Table:
     made = Table(title=title, title_justify="left")
     for column in dict.fromkeys(key for row in rows for key in row):
         made.add_column(column, overflow="fold")

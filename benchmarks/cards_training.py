@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from time import perf_counter
 from typing import Any
 
@@ -39,20 +39,19 @@ Say = Callable[[str], None]
 
 
 def check_schedules(
-    world: ProcessWorld, device: torch.device, choices: Sequence[str], quick: bool, say: Say
+    world: ProcessWorld, device: torch.device, choice: str, quick: bool, say: Say
 ) -> list[dict[str, Any]]:
-    """A row for each schedule and choice of channels, and for replicas, whose gradients are added up."""
+    """A row for each schedule over these channels, and for replicas, whose gradients are added up."""
     cases = [case for case in SCHEDULES.items() if not quick or case[0] in QUICK]
     cases.append(("1f1b", {"replicas": [world.size]}))
     if world.size > 2:
         cases.append(("1f1b", {"replicas": [2] + [1] * (world.size - 2)}))
     rows = []
-    for choice in choices:
-        for schedule, options in cases:
-            say(f"{schedule} {options or ''} over {choice}")
-            row = check(world, device, choice, schedule, options)
-            if row is not None:
-                rows.append(row)
+    for schedule, options in cases:
+        say(f"{schedule} {options or ''} over {choice}")
+        row = check(world, device, choice, schedule, options)
+        if row is not None:
+            rows.append(row)
     return rows
 
 
@@ -129,7 +128,7 @@ def sgd(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def measure_shares(
-    world: ProcessWorld, device: torch.device, choices: Sequence[str], quick: bool, say: Say
+    world: ProcessWorld, device: torch.device, choice: str, quick: bool, say: Say
 ) -> list[dict[str, Any]]:
     on_gpu = device.type == "cuda"
     work.LAYERS, work.MINIBATCH = 4 * world.size, 8
@@ -137,10 +136,9 @@ def measure_shares(
         (64, 2, 32) if quick else (1024, 16, 512) if on_gpu else (384, 6, 128)
     )
     rows = []
-    for choice in choices:
-        for schedule in QUICK if quick else ("1f1b", "zb-h1", "pipedream"):
-            say(f"{schedule} over {choice}, a transformer of {work.LAYERS} layers")
-            rows.append(measure_share(world, device, choice, schedule))
+    for schedule in QUICK if quick else ("1f1b", "zb-h1", "pipedream"):
+        say(f"{schedule} over {choice}, a transformer of {work.LAYERS} layers")
+        rows.append(measure_share(world, device, choice, schedule))
     return rows
 
 

@@ -1,8 +1,10 @@
 """`benchmarks/cards.py` without cards: the same measurements over shared memory and gloo."""
 
+import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +21,15 @@ def bench() -> dict[str, Any]:
     try:
         from cards_rank import Bench
 
-        return Bench("cpu", quick=True).run(PARTS)
+        bench = Bench("cpu", quick=True)
+        titles = [title for title, rows in bench.run(PARTS) if rows]
+        return bench.results | {"titles": titles}
     finally:
         sys.path.remove(str(BENCHMARKS))
 
 
 def test_ranks_on_the_cpu_measure_all_that_cards_would(
-    pool: Pool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    pool: Pool,
 ) -> None:
     first, second = pool.run(2, bench)
     assert [row["channel"] for row in first["pairs"]] == ["shared memory", "gloo"]
@@ -35,13 +39,33 @@ def test_ranks_on_the_cpu_measure_all_that_cards_would(
     assert [row["equal"] for row in first["schedules"]] == ["yes"] * 6
     assert {row["channels"] for row in first["schedules"]} == {"shared memory", "gloo"}
     assert second["schedules"] == []  # rank 0 has the weights
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    from cards_rank import show
+    assert [title[:2] for title in first["titles"]] == ["1.", "2.", "2.", "3.", "4.", "4."]
+    assert first["left_out"] == ["all that needs cards: ranks were on the CPU"]
 
-    show(first)
-    printed = capsys.readouterr().out
-    assert "Schedules against the plain model" in printed
-    assert "Left out: all that needs cards" in printed
+
+def test_what_was_measured_before_a_failure_is_not_lost(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cards_rank
+
+    class Failing:
+        rank = 0
+
+        def __init__(self, *_: object) -> None:
+            self.results: dict[str, Any] = {"pairs": []}
+
+        def run(self, parts: object) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+            self.results["pairs"].append({"channel": "CUDA IPC", "there_gb": 321.0})
+            yield "2. Pairs", self.results["pairs"]
+            raise RuntimeError("NCCL hangs")
+
+    monkeypatch.setattr(cards_rank, "Bench", Failing)
+    file = tmp_path / "found.json"
+    with pytest.raises(RuntimeError, match="NCCL hangs"):
+        cards_rank.run_rank(cpu=False, quick=True, parts=PARTS, file=file)
+    assert "321" in capsys.readouterr().out
+    assert json.loads(file.read_text())["pairs"] == [{"channel": "CUDA IPC", "there_gb": 321.0}]
 
 
 @pytest.mark.long
@@ -70,3 +94,16 @@ def test_without_cards_it_says_how_to_run_it() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == "there is no NVIDIA GPU here: run it where there are some, or with --cpu\n"
+
+
+def test_ranks_that_hang_are_no_success(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    import cards
+
+    monkeypatch.setattr(cards, "LIMIT", 0.5)
+    monkeypatch.setattr(sys, "argv", ["-c", "import time; time.sleep(1000)"])
+    assert cards.run_ranks([{}, {}]) == [None, None]
+    monkeypatch.setattr(sys, "argv", ["cards.py", "--cpu"])
+    monkeypatch.setattr(cards, "run_ranks", lambda shares: [None, None])
+    with pytest.raises(SystemExit, match="ranks ended with \\[None, None\\]"):
+        cards.main()

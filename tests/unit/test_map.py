@@ -66,3 +66,32 @@ def test_class_names_are_unique() -> None:
             if isinstance(node, ast.ClassDef):
                 found[node.name].append(str(path.relative_to(ROOT)))
     assert {name: where for name, where in found.items() if len(where) > 1} == {}
+
+
+def names_of(module: str) -> set[str]:
+    """What a module of vpipe binds at its top, and the modules in it."""
+    path = ROOT.joinpath(*module.split("."))
+    folder = {inner.stem for inner in path.glob("*")} if path.is_dir() else set()
+    file = path / "__init__.py" if folder else path.with_suffix(".py")
+    found = set(folder)
+    for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant):  # names that a package gives out lazily
+            found.add(str(node.value))
+    return found
+
+
+def test_benchmarks_and_examples_import_what_there_is() -> None:
+    """Nobody runs all of them after each change."""
+    for path in [*(ROOT / "benchmarks").rglob("*.py"), *(ROOT / "examples").rglob("*.py")]:
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "vpipe":
+                missing = {alias.name for alias in node.names} - names_of(node.module or "")
+                assert not missing, (
+                    f"{path.relative_to(ROOT)}, line {node.lineno}: {node.module} has no {missing}"
+                )
