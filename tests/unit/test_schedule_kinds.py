@@ -123,7 +123,7 @@ def test_auto_tries_every_kind_once() -> None:
 
 
 def test_nobody_else_decides_by_a_name() -> None:
-    """Outside vpipe/schedule/ a schedule's name is a default, or shown; it is compared with nothing."""
+    """Outside vpipe/schedule/ a schedule's name is a default, or shown; nobody compares or chooses by it."""
     root = Path(vpipe.__file__).parent
     for path in root.rglob("*.py"):
         if path.parent.name == "schedule":
@@ -131,9 +131,16 @@ def test_nobody_else_decides_by_a_name() -> None:
         # The launcher names the package of that name on other hosts.
         package = {"vpipe"} if path.parent.name == "launch" else set()
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(node, ast.Compare):
-                texts = {part.value for part in ast.walk(node) if isinstance(part, ast.Constant)}
-                assert (texts - package).isdisjoint(KINDS), f"{path}, line {node.lineno}"
+            if isinstance(node, ast.Compare | ast.MatchValue):
+                decided: list[ast.AST] = list(ast.walk(node))
+            elif isinstance(node, ast.IfExp):
+                decided = [node.body, node.orelse]
+            elif isinstance(node, ast.Return) and node.value is not None:
+                decided = [node.value]
+            else:
+                continue
+            texts = {part.value for part in decided if isinstance(part, ast.Constant)}
+            assert (texts - package).isdisjoint(KINDS), f"{path}, line {node.lineno}"
 
 
 def pairs(shape: PipelineShape, rank: int, exists: Exists) -> Iterator[Action]:

@@ -24,7 +24,7 @@ from vpipe.config.names import MEANT
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.errors import VPipeError
-from vpipe.schedule import KINDS, read_table
+from vpipe.schedule import KINDS, guides_schedule, read_table
 from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import read_staleness
 from vpipe.system.files import check_path, exists, read_text, short_repr
@@ -396,9 +396,7 @@ class RunConfig(_Keys):
         """The schedule's name, or the path of its table as written."""
         if self.schedule is not None:
             return self.schedule
-        if self.macrobatch:
-            return "2bw"
-        return "vpipe" if self.sync_mode == "asp" else "1f1b"
+        return guides_schedule(asynchronous=self.sync_mode == "asp", macrobatch=bool(self.macrobatch))
 
     @property
     def positions(self) -> int:

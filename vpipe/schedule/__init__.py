@@ -8,7 +8,7 @@ from vpipe.schedule.kind import PipelineShape, ScheduleKind, table_kind
 from vpipe.schedule.lowering import lower
 from vpipe.schedule.picture import draw_svg
 from vpipe.schedule.program import Schedule, listed
-from vpipe.schedule.registry import KINDS, build, kind_of
+from vpipe.schedule.registry import KINDS, build, guides_schedule, kind_of
 from vpipe.schedule.rules import Rules
 from vpipe.schedule.table import read_table, write_table
 from vpipe.schedule.walk import Deadlock, Event, unit_cost, walk
@@ -30,6 +30,7 @@ __all__ = [
     "describe",
     "draw",
     "draw_svg",
+    "guides_schedule",
     "holdings",
     "kind_of",
     "listed",

@@ -24,6 +24,13 @@ def kind_of(name: str) -> ScheduleKind:
     return KINDS[name]
 
 
+def guides_schedule(*, asynchronous: bool, macrobatch: bool) -> str:
+    """The schedule that the guides' keys ask for, which name none."""
+    if macrobatch:
+        return TWO_BW.name
+    return VPIPE.name if asynchronous else ONE_F_ONE_B.name
+
+
 def build(
     name: str,
     stages: int,
