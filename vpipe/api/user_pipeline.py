@@ -137,7 +137,14 @@ class UserPipeline(Pipeline):
         return self._load(self.world.all_gather("checkpoint found", wanted)[0], loader, data)
 
     def resume(self, loader: Any = None) -> dict[str, Any] | None:
-        """Go on from the newest good checkpoint of `run_dir`, as `load` does; None if there is none yet."""
+        """Go on from the newest good checkpoint of `run_dir`, as `load` does.
+
+        Args:
+            loader: Is set to its position in the data at once; without it, the batches of the next `train` are.
+
+        Returns:
+            The `extra` values that `save` was given; None if there is no checkpoint yet.
+        """
         directory = self._checkpoints("resume")
         found = checkpoint.newest(directory) if self.rank == 0 else None
         chosen = self.world.all_gather("checkpoint found", None if found is None else str(found))[0]
