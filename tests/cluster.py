@@ -19,7 +19,7 @@ from tests.faults.hosts import FIRST, TwoHosts, two_hosts
 from tests.waiting import TIMEOUT, wait_until
 
 COMMANDS = ("sbatch", "srun", "scontrol", "scancel", "sinfo", "squeue")
-PROGRAMS = ("munged", "slurmctld", "slurmd", *COMMANDS)
+PROGRAMS = ("munged", "slurmctld", "slurmd", *COMMANDS, "nsenter", "setpriv")
 NODES = ("node1", "node2")
 LOOPBACK, SECOND = "127.0.0.1", f"{FIRST[:-1]}2"
 # A requeued job waits until its credentials have expired.

@@ -59,6 +59,25 @@ def slurm() -> Iterator[Cluster]:
         yield made
 
 
+def test_a_script_without_a_cluster(tmp_path: Path) -> None:
+    write_config(tmp_path, 2)
+    script = vpipe(
+        "train", "run.yml", "--slurm", "--dry-run", "--nodes", 2, "--set", "epochs=3", cwd=tmp_path
+    )
+    assert script.code == 0, script.said
+    assert "#SBATCH --ntasks-per-node=1\n" in script.out
+    assert f"-m vpipe train {tmp_path}/run.yml --set epochs=3\n" in script.out
+    assert not (tmp_path / "runs").exists()
+    for options, message in (
+        (("--nodes", 2), "error: the options of SLURM (--dry-run, --nodes and so on) are for --slurm: "),
+        (("--slurm", "--nodes", 3), "error: --nodes is 3, and run.yml describes 2 ranks: give at most 2\n"),
+        (("--slurm", "--set", "partition=auto"), "error: run.yml: partition is 'auto', which plans before "),
+    ):
+        mistaken = vpipe("train", "run.yml", *options, cwd=tmp_path)
+        assert mistaken.code == 2
+        assert mistaken.err.startswith(message)
+
+
 def test_tasks_of_two_nodes_meet(slurm: Cluster, tmp_path: Path) -> None:
     """Each learns by SLURM's variables which rank it is, and by a file where rank 0 listens, and the secret."""
     write_config(tmp_path, 3)
@@ -143,7 +162,9 @@ def test_a_step_that_failed_is_started_again_in_the_same_job(slurm: Cluster, sub
     ]
 
 
-@pytest.mark.parametrize("given", [(), ("../my run.yml", "--set", "epochs=2")])
+@pytest.mark.parametrize(
+    "given", [(), pytest.param(("../my run.yml", "--set", "epochs=2"), marks=pytest.mark.long)]
+)
 def test_the_script_of_the_guides(
     given: tuple[str, ...], slurm: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
