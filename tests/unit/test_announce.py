@@ -57,9 +57,14 @@ COMMANDS = {
     "blocks run.yml": "run.yml: capturing the model",
     "verify run.yml": "run.yml: training some updates with the pipeline, then without it",
     "plan run.yml": "run.yml: measuring the blocks of the model, this machine and its links",
+    "profile run.yml": "run.yml: measuring the blocks of the model, this machine and its links",
+    "compare run.yml": "1 of 1: run",
+    "converge run.yml": "1 of 2: 1f1b",
+    "report .": "reading .",
     "doctor": "examining this machine",
     "diagnose .": "reading .",
     "checkpoint show .": "reading the checkpoints of .",
+    "checkpoint verify .": "reading the checkpoints of .",
 }
 
 
