@@ -108,7 +108,7 @@ def test_a_model_without_parameters_is_refused() -> None:
         (3, "example batch is a int"),
         ({"input": 1}, "no tensor among its fields"),
         ({"x": torch.ones(2, 4)}, r"\['x'\] are not parameters of Linear.forward"),
-        ({"input": [torch.ones(2, 4)]}, "'input' is a list"),
+        ({"input": {1, 2}}, "'input' is a set; .* or a dict, list or tuple of these"),
         ((torch.ones(2, 4), torch.ones(2)), "batch has 2 fields but Linear.forward takes 1"),
     ],
 )

@@ -67,6 +67,7 @@ def test_blocks_and_plan(run: Path) -> None:
 
 
 def test_a_profile_is_kept_until_the_code_changes(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VPIPE_CACHE", str(run.parent / "kept"))
     kept = cached_profile(read_config(run))
     monkeypatch.setattr("vpipe.train.profiling.profile_config", lambda config: pytest.fail("measured again"))
     assert cached_profile(read_config(run)) == kept

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import sympy
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from vpipe.errors import BatchError, CaptureError
 from vpipe.graph.trace import Kind, Size, Trace, evaluate, free_symbols
@@ -19,7 +20,8 @@ Batch: TypeAlias = "Mapping[str, Any] | Sequence[Any] | Tensor"
 class BatchLayout:
     """The layout of a batch: its kind, its fields in order, and those that the model takes.
 
-    `tensors` are the names of the fields that hold tensors, `constants` the values of the others in the example.
+    A field may hold dicts, lists and tuples: `forms` has their structure, and what is in them has names such as
+    `inputs.pixels.0`. `tensors` are the names of all tensors, `constants` the other values in the example.
     """
 
     def __init__(self, model: nn.Module, batch: Batch, loss_fn: Callable[..., Tensor] | None) -> None:
@@ -40,11 +42,19 @@ class BatchLayout:
             self.model_names = _taken_by_name(model, self.names, loss_fn)
         else:
             self.names, self.model_names = _taken_by_position(model, len(values), loss_fn)
-        entries = dict(zip(self.names, values, strict=True))
+        top = dict(zip(self.names, values, strict=True))
+        self.forms = {
+            name: pytree.tree_structure(value)
+            for name, value in top.items()
+            if isinstance(value, dict | list | tuple)
+        }
+        entries = self._flat(top)
+        self._order = list(entries)
         for name, value in entries.items():
             if not isinstance(value, Tensor | bool | int | float | str | None):
                 raise BatchError(
-                    f"batch field {name!r} is a {type(value).__name__}; a field is a tensor, a number, a string or None"
+                    f"batch field {name!r} is a {type(value).__name__}; a field is a tensor, a number, a string or "
+                    "None, or a dict, list or tuple of these"
                 )
         self.tensors = [name for name, value in entries.items() if isinstance(value, Tensor)]
         if not self.tensors:
@@ -52,7 +62,36 @@ class BatchLayout:
         self.constants = {name: value for name, value in entries.items() if name not in self.tensors}
 
     def entries(self, batch: Batch) -> dict[str, Any]:
-        """The batch's fields by name, or an error that names missing and unknown fields."""
+        """The values of the batch by name, or an error that names missing and unknown fields."""
+        return self._flat(self._top(batch))
+
+    def nested(self, entries: Mapping[str, Any]) -> dict[str, Any]:
+        """The fields as the model takes them, from the values by name."""
+        fields = dict(entries)
+        for name, form in self.forms.items():
+            inside = [key for key in self._order if key.startswith(f"{name}.")]
+            fields[name] = pytree.tree_unflatten([entries[key] for key in inside], form)
+        return {name: fields[name] for name in self.names}
+
+    def _flat(self, fields: Mapping[str, Any]) -> dict[str, Any]:
+        """Fields that hold dicts, lists and tuples are replaced by what is in them."""
+        flat: dict[str, Any] = {}
+        for name, value in fields.items():
+            if name not in self.forms:
+                flat[name] = value
+                continue
+            if pytree.tree_structure(value) != self.forms[name]:
+                raise BatchError(
+                    f"batch field {name!r} is {_outline(value)}, but the model was captured with another structure; "
+                    "give every batch the structure of the example"
+                )
+            for path, leaf in pytree.tree_flatten_with_path(value)[0]:
+                flat[
+                    ".".join([name, *(str(getattr(key, "key", getattr(key, "idx", key))) for key in path)])
+                ] = leaf
+        return flat
+
+    def _top(self, batch: Batch) -> dict[str, Any]:
         if self.kind is Tensor:
             if not isinstance(batch, Tensor):
                 raise BatchError(f"batch is a {type(batch).__name__}; the model was captured with one tensor")
@@ -77,6 +116,17 @@ class BatchLayout:
         if len(batch) != len(self.names):
             raise BatchError(f"batch has {len(batch)} fields, expected {len(self.names)}: {list(self.names)}")
         return dict(zip(self.names, batch, strict=True))
+
+
+def _outline(value: Any) -> str:
+    """The structure of a field in words."""
+    if isinstance(value, dict):
+        return f"a dict of {list(value)}"
+    return (
+        f"a {type(value).__name__} of {len(value)}"
+        if isinstance(value, list | tuple)
+        else type(value).__name__
+    )
 
 
 def _taken_by_name(

@@ -72,7 +72,8 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
     except VPipeError:
         raise
     except Exception as error:
-        if isinstance(module.model, nn.Sequential) and len(module.layout.model_names) == 1:
+        plain = len(module.layout.model_names) == 1 and not module.layout.forms
+        if isinstance(module.model, nn.Sequential) and plain:
             with contextlib.suppress(RuntimeError, TypeError, IndexError):
                 trace = trace_sequential(module, fields)
                 protect_fields(trace)

@@ -29,7 +29,8 @@ class LossModule(nn.Module):
         return self.loss_and_output(tensors)[0]
 
     def loss_and_output(self, tensors: list[Tensor]) -> tuple[Tensor, Any]:
-        entries = dict(zip(self.layout.tensors, tensors, strict=True)) | dict(self.layout.constants)
+        values = dict(zip(self.layout.tensors, tensors, strict=True)) | dict(self.layout.constants)
+        entries = self.layout.nested(values)
         taken = self.layout.model_names
         if self.layout.kind is Mapping:
             output = self.model(**{name: entries[name] for name in taken})
