@@ -155,6 +155,7 @@ def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
     left = {path.name for path in bench.latest.iterdir()}
     assert {"summary.json", "report.html", "metrics.jsonl", "output.log.0", "output.log.1"} <= left
     assert "checkpoints" not in left
+    assert f"checkpoints and model are in {bench.latest} of {ADDRESSES[1]}" in ended.err
     bench.wait_until_empty()
 
 

@@ -18,7 +18,7 @@ import pytest
 from tests.end_to_end.command import alive, wait_until_gone
 from tests.waiting import wait_until
 from vpipe.errors import RankFailedError, VPipeError
-from vpipe.launch import helpers, local, watch
+from vpipe.launch import helpers, local, signals, watch
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.record.whereabouts import Page
 
@@ -302,14 +302,14 @@ def test_a_helper_that_does_not_end_is_killed(
 
 def test_two_signals_at_once_do_not_cut_a_save_short(monkeypatch: pytest.MonkeyPatch) -> None:
     now = time.monotonic()
-    monkeypatch.setattr(local, "time", SimpleNamespace(monotonic=lambda: now))
-    with local.handling_signals() as signals:
+    monkeypatch.setattr(signals, "time", SimpleNamespace(monotonic=lambda: now))
+    with signals.handling_signals() as received:
         for _ in range(3):
             os.kill(os.getpid(), signal.SIGINT)
-        assert signals.to_end == [signal.SIGINT]
-        now += local.AGAIN + 0.1
+        assert received.to_end == [signal.SIGINT]
+        now += signals.AGAIN + 0.1
         os.kill(os.getpid(), signal.SIGTERM)
-        assert signals.to_end == [signal.SIGINT, signal.SIGTERM]
+        assert received.to_end == [signal.SIGINT, signal.SIGTERM]
 
 
 def test_a_signal_that_comes_when_all_is_done_changes_nothing(

@@ -9,6 +9,7 @@ import os
 import shutil
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,8 @@ def write(job: WriteJob) -> Path:
         raise NotWrittenError(f"checkpoint {job.final} was not saved: {failure}")
     if world.rank in job.apart:
         shutil.rmtree(job.folder, ignore_errors=True)  # the checkpoint is on rank 0's host
+        with suppress(OSError):  # other ranks have files there
+            job.folder.parent.rmdir()
     return job.final
 
 

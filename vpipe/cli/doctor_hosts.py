@@ -16,8 +16,8 @@ from vpipe.errors import ConfigError, RankFailedError, printable
 from vpipe.launch.agents import Agent, ask, greet, skewed, started_agents
 from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import Host, hosts_of
-from vpipe.launch.local import LauncherSignals, handling_signals
 from vpipe.launch.remote import addresses_by_ssh
+from vpipe.launch.signals import LauncherSignals, handling_signals
 from vpipe.system.console import announce, show
 from vpipe.system.files import json_text, write_json
 from vpipe.train.carried import carried_files

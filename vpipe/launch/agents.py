@@ -14,7 +14,8 @@ from typing import Any
 
 from vpipe.errors import ConfigError, RankFailedError, printable
 from vpipe.launch.hosts import Host
-from vpipe.launch.local import POLL, LauncherSignals
+from vpipe.launch.local import POLL
+from vpipe.launch.signals import LauncherSignals
 from vpipe.launch.ssh import ssh_command, why_not
 from vpipe.launch.wire import Wire
 

@@ -16,10 +16,8 @@ import subprocess
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from types import FrameType
 from typing import NamedTuple
 
 from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
@@ -27,6 +25,7 @@ from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.place import PLACED
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
+from vpipe.launch.signals import LauncherSignals, handling_signals
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
 from vpipe.system.best_effort import BestEffort, LogFile
@@ -37,22 +36,11 @@ from vpipe.system.start import VARIABLE as PHASES
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
-AGAIN = 1.0
-"""Seconds within which a further signal counts as the same one: a key that is pressed twice."""
 POLL = 0.02
 TAIL = 20
 """Lines of its log that are shown when a rank dies and reports no error."""
 _DONE = b"done"
 _CLEANUP = "the cleanup process"
-
-
-@dataclass
-class LauncherSignals:
-    """The signals that the launcher has received: to end, and to save."""
-
-    to_end: list[int] = field(default_factory=list)
-    first: float = 0.0  # when the first signal to end came
-    to_save: int = 0
 
 
 class MeetingPlace(NamedTuple):
@@ -280,29 +268,6 @@ def _wait(
 def _send(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
     for child in children:
         child.send_signal(number)  # nothing happens to one that has ended
-
-
-@contextmanager
-def handling_signals() -> Iterator[LauncherSignals]:
-    """The first signal to end is passed on: the ranks finish their step and save. The second ends all at once."""
-    signals = LauncherSignals()
-
-    def end(number: int, frame: FrameType | None) -> None:
-        now = time.monotonic()
-        signals.first = signals.first or now
-        if not signals.to_end or now - signals.first > AGAIN:
-            signals.to_end.append(number)
-
-    def save(number: int, frame: FrameType | None) -> None:
-        signals.to_save += 1
-
-    handlers = {signal.SIGINT: end, signal.SIGTERM: end, signal.SIGHUP: end, signal.SIGUSR1: save}
-    before = {number: signal.signal(number, handler) for number, handler in handlers.items()}
-    try:
-        yield signals
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _exit_code(codes: Iterable[int | None], number: int) -> int:

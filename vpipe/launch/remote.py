@@ -41,7 +41,8 @@ from vpipe.launch.agents import (
     warn,
 )
 from vpipe.launch.hosts import Host
-from vpipe.launch.local import GRACE, POLL, LauncherSignals, RanksEnded, conclude, handling_signals
+from vpipe.launch.local import GRACE, POLL, RanksEnded, conclude
+from vpipe.launch.signals import LauncherSignals, handling_signals
 from vpipe.launch.watch import KINDS, FailedRank, FailureLog
 from vpipe.system.best_effort import LogFile
 from vpipe.system.environment import SECRET

@@ -6,7 +6,6 @@ the launcher ends, or is not heard any more, it kills them.
 
 from __future__ import annotations
 
-import hashlib
 import os
 import signal
 import socket
@@ -14,31 +13,38 @@ import tempfile
 import threading
 import time
 from base64 import b64encode
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from vpipe.config import RunConfig
-from vpipe.config.file import read_config
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import VPipeError
 from vpipe.launch.facts import host_facts
-from vpipe.launch.hosts import own_addresses
-from vpipe.launch.local import MeetingPlace, handling_signals, run_children
-from vpipe.launch.measure import measure, serve_measurement
+from vpipe.launch.local import MeetingPlace, run_children
+from vpipe.launch.measure import measure
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.place import rank_directory, rank_interpreter
+from vpipe.launch.signals import handling_signals
 from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.launch.wire import Wire
 from vpipe.observe.results import REPORT
 from vpipe.observe.trace import TRACE
 from vpipe.record.run_folder import make_folder
+from vpipe.system.start import Phases, process_began
 from vpipe.train.carried import CONFIG
+from vpipe.train.host_orders import (
+    CONNECT_LIMIT,
+    examine,
+    forget_callers,
+    listen,
+    reach,
+    reaching,
+    serve,
+    write_files,
+)
 from vpipe.train.run import check_paths
 
 WAIT = 0.5
-CONNECT_LIMIT = 5.0
-"""Seconds within which the host of rank 0 must answer."""
 FLUSH_LIMIT = 5.0
 """Seconds that the last messages have to leave."""
 PUMP = 0.1
@@ -126,14 +132,14 @@ class HostAgent:
         """Orders of `vpipe doctor --machines`. A mistake is an answer: others may follow."""
         try:
             if "examine" in message:
-                self.wire.send(examined=_examine(message["examine"]))
+                self.wire.send(examined=examine(message["examine"]))
             if "serve" in message:
-                listener, where = _listen(message["serve"], 0)
-                threading.Thread(target=_serve, args=(listener,), daemon=True).start()
+                listener, where = listen(message["serve"], 0)
+                threading.Thread(target=serve, args=(listener,), daemon=True).start()
                 self.wire.send(serving=where)
             if "measure" in message:
                 address, port = message["measure"]
-                with _reaching(address, port):
+                with reaching(address, port):
                     self.wire.send(measured=measure(address, port, CONNECT_LIMIT))
         except VPipeError as error:
             self.wire.send(mistake=str(error).partition("\n")[0])
@@ -153,7 +159,7 @@ class HostAgent:
         os.environ.update(order["environment"])
         with suppress(OSError):
             os.chdir(order["cwd"])  # else it stays where ssh has put it
-        config = _write_files(order["files"], files)
+        config = write_files(order["files"], files)
         check_paths(config)
         folder, own = Path(order["folder"]), order["ranks"]
         make_folder(folder)
@@ -169,6 +175,7 @@ class HostAgent:
             heartbeat_limit=config.heartbeat_limit,
             patience=config.timeout,
             gpus=gpus_of(config, own),
+            phases=Phases("launch", process_began(), order["phases"]),
             own=own,
         )
         return ranks, (folder / order["marker"]).exists()
@@ -180,13 +187,13 @@ class HostAgent:
             for message in self._receive(WAIT):
                 if "listen" in message:
                     names, port = message["listen"]
-                    listener, _ = self._answer("listening", lambda: _listen(names, port))  # noqa: B023
+                    listener, _ = self._answer("listening", lambda: listen(names, port))  # noqa: B023
                 if "reach" in message:
                     where = message["reach"]
-                    self._answer("reached", lambda: _reach(where))  # noqa: B023
+                    self._answer("reached", lambda: reach(where))  # noqa: B023
                 if "start" in message:
                     if listener is not None:
-                        _forget_callers(listener)
+                        forget_callers(listener)
                     address, port, secret = message["start"]
                     return MeetingPlace(address, port, secret, listener)
                 if "end" in message:
@@ -220,79 +227,6 @@ class HostAgent:
                 if wanted and path.stat().st_size <= LARGEST:
                     self.wire.send(file=[path.name, b64encode(path.read_bytes()).decode()])
                     self.wire.flush(FLUSH_LIMIT)
-
-
-def _listen(names: list[str], port: int) -> tuple[socket.socket, tuple[str, int]]:
-    """On the first of these names or addresses that is one of this host's."""
-    addresses = list(dict.fromkeys(address for name in names for address in own_addresses(name)))
-    if not addresses:
-        raise ConfigError(
-            f"no interface of it has an address of the name {names[0]!r}: write in `machines` the address by which the "
-            "other hosts reach it"
-        )
-    try:
-        listener = socket.create_server((addresses[0], port), backlog=socket.SOMAXCONN)
-    except OSError as error:
-        raise ConfigError(
-            f"port is {port}: it cannot be used on {addresses[0]} ({error.strerror}): give another, or 0 for any"
-        ) from None
-    return listener, (addresses[0], listener.getsockname()[1])
-
-
-def _reach(where: list[Any]) -> tuple[None, bool]:
-    address, port = where
-    with _reaching(address, port):
-        socket.create_connection((address, port), CONNECT_LIMIT).close()
-    return None, True
-
-
-@contextmanager
-def _reaching(address: str, port: int) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise ConfigError(
-            f"it does not reach {address}:{port}, where the ranks meet ({error.strerror or error}): open the ports "
-            "between the hosts, or write in `machines` an address of a network that they share"
-        ) from None
-
-
-def _serve(listener: socket.socket) -> None:
-    with suppress(OSError):
-        serve_measurement(listener)
-
-
-def _examine(order: dict[str, Any]) -> dict[str, Any]:
-    """What a run would not find here, and the digest of this host's own copy of the configuration."""
-    wrong = []
-    with tempfile.TemporaryDirectory(prefix="vpipe-host-") as folder:
-        try:
-            config = _write_files(order["files"], Path(folder))
-            check_paths(config)
-            rank_directory(config)
-            rank_interpreter(config, [])
-        except VPipeError as error:
-            wrong.append(str(error).partition("\n")[0])
-    try:
-        digest = hashlib.sha256(Path(order["config"]).read_bytes()).hexdigest()
-    except OSError:
-        digest = None
-    return {"wrong": wrong, "config": digest}
-
-
-def _write_files(files: dict[str, str], folder: Path) -> RunConfig:
-    for name, text in files.items():
-        (folder / Path(name).name).write_text(text, encoding="utf-8")
-    return read_config(folder / CONFIG)
-
-
-def _forget_callers(listener: socket.socket) -> None:
-    """The hosts have tried the port: rank 0 is to find none of their connections."""
-    listener.setblocking(False)
-    with suppress(BlockingIOError):
-        while True:
-            listener.accept()[0].close()
-    listener.setblocking(True)
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vpipe.config.arguments import build_schedule, check_blocks
 from vpipe.config.file import AUTO, with_plan
@@ -143,7 +143,9 @@ def launch(
     arguments = from_elsewhere(config, arguments)
     try:
         if apart:
-            run_on_hosts(config, hosts, arguments, folder, stages, quiet=quiet, max_restarts=max_restarts)
+            phases.end()
+            order = _order(config, arguments, folder, stages) | {"phases": phases.seconds}
+            _run_on_hosts(config, hosts, order, folder, stages, quiet=quiet, max_restarts=max_restarts)
         else:
             log, ranks = FailureLog(folder), _ranks_here(config, arguments, folder, stages, quiet, phases)
             with_restarts(lambda attempt: run_ranks_here(ranks, attempt, log), folder, max_restarts)
@@ -208,21 +210,15 @@ def with_restarts(run_once: Callable[[int], object], folder: Path, max_restarts:
             )
 
 
-def run_on_hosts(
-    config: RunConfig,
-    hosts: Sequence[Host],
-    arguments: Sequence[str],
-    folder: Path,
-    stages: Sequence[str],
-    *,
-    quiet: bool,
-    max_restarts: int,
-) -> None:
+def _order(
+    config: RunConfig, arguments: Sequence[str], folder: Path, stages: Sequence[str]
+) -> dict[str, Any]:
+    """The run as the agents of its hosts read it."""
     command, _, *options = arguments
     while "--set" in options:  # the configuration that the hosts are given has these values
         place = options.index("--set")
         del options[place : place + 2]
-    order = {
+    return {
         "files": carried_files(config),
         "command": command,
         "options": options,
@@ -230,6 +226,18 @@ def run_on_hosts(
         "cwd": str(Path.cwd()),
         "stages": list(stages),
     }
+
+
+def _run_on_hosts(
+    config: RunConfig,
+    hosts: Sequence[Host],
+    order: dict[str, Any],
+    folder: Path,
+    stages: Sequence[str],
+    *,
+    quiet: bool,
+    max_restarts: int,
+) -> None:
     job = HostsJob(
         hosts,
         config.python or sys.executable,
@@ -247,6 +255,11 @@ def run_on_hosts(
     with_restarts(lambda attempt: apart.extend(run_ranks_on_hosts(job, attempt, log)), folder, max_restarts)
     if apart:
         rewrite_results(folder)  # with the figures that have come from the other hosts
+    if hosts[0].name in apart:
+        print(
+            f"checkpoints and model are in {folder.absolute()} of {hosts[0].name}, where rank 0 was",
+            file=sys.stderr,
+        )
 
 
 def _stages_of_ranks(config: RunConfig) -> list[str]:
