@@ -145,6 +145,10 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
         pytest.skip(f"no network namespaces here: {error}")
 
 
+_MOUNT = 'cp run.yml .. && mount -t tmpfs none "$PWD" && cd "$PWD" && cp ../run.yml . && exec "$0" "$@"'
+ALONE = ("unshare", "-m", "sh", "-c", _MOUNT)
+
+
 class Bench:
     """A folder with a run, and the hosts that it runs on."""
 
@@ -156,12 +160,20 @@ class Bench:
     def write(self, **keys: Any) -> None:
         (self.folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": MACHINES} | keys))
 
-    def start(self, *options: str, number: int = 0, variables: Mapping[str, str] = {}, **keys: Any) -> Any:
-        """The command on a host, by default `vpipe train` over both."""
+    def start(
+        self,
+        *options: str,
+        number: int = 0,
+        variables: Mapping[str, str] = {},
+        own: bool = False,
+        **keys: Any,
+    ) -> Any:
+        """The command on a host, by default `vpipe train` over both; with `own`, in a folder that nobody else sees."""
         self.write(**keys)
+        alone = ALONE if own else ()
         command = options if options[:1] == ("-m",) else ("-m", "vpipe", *(options or ("train", "run.yml")))
         return subprocess.Popen(
-            self.hosts.inside(number, sys.executable, *command),
+            self.hosts.inside(number, *alone, sys.executable, *command),
             cwd=self.folder,
             env={
                 **os.environ,

@@ -161,11 +161,14 @@ def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_torchrun_on_two_hosts_trains_as_one_host_does(bench: Bench, tmp_path: Path) -> None:
+    """They share no folder."""
+
     def torchrun(number: int) -> Any:
         place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
         meet = ("--master-addr", ADDRESSES[0], "--master-port", "29544")
         command = ("-m", "torch.distributed.run", *place, *meet, "-m", "vpipe", "train", "run.yml")
-        return bench.start(*command, number=number, variables={"VPIPE_SECRET": "of this test"})
+        secret = {"VPIPE_SECRET": "of this test"}
+        return bench.start(*command, number=number, variables=secret, own=number == 1)
 
     processes = [torchrun(0), torchrun(1)]
     try:

@@ -29,7 +29,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from vpipe.errors import ConfigError, RankFailedError, VPipeError
+from vpipe.errors import ConfigError, RankFailedError, VPipeError, printable
 from vpipe.launch.agents import (
     Agent,
     ask,
@@ -139,7 +139,8 @@ class _HostsRun:
             for message in agent.wire.receive():
                 self.handle(agent, message)
             for line in take_errors(agent).splitlines():
-                print(line if agent.host.here else f"{agent.host.name}: {line}", file=sys.stderr, flush=True)
+                shown = line if agent.host.here else f"{agent.host.name}: {line}"
+                print(printable(shown), file=sys.stderr, flush=True)
             if agent.ended is not None:
                 continue
             silence = agent.wire.silence(self.job.heartbeat_limit)

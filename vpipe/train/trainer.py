@@ -25,7 +25,7 @@ from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
 from vpipe.observe.trackers import check_trackers
 from vpipe.pipeline import Pipeline
-from vpipe.record.run_folder import COMPLETE, STOPPED, log_path, make_run_folder, write_resumed
+from vpipe.record.run_folder import COMPLETE, STOPPED, log_path, make_folder, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
 from vpipe.system.best_effort import LogFile
 from vpipe.system.device import limit_memory, make_deterministic
@@ -307,7 +307,9 @@ class Trainer:
                 return os.environ[LAUNCHED]
             return str(make_run_folder(Path(self.config.log_directory))) if self.rank == 0 else None
 
-        return Path(self.world.all_gather("folder", agree(self.world, "run folder", make))[0])
+        folder = Path(self.world.all_gather("folder", agree(self.world, "run folder", make))[0])
+        agree(self.world, "folder of this host", lambda: make_folder(folder))
+        return folder
 
     def _read_data(self) -> Datasets:
         """A tokenizer is trained once, by rank 0; the others wait and find it in the cache."""
