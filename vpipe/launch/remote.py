@@ -44,6 +44,7 @@ from vpipe.launch.hosts import Host
 from vpipe.launch.local import GRACE, POLL, RanksEnded, conclude
 from vpipe.launch.signals import LauncherSignals, handling_signals
 from vpipe.launch.watch import KINDS, FailedRank, FailureLog
+from vpipe.record.run_folder import log_path
 from vpipe.system.best_effort import LogFile
 from vpipe.system.environment import SECRET
 
@@ -118,7 +119,7 @@ class _HostsRun:
         if "log" in message:
             rank, text = message["log"]
             if rank not in self.logs:
-                self.logs[rank] = LogFile(self.job.folder / f"output.log.{int(rank)}", self.log.effort)
+                self.logs[rank] = LogFile(log_path(self.job.folder, int(rank)), self.log.effort)
             self.logs[rank].append(text.encode("latin-1"))
         if "file" in message and _FILE.fullmatch(message["file"][0]):
             name, content = message["file"]
