@@ -69,7 +69,7 @@ def translated(text: str, folder: str) -> str:
 
 
 def spaced(text: str) -> str:
-    """With an empty line before each list and table, which GitHub does not need and Python's Markdown does."""
+    """As Python's Markdown needs it and GitHub does not: an empty line before lists and tables, inner lists deeper."""
     lines: list[str] = []
     code = False
     for line in text.splitlines():
@@ -80,7 +80,7 @@ def spaced(text: str) -> str:
         if not code and begins:
             lines.append("")
         code ^= line.lstrip().startswith("```")
-        lines.append(line)
+        lines.append(f"  {line}" if not code and line.startswith("  - ") else line)
     return "\n".join(lines)
 
 
