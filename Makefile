@@ -17,8 +17,8 @@ train: setup
 	$(BIN)/vpipe train configs/demo.yml
 
 check: setup
-	$(BIN)/ruff check vpipe tests benchmarks examples
-	$(BIN)/ruff format --check vpipe tests benchmarks examples
+	$(BIN)/ruff check vpipe tests benchmarks examples docs
+	$(BIN)/ruff format --check vpipe tests benchmarks examples docs
 	$(BIN)/mypy
 	$(BIN)/lint-imports
 

@@ -22,6 +22,7 @@ PAGES = {
     "CHANGELOG.md": "changes.md",
     "CONTRIBUTING.md": "contributing.md",
     "SECURITY.md": "security.md",
+    "examples/README.md": "examples.md",
     "examples/threads.ipynb": "threads.md",
 }
 """Files outside of docs/, and the pages that they become."""
@@ -31,9 +32,12 @@ LIST = re.compile(r"(- |\d+\. |\|)")
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
     for source, page in PAGES.items():
-        path = ROOT / source
+        path, folder = ROOT / source, posixpath.dirname(source)
         text = notebook(path) if path.suffix == ".ipynb" else path.read_text(encoding="utf-8")
-        files.append(File.generated(config, page, content=translated(text, posixpath.dirname(source))))
+        text = translated(text, folder)
+        if page == "examples.md":
+            text += "".join(map(script, sorted(path.parent.glob("*.py"))))
+        files.append(File.generated(config, page, content=text))
     limits = translated(section(ROOT / "README.md", "Limits"), "")
     files.append(File.generated(config, "limits.md", content=limits))
     return files
@@ -91,6 +95,11 @@ def section(path: Path, title: str) -> str:
     )
     assert found is not None
     return f"# {found[1]}"
+
+
+def script(path: Path) -> str:
+    """A file of code as a section."""
+    return f"\n## {path.name}\n```python\n{path.read_text(encoding='utf-8')}```\n"
 
 
 def notebook(path: Path) -> str:
