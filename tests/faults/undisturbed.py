@@ -50,7 +50,8 @@ def make_folder(folder: Path, schedule: str, ranks: int) -> None:
         "rendezvous_limit": 30,
         "evaluation_interval": 15,
     }
-    write_config(folder, ranks, **keys)
+    # No `machines`: ranks may be put on two hosts.
+    write_config(folder, ranks, machines=None, stages=ranks, **keys)
 
 
 def leave_out_last_evaluation() -> None:
