@@ -111,24 +111,6 @@ def test_communicators_can_be_made_again(pool: Pool) -> None:
     assert pool.run(1, open_twice, timeout=LIMIT) == [[1.0, 2.0]]
 
 
-def memory_of_a_communicator() -> int:
-    """Bytes of the GPU that a communicator of one rank holds."""
-    made = communicators()
-    torch.zeros(1, device=GPU)
-    torch.cuda.synchronize()
-    before = torch.cuda.mem_get_info()[0]
-    made.open([], [(0,)])
-    held = before - torch.cuda.mem_get_info()[0]
-    made.close(failed=False)
-    return held
-
-
-def test_memory_of_a_communicator(pool: Pool) -> None:
-    (held,) = pool.run(1, memory_of_a_communicator, timeout=LIMIT)
-    print(f"a communicator of one rank holds {held / 2**20:.0f} MiB")
-    assert 0 <= held < 2 * 2**30
-
-
 def train_with_eager_modules() -> list[float]:
     """Kernels are loaded at the start, and the GPU looks at as many queues as there are."""
     weights = torch.ones(64, 64, device=GPU, requires_grad=True)

@@ -10,9 +10,14 @@ from torch import Tensor, nn
 
 import vpipe
 from tests import models
+from vpipe.config.arguments import build_schedule
+from vpipe.config.file import read_config
+from vpipe.cost import DeviceCost, LinkCost
 from vpipe.errors import VPipeError
 from vpipe.pipeline.threads import run_ranks
+from vpipe.profile.model import MeasuredModel
 from vpipe.schedule.staleness import Staleness, read_staleness
+from vpipe.train.description import about_staleness
 from vpipe.weights import optimizer_factory
 from vpipe.weights.named_optimizers import is_hidden_matrix
 
@@ -171,3 +176,50 @@ def test_muon_takes_the_matrices_between_embedding_and_head(
     name: str, shape: tuple[int, ...], hidden: bool
 ) -> None:
     assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) is hidden
+
+
+@pytest.mark.parametrize(
+    ("keys", "optimizer", "predict", "line"),
+    [
+        (
+            "schedule: vpipe",
+            "muon",
+            True,
+            "gradients are up to 1 updates old: optimizer muon with predicted weights",
+        ),
+        ("sync_mode: asp", "muon", True, "which bears it best"),
+        ("schedule: vpipe\nstaleness: []", "muon", False, "optimizer muon is used"),
+        (
+            "schedule: vpipe\noptimizer: adamw",
+            "adamw",
+            False,
+            "WARNING: gradients are up to 1 updates old, and adamw",
+        ),
+        ("schedule: vpipe\noptimizer: adamw\nstaleness: [predict]", "adamw", True, None),
+        ("macrobatch: true\noptimizer: adamw", "adamw", False, None),
+        ("schedule: vpipe\noptimizer: sgd", "sgd", False, None),
+        ("schedule: 1f1b", "adamw", False, None),
+    ],
+)
+def test_what_a_run_has_if_nothing_is_chosen(
+    tmp_path: Path, keys: str, optimizer: str, predict: bool, line: str | None
+) -> None:
+    (tmp_path / "run.yml").write_text(f"{keys}\nstages: 2\n")
+    config = read_config(tmp_path / "run.yml")
+    assert (config.chosen_optimizer, config.remedies.predict) == (optimizer, predict)
+    said = about_staleness(config, build_schedule(config))
+    assert said is None if line is None else line in str(said)
+
+
+def test_a_profile_counts_what_prediction_takes() -> None:
+    def ratio(optimizer: str, predict: bool) -> float:
+        measured = MeasuredModel(
+            FLOAT,
+            tuple(cast(field) for field in BATCH),
+            LOSS,
+            optimizer=optimizer_factory(optimizer, 0.01),
+            predict=predict,
+        )
+        return measured.measure(0.1, DeviceCost(2**30, 1e9, 1e9), LinkCost(1e9, 1e-6)).optimizer_ratio
+
+    assert ratio("sgd", True) - ratio("sgd", False) == pytest.approx(1, abs=0.01)  # masters of their own

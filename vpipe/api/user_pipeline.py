@@ -177,6 +177,7 @@ class UserPipeline(Pipeline):
                 loss_weight=given.loss_weight,
                 optimizer=training.optimizer,
                 clip_norm=training.clip_norm,
+                staleness=training.staleness,
                 seed=training.seed,
                 updates=updates,
                 dtype=dtype,
@@ -224,6 +225,7 @@ class UserPipeline(Pipeline):
                 precision=given.layout.precision,
                 compile=training.compile,
                 cuda_graphs=training.cuda_graphs,
+                predict=training.staleness.predict,
                 device=self.device,
             )
             wanted = schedule or given.layout.schedule

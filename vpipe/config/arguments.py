@@ -21,7 +21,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "clip_norm": config.clip_norm,
         "seed": config.seed,
         "partition": config.partition,
-        "staleness": config.staleness,
+        "staleness": config.remedies,
     }
     if config.policies is None:
         arguments["recompute_ratio"] = config.ratio
@@ -46,11 +46,10 @@ def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
 
     def factory(group: OptimizerGroup | None = None) -> OptimizerFactory:
         given = {} if group is None else group.model_dump(exclude_none=True)
-        name, *numbers = (
-            given.get(key, getattr(config, key)) for key in ("optimizer", "learning_rate", "weight_decay")
-        )
+        name = given.get("optimizer", config.chosen_optimizer)
+        numbers = (given.get(key, getattr(config, key)) for key in ("learning_rate", "weight_decay"))
         settings = {key: getattr(config, key) for key in ("betas", "eps", "momentum")}
-        if group is not None and name != config.optimizer:  # they are for the run's own optimizer
+        if name != config.chosen_optimizer:  # they are for the run's own optimizer
             settings = {}
         return optimizer_factory(name, *numbers, **settings)
 

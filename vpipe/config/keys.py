@@ -26,7 +26,7 @@ from vpipe.cost.plan_file import ScheduleName
 from vpipe.errors import VPipeError
 from vpipe.schedule import KINDS, guides_schedule, read_table
 from vpipe.schedule.kind import MOST_DEPTH
-from vpipe.schedule.staleness import read_staleness
+from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.system.files import check_path, exists, read_text, short_repr
 from vpipe.system.validation import unknown_key
 
@@ -216,9 +216,10 @@ class RunConfig(_Keys):
 
     # The training
 
-    optimizer: OptimizerName = "adamw"
-    """Rule of the updates. muon: Muon for the matrices between embedding and head, AdamW for the rest, with one rate
-    for both; it bears stale weights best. nadamw: NAdam with decoupled weight decay and a first beta of 0.99."""
+    optimizer: OptimizerName | None = None
+    """Rule of the updates. If not given, adamw; in an asynchronous schedule muon, with `staleness: [predict]`. muon:
+    Muon for the matrices between embedding and head, AdamW for the rest, with one rate for both; it bears stale weights
+    best. nadamw: NAdam with decoupled weight decay and a first beta of 0.99."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
     learning_rate_policy: Literal["polynomial", "step", "cosine", "constant"] = "constant"
@@ -234,10 +235,10 @@ class RunConfig(_Keys):
     """What these optimizers add to the root of the second moment; if not given, the optimizer's own."""
     momentum: Momentum | None = None
     """Momentum of sgd (0.9 if not given) and muon (0.95)."""
-    staleness: list[str | dict[str, int]] = []
+    staleness: list[str | dict[str, int]] | None = None
     """Remedies for the stale weights of an asynchronous schedule, such as `[predict, {async_after: 100}]`. predict:
     forwards read the weights as they are expected to be when their gradients are applied. async_after: so many updates
-    at the beginning are made one after the other, with an empty pipeline between them."""
+    at the beginning are made one after the other, with an empty pipeline between them. `[]`: none."""
     optimizer_groups: list[OptimizerGroup] = []
     """Other settings for some parameters, by name: `match` is one or several patterns (`*` stands for any text, as in
     `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` override the run's own. The first entry that matches a
@@ -350,7 +351,7 @@ class RunConfig(_Keys):
     @model_validator(mode="after")
     def _fits_together(self) -> RunConfig:
         try:
-            read_staleness(self.staleness)
+            read_staleness(self.staleness or ())
         except VPipeError as error:
             raise mistake(str(error)) from None
         for key, problem in contradictions(self):
@@ -397,6 +398,26 @@ class RunConfig(_Keys):
         if self.schedule is not None:
             return self.schedule
         return guides_schedule(asynchronous=self.sync_mode == "asp", macrobatch=bool(self.macrobatch))
+
+    @property
+    def has_stale_weights(self) -> bool:
+        """Whether the schedule is asynchronous; of a table its name does not say it."""
+        name = self.chosen_schedule
+        return not (
+            read_table(read_text(self.path(name)), name) if name.endswith(".csv") else KINDS[name]
+        ).synchronous
+
+    @property
+    def chosen_optimizer(self) -> str:
+        """The configured one or, with the remedies, what bears stale weights best (docs/convergence.md)."""
+        return self.optimizer or ("muon" if self.has_stale_weights else "adamw")
+
+    @property
+    def remedies(self) -> Staleness:
+        """For stale weights: the configured ones or, where the optimizer is not given either, prediction."""
+        if self.staleness is None:
+            return Staleness(predict=self.optimizer is None and self.has_stale_weights)
+        return read_staleness(self.staleness)
 
     @property
     def positions(self) -> int:

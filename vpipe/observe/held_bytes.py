@@ -52,5 +52,5 @@ def optimizer_of(stage: Stage) -> int:
     optimizer = stage.optimizer
     states = [values for base in optimizer.optimizers for values in base.state.values()]
     state = [value for values in states for value in values.values()]
-    masters = optimizer.master_parameters if optimizer.mixed else []
+    masters = optimizer.master_parameters if optimizer.separate_masters else []
     return sum(value.nbytes for value in (*masters, *state) if isinstance(value, Tensor))

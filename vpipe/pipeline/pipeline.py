@@ -22,7 +22,7 @@ from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
 from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
-from vpipe.schedule.staleness import Remedy, read_staleness
+from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 from vpipe.system.start import Phases
@@ -128,7 +128,7 @@ class Pipeline:
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         nonfinite_limit: tuple[int, int] = (10, 100),
-        staleness: Sequence[Remedy] = (),
+        staleness: Iterable[Remedy] | Staleness = (),
         loss_scale: float | None = None,
         loss_fn: Callable[..., Tensor] | None = None,
         loss_weight: str | LossWeight = "samples",

@@ -19,7 +19,7 @@ from vpipe.stage.held import address
 from vpipe.stage.precision import cast_module
 from vpipe.stage.split import waiting_tensors
 from vpipe.stage.swap import Swap
-from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing
+from vpipe.weights import Delay, OptimizerFactory, OptimizerWithWeightStashing
 
 Mark: TypeAlias = "float | torch.cuda.Event"
 Interval: TypeAlias = tuple[Mark, Mark]
@@ -66,6 +66,7 @@ class MeasuredStage:
         fields: Mapping[str, Tensor],
         device: torch.device = HOST,
         compile: str | None = None,
+        predict: bool = False,
     ) -> None:
         self.stage = stage
         self.fields = {name: fields[name] for name in stage.fields}
@@ -80,7 +81,7 @@ class MeasuredStage:
             stage, self.whole, split=True, policies=recomputed, compile=compile
         )
         self.weights = OptimizerWithWeightStashing(
-            self.whole.parameters_by_name, optimizer, master_values=originals
+            self.whole.parameters_by_name, optimizer, master_values=originals, predict=predict
         )
         self.inputs = {name: values[name] for name in stage.reads}
         self.free = self.whole.free_values(self.fields, RandomContext())
@@ -128,9 +129,12 @@ class MeasuredStage:
     def new_version(self) -> Interval:
         """An update while a minibatch still reads the old weights."""
         self.weights.load_new_params(0)
-        taken = self.update()
+        start, end = self.update()
+        if self.weights.predicts:  # the next forward writes it
+            self.weights.load_new_params(delay=Delay(1))
+            end = self.clock()
         self.weights.release(0)
-        return taken
+        return start, end
 
     def saved_bytes(self) -> tuple[dict[int, int], dict[str, Tensor]]:
         """Bytes that autograd saves, by address, without parameters, buffers and the batch; and the values made."""
@@ -206,8 +210,8 @@ class MeasuredStage:
         return max(0, most)
 
     def state_bytes(self) -> int:
-        """Bytes of the optimizer's state, float32 masters included."""
+        """Bytes of the optimizer's state, masters of their own included."""
         tensors = [*self.weights.optimizer_state()[0].values()]
-        if self.weights.mixed:
+        if self.weights.separate_masters:
             tensors += self.weights.master_parameters
         return sum(tensor.nbytes for tensor in tensors if tensor.dim())

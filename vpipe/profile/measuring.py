@@ -25,6 +25,7 @@ def profile(
     precision: str = "fp32",
     compile: bool | str = False,
     cuda_graphs: bool = False,
+    predict: bool = False,
     device: str | torch.device | None = None,
     ranks: int = 1,
     seconds: float = 5.0,
@@ -46,6 +47,7 @@ def profile(
         precision: "fp32", "bf16" or "fp16".
         compile: True, or the name of a backend: with blocks that torch.compile has compiled.
         cuda_graphs: With stages that run as CUDA graphs.
+        predict: With `staleness=["predict"]` of `vpipe.Pipeline`, which takes time and memory.
         device: "cpu" or "cuda:0"; by default the GPU if there is one.
         ranks: On the CPU as many other processes compute meanwhile as other ranks of the host would.
         seconds: The time that the measurement may take, about.
@@ -62,6 +64,7 @@ def profile(
         precision=precision,
         compile=backend,
         cuda_graphs=cuda_graphs,
+        predict=predict,
         place=place,
     )
     threads = torch.get_num_threads()

@@ -57,6 +57,7 @@ class MeasuredModel:
         precision: str = "fp32",
         compile: str | None = None,
         cuda_graphs: bool = False,
+        predict: bool = False,
         place: torch.device = HOST,
         run_length: int | None = None,
     ) -> None:
@@ -76,7 +77,7 @@ class MeasuredModel:
         kind = MeasuredGraphStage if cuda_graphs else MeasuredStage
 
         def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
-            return kind(stage, model, optimizer, dtype, values, fields, place, compile)
+            return kind(stage, model, optimizer, dtype, values, fields, place, compile, predict)
 
         self.run: MeasuredStage | None = None
         with torch.random.fork_rng(devices=[]):

@@ -20,8 +20,10 @@ class Staleness(NamedTuple):
     """So many updates at the beginning are made one after the other, with an empty pipeline between them."""
 
 
-def read_staleness(remedies: Iterable[Remedy], place: str = "staleness") -> Staleness:
+def read_staleness(remedies: Iterable[Remedy] | Staleness, place: str = "staleness") -> Staleness:
     """`place` begins error messages."""
+    if isinstance(remedies, Staleness):
+        return remedies
     if isinstance(remedies, str | Mapping):
         remedies = [remedies]
     found: dict[str, int | bool] = {}

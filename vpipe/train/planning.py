@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 MEASURED = (
     "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
-    "batch_size", "sequence_length", "optimizer", "optimizer_groups", "precision", "compile", "cuda_graphs",
+    "batch_size", "sequence_length", "optimizer_groups", "precision", "compile", "cuda_graphs",
 )  # fmt: skip
 """The keys that a profile depends on."""
 METHOD = 5
@@ -115,6 +115,7 @@ def _own_work(config: RunConfig) -> list[str]:
 def _fingerprint(config: RunConfig) -> str:
     """A hash of all that the profile depends on: the model, the minibatch, the machine."""
     settings = config.model_dump(mode="json", include=set(MEASURED))
+    settings |= {"optimizer": config.chosen_optimizer, "predict": config.remedies.predict}
     if config.code:
         settings |= {"code": _own_work(config), "python_path": None}
     elif config.model is not None:

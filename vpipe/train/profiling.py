@@ -74,6 +74,7 @@ def measured_model(config: RunConfig) -> MeasuredModel:
         precision=config.precision,
         compile="inductor" if config.compile else None,
         cuda_graphs=config.cuda_graphs,
+        predict=config.remedies.predict,
         place=choose_device(None, 0),
     )
 

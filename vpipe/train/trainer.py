@@ -34,7 +34,7 @@ from vpipe.system.faults import ATTEMPT
 from vpipe.system.start import Phases, launchers_phases, process_began
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
-from vpipe.train.description import describe, write_description
+from vpipe.train.description import about_staleness, describe, write_description
 from vpipe.train.memory_advice import memory_advice
 from vpipe.train.position import Position
 from vpipe.train.same_config import check_hosts, check_same_config
@@ -232,7 +232,8 @@ class Trainer:
         stages = " and ".join(map(str, runtime.stages))
         recorder.log.line(f"[Rank {self.rank}] Stage: {stages}, Rank in stage: {runtime.rank_in_stage}")
         described = describe(pipe, config, type(self.model).__name__, self.position)
-        for line in (described, self.data.note, *notes, restored):
+        stale = about_staleness(config, pipe.schedule)
+        for line in (described, stale, self.data.note, *notes, restored):
             if line is not None:
                 recorder.say(line)
         recorder.log.line("Training...")

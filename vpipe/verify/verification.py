@@ -6,7 +6,7 @@ Both run in this process: the pipeline with a thread for each rank, the referenc
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -121,7 +121,7 @@ def verify(
     clip_norm: float | None = None,
     seed: int = 0,
     loss_weight: str | LossWeight = "samples",
-    staleness: Sequence[Remedy] = (),
+    staleness: Iterable[Remedy] | Staleness = (),
     **options: Any,
 ) -> Verification:
     """Train a copy of the model with and without the pipeline, in this process; compare losses, gradients, weights.

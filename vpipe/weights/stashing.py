@@ -65,6 +65,7 @@ class OptimizerWithWeightStashing:
         self._made = 0
         self._last_updates = LastUpdates() if predict else None
         self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
+        self.separate_masters = self.mixed or predict  # else they share the newest version's storage
         self.master_parameters = self._make_masters(first, master_values)
         self._master = dict(zip(self.names, self.master_parameters, strict=True))
         self._name_of = dict(zip(self.master_parameters, self.names, strict=True))
@@ -211,7 +212,7 @@ class OptimizerWithWeightStashing:
     def _make_masters(self, first: Version, values: Mapping[str, Tensor] | None) -> list[nn.Parameter]:
         masters = []
         for name, tensor in zip(self.names, first.tensors, strict=True):
-            if self.mixed or self.predicts:
+            if self.separate_masters:
                 original = tensor if values is None else values[name]
                 dtype = torch.float32 if self.mixed else tensor.dtype
                 masters.append(nn.Parameter(original.detach().to(tensor.device, dtype, copy=True)))
