@@ -13,7 +13,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -134,15 +134,13 @@ def ssh_hosts(folder: Path) -> Iterator[SshHosts]:
     for tool in (SSHD, "ssh", "ssh-keygen", "ip", "unshare"):
         if shutil.which(tool) is None:
             pytest.skip(f"{tool} is not installed")
-    try:
-        with two_hosts() as network:
-            made = SshHosts(network, folder)
-            try:
-                yield made
-            finally:
-                made.close()
-    except (OSError, subprocess.CalledProcessError) as error:
-        pytest.skip(f"no network namespaces here: {error}")
+    with ExitStack() as stack:
+        try:
+            made = SshHosts(stack.enter_context(two_hosts()), folder)
+        except (OSError, subprocess.CalledProcessError) as error:
+            pytest.skip(f"no network namespaces here: {error}")
+        stack.callback(made.close)
+        yield made
 
 
 _MOUNT = 'cp run.yml .. && mount -t tmpfs none "$PWD" && cd "$PWD" && cp ../run.yml . && exec "$0" "$@"'

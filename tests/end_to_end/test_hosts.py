@@ -149,13 +149,18 @@ def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
 def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
     """The launcher's host has no rank and shares no folder: logs and figures come to it, checkpoints stay there."""
     bench.hosts.serve(1, own=bench.folder)
-    ended = bench.run(machines=[MACHINES[1], MACHINES[1]])
-    assert ended.code == 0, ended.said
-    assert "Iteration 12" in ended.out
+    process = bench.start(machines=[MACHINES[1], MACHINES[1]], max_updates=40)
+    try:
+        wait_until(lambda: bool(list(bench.folder.glob("runs/2*/status.1.json"))), "a status, while it runs")
+        out, err = process.communicate(timeout=TIMEOUT)
+    finally:
+        end(process)
+    assert process.returncode == 0, err
+    assert "Iteration 30" in out
     left = {path.name for path in bench.latest.iterdir()}
     assert {"summary.json", "report.html", "metrics.jsonl", "output.log.0", "output.log.1"} <= left
     assert "checkpoints" not in left
-    assert f"checkpoints and model are in {bench.latest} of {ADDRESSES[1]}" in ended.err
+    assert f"checkpoints and model are in {bench.latest} of {ADDRESSES[1]}" in err
     bench.wait_until_empty()
 
 

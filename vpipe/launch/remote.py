@@ -124,7 +124,9 @@ class _HostsRun:
         if "file" in message and _FILE.fullmatch(message["file"][0]):
             name, content = message["file"]
             with self.log.effort.writing(name):
-                (self.job.folder / name).write_bytes(b64decode(content))
+                part = self.job.folder / f".{name}"
+                part.write_bytes(b64decode(content))
+                part.rename(self.job.folder / name)  # a reader finds all of it, or what was there before
         if "training" in message:
             self.training.add(agent.host.name)
             if len(self.training) == len(self.agents) and self.attempt:

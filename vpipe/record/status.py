@@ -103,8 +103,12 @@ def time_shares(totals: Mapping[str, float]) -> dict[str, float]:
     }
 
 
+def status_path(folder: Path, rank: int) -> Path:
+    return folder / f"status.{rank}.json"
+
+
 def write_status(status: Status, folder: Path) -> None:
-    replace_text(folder / f"status.{status.rank}.json", json_text(asdict(status)))
+    replace_text(status_path(folder, status.rank), json_text(asdict(status)))
 
 
 def read_statuses(folder: Path) -> list[Status]:

@@ -30,6 +30,7 @@ from vpipe.launch.wire import Wire
 from vpipe.observe.results import REPORT
 from vpipe.observe.trace import TRACE
 from vpipe.record.run_folder import make_folder
+from vpipe.record.status import status_path
 from vpipe.system.start import Phases, process_began
 from vpipe.train.carried import CONFIG
 from vpipe.train.host_orders import (
@@ -49,6 +50,8 @@ FLUSH_LIMIT = 5.0
 """Seconds that the last messages have to leave."""
 PUMP = 0.1
 """Seconds between two looks at logs and output."""
+SHOWN = 2.0
+"""Seconds between two looks at the status of each rank."""
 CHUNK = 64 << 10
 LARGEST = 32 << 20
 """Bytes of a file of the run's folder that is sent back at the end."""
@@ -67,7 +70,9 @@ class HostAgent:
         self.wire = wire
         self._out = out
         self._limit = 60.0
-        self._pumped = 0.0
+        self._pumped = self._shown = 0.0
+        self._statuses: dict[Path, float] = {}
+        """Those of the ranks, for `vpipe top` on the launcher's host, and when each was written that was sent last."""
         self._sent: dict[Path, int] = {}
         """The logs that are sent back, and how much of each was."""
 
@@ -81,6 +86,7 @@ class HostAgent:
                 meeting = self._meet()
                 if not shared:
                     self._sent = {ranks.log(rank): _size(ranks.log(rank)) for rank in ranks.here}
+                    self._statuses = {status_path(ranks.folder, rank): 0.0 for rank in ranks.here}
 
                 def each(watch: LauncherWatch) -> FailedRank | None:
                     for message in self._receive():
@@ -205,6 +211,9 @@ class HostAgent:
         if not last and (now - self._pumped < PUMP or self.wire.full):
             return False
         self._pumped = now
+        if now - self._shown > SHOWN:
+            self._shown = now
+            self._send_statuses()
         found = False
         with suppress(BlockingIOError):
             if part := os.read(self._out, CHUNK):
@@ -219,13 +228,23 @@ class HostAgent:
                     found = True
         return found
 
+    def _send_statuses(self) -> None:
+        for path, sent in self._statuses.items():
+            with suppress(OSError):
+                if (changed := path.stat().st_mtime) != sent:
+                    self._statuses[path] = changed
+                    self._send_file(path)
+
+    def _send_file(self, path: Path) -> None:
+        self.wire.send(file=[path.name, b64encode(path.read_bytes()).decode()])
+
     def _send_files(self, folder: Path) -> None:
         """The figures that the ranks of this host have left; what is made of them is made anew."""
         with suppress(OSError):  # an evaluation has removed it
             for path in sorted(folder.iterdir()):
                 wanted = path.is_file() and path not in self._sent and path.name not in MADE
                 if wanted and path.stat().st_size <= LARGEST:
-                    self.wire.send(file=[path.name, b64encode(path.read_bytes()).decode()])
+                    self._send_file(path)
                     self.wire.flush(FLUSH_LIMIT)
 
 
