@@ -233,6 +233,12 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
             "data_dir is 'text': synthetic_data is true, so no text is read",
         ),
         ("synthetic_data: true\ntokenizer: t.json", "tokenizer is 't.json': synthetic_data is true"),
+        ("staleness: [predict]\nschedule: 1f1b", "staleness is ['predict']: schedule '1f1b' is synchronous"),
+        (
+            "gpu_memory: much",
+            "gpu_memory is 'much': expected memory 'much' is not a size: write a number with",
+        ),
+        ("synthetic_data: true\ndocuments: padded", "documents is 'padded': synthetic_data is true"),
         ("prompt: Once", "prompt is 'Once': only `model_type: cpm` writes a sentence"),
         ("python_path: [src]", "python_path is ['src']: no key names a function"),
         ("module: vgpus=4\nstages: 2", "module is 'vgpus=4': stages and replicas make 2 ranks"),

@@ -50,9 +50,11 @@ def _data(config: RunConfig) -> Iterator[Contradiction]:
     for key in ("data_dir", "tokenizer", "synthetic_data", "data_field", "token_type", "documents"):
         if config.data is not None and _written(config, key):
             yield key, f"the samples come from `data`, {config.data!r}: {ONE_OF_TWO}"
-    for key in ("data_dir", "tokenizer", "data_field", "token_type", "documents", "prompt"):
+    for key in ("data_dir", "tokenizer", "data_field", "token_type", "prompt"):
         if config.synthetic_data and _written(config, key):
             yield key, f"synthetic_data is true, so no text is read: {ONE_OF_TWO}"
+    if config.synthetic_data and config.documents == "padded":
+        yield "documents", f"synthetic_data is true, so there are no documents: {ONE_OF_TWO}"
     if config.synthetic_data and (config.max_samples or 0) > MOST_SYNTHETIC:
         yield "max_samples", f"of synthetic data there are {MOST_SYNTHETIC:,} at most"
 
@@ -73,6 +75,8 @@ def _schedule(config: RunConfig) -> Iterator[Contradiction]:
     way = "synchronous" if kind.synchronous else "asynchronous"
     if config.sync_mode is not None and kind.synchronous != (config.sync_mode == "bsp"):
         yield "sync_mode", f"schedule {name!r} is {way}: {ONE_OF_TWO}"
+    if config.staleness and kind.synchronous:
+        yield "staleness", f"schedule {name!r} is synchronous, so no weights are stale: {ONE_OF_TWO}"
     if config.minibatches is not None and not kind.synchronous:
         yield (
             "minibatches",

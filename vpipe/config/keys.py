@@ -28,6 +28,7 @@ from vpipe.schedule import KINDS, guides_schedule, read_table
 from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.system.files import check_path, exists, read_text, short_repr
+from vpipe.system.units import read_bytes
 from vpipe.system.validation import unknown_key
 
 LOSS_WEIGHTS = ("auto", "samples", "tokens")
@@ -44,6 +45,11 @@ def _machine(value: str) -> str:
     # Only what a host's name may have: it can be taken neither for an option of another program nor for a command.
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,4}", value):
         raise ValueError("host:GPU, such as 'localhost:0'")
+    return value
+
+
+def _size(value: str) -> str:
+    read_bytes(value)
     return value
 
 
@@ -206,7 +212,7 @@ class RunConfig(_Keys):
     planned before the run. If not given, stages of about equal work."""
     policies: list[Literal["keep", "recompute", "swap"]] | None = None
     """Memory policy of each block's activations until backward; instead of a plan's, or of `recompute_ratio`."""
-    gpu_memory: Annotated[str, Field(min_length=1)] | None = None
+    gpu_memory: Annotated[str, Field(min_length=1), AfterValidator(_size)] | None = None
     """Memory of a rank that a plan may use, such as 11GiB; if not given, the device's."""
     recompute_ratio: Share | list[Share] | None = None
     """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one

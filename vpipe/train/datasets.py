@@ -160,7 +160,15 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> AllSamples:
             f"{config.source}: documents is {config.documents!r}, which is for models that predict the next token, not "
             f"for {type(model).__name__}: leave it out"
         )
-    if masked and data.has_shards(path):
+    shards = masked and data.has_shards(path)
+    kind = "shards" if shards else "pairs" if settings.is_encoder_decoder else data.data_kind(path)
+    for key, kinds in READ_BY.items():
+        if getattr(config, key) is not None and kind not in kinds:
+            raise data.data_error(
+                path,
+                f"{key} is {getattr(config, key)!r}, which is for {' and '.join(kinds)} only: leave it out",
+            )
+    if shards:
         next_sentence = "next_sentence_label" in inspect.signature(model.forward).parameters
         assert path is not None
         if config.tokenizer is not None:
@@ -173,13 +181,6 @@ def _samples(config: RunConfig, model: nn.Module, cache: Path) -> AllSamples:
         pairs = data.read_pairs(path)
         tokenizer = _tokenizer(config, [text for pair in pairs for text in pair], "bpe", settings, cache)
         return AllSamples(data.translation_pairs(pairs, tokenizer, config.sequence_length), tokenizer)
-    kind = data.data_kind(path)
-    for key, kinds in READ_BY.items():
-        if getattr(config, key) is not None and kind not in kinds:
-            raise data.data_error(
-                path,
-                f"{key} is {getattr(config, key)!r}, which is for {' and '.join(kinds)} only: leave it out",
-            )
     if path is not None and kind == "tokens":
         return _token_samples(config, settings, path, masked)
     return _text_samples(config, settings, path, masked, cache)

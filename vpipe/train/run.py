@@ -119,6 +119,11 @@ def launch(
     apart = any(not host.here for host in hosts)
     if not apart:
         _check_memory(config)
+        if config.python is not None:
+            raise ConfigError(
+                f"{config.source}: python is {config.python!r}, which is for the other hosts of `machines`, and there "
+                "are none: leave it out"
+            )
     stages = _stages_of_ranks(config)
     if not apart:
         check_paths(config)
