@@ -152,5 +152,5 @@ def test_lone_surrogates_and_control_characters_can_be_written_and_read(tmp_path
     assert read_plan(tmp_path / "plan.json").fingerprint == odd
     text = (tmp_path / "plan.json").read_text()
     assert all(line.isprintable() for line in text.splitlines())
-    (tmp_path / "run.yml").write_text(yaml.safe_dump({"prompt": odd}))
+    (tmp_path / "run.yml").write_text(yaml.safe_dump({"model_type": "cpm", "prompt": odd}))
     assert read_config(tmp_path / "run.yml").prompt == odd

@@ -120,7 +120,7 @@ def _schedules(given: str) -> list[Choice]:
     found = []
     for text in split_values(given):
         name, colon, count = text.partition(":")
-        keys: dict[str, Any] = {"schedule": name, "sync_mode": None, "macrobatch": False}
+        keys: dict[str, Any] = {"schedule": name, "sync_mode": None, "macrobatch": None}
         own, other = "minibatches", "update_interval"
         if not kind_of(name).synchronous:
             own, other = other, own
@@ -171,14 +171,12 @@ def _cases(
     read: list[tuple[str, dict[str, Any], int]] = []
     for choices in product(*axes):
         keys = settings | {key: value for _, chosen in choices for key, value in chosen.items()}
-        config = read_config(path, keys)
-        schedule = build_schedule(config)
-        if schedule.synchronous:  # it has nothing stale: once is enough
+        if kind_of(keys["schedule"]).synchronous:  # it has nothing stale: once is enough
             if choices[-1] is not axes[-1][0]:
                 continue
             choices, keys = choices[:-1], keys | {"staleness": []}
         label = " ".join(text for text, _ in choices if text)
-        read.append((label, keys, schedule.update_interval))
+        read.append((label, keys, build_schedule(read_config(path, keys)).update_interval))
     minibatches = updates * max(interval for _, _, interval in read)
     return [
         Case(label, read_config(path, keys | {"max_updates": -(-minibatches // interval)}), interval)

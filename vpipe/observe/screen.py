@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from pathlib import Path
@@ -20,6 +19,7 @@ from vpipe.record.run_folder import check_run_folder
 from vpipe.record.status import RUNNING, TIMES, Status, time_shares
 from vpipe.schedule.palette import DARK
 from vpipe.system.console import PlainConsole
+from vpipe.system.files import near
 from vpipe.system.narrow import fitted
 from vpipe.system.units import show_bytes
 
@@ -102,11 +102,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         rows["skipped"] = f"{summary['skipped_updates']} updates, whose gradients were not finite"
     if summary["lost_writes"]:
         rows["lost"] = f"{summary['lost_writes']} writes failed, the first: {summary['first_lost_write']}"
-    rows |= {
-        name: os.path.relpath(summary[name])
-        for name in ("report", "checkpoint", "model")
-        if summary.get(name)
-    }
+    rows |= {name: near(summary[name]) for name in ("report", "checkpoint", "model") if summary.get(name)}
     for name, value in rows.items():
         table.add_row(name, value)
     return table

@@ -130,6 +130,12 @@ def is_folder(path: Path) -> bool:
     return mode is not None and stat.S_ISDIR(mode)
 
 
+def near(path: Path | str) -> str:
+    """The path from here, if it is below the current directory; or else the whole path."""
+    relative = os.path.relpath(path)
+    return os.path.abspath(path) if relative.startswith(os.pardir) else relative
+
+
 def exists(path: Path) -> bool:
     """Whether there is anything; raises like `is_file`."""
     return _mode(path) is not None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from vpipe.observe.recorder import perplexity
 from vpipe.observe.results import write_results
 from vpipe.observe.screen import summary_table
 from vpipe.system.console import show
-from vpipe.system.files import json_text
+from vpipe.system.files import json_text, near
 from vpipe.system.start import collector_off
 from vpipe.train.export import export_run, write_sentence
 from vpipe.train.signals import ignore_save_signal
@@ -53,7 +52,7 @@ def _finish(trainer: Trainer, summary: dict[str, Any], stopped: Stopped | None) 
     lost = []
     if stopped is None:
         try:
-            _say(f"writing the model to {os.path.relpath(trainer.folder / 'model')}")
+            _say(f"writing the model to {near(trainer.folder / 'model')}")
             model = export_run(trainer, Path(summary["checkpoint"]))
             summary["model"] = str(model)
             sentence = write_sentence(trainer, model)
