@@ -6,6 +6,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -98,7 +99,7 @@ def submitted(
 ) -> Callable[..., tuple[str, Callable[[], list[str]]]]:
     """Submits the script of a run whose ranks are programs that only write down how they were started."""
 
-    def submit(then: str, max_restarts: int = 0, settings: tuple[str, ...] = ()) -> Any:
+    def submit(then: str, max_restarts: int = 0, settings: tuple[str, ...] = (), **resources: Any) -> Any:
         write_config(tmp_path, 2)
         program, tasks = tmp_path / "rank", tmp_path / "tasks"
         program.write_text(_TASK.format(tasks=tasks, then=then))
@@ -108,17 +109,25 @@ def submitted(
         for name in ("PATH", "SLURM_CONF"):
             monkeypatch.setenv(name, slurm.environment[name])
         arguments = ["train", str(tmp_path / "run.yml"), *settings]
-        script = sbatch_script(read_config(Path("run.yml")), arguments, Resources(nodes=2), max_restarts)
-        return sbatch.submit(script), lambda: sorted(tasks.read_text().splitlines()) if tasks.exists() else []
+        script = sbatch_script(
+            read_config(Path("run.yml")), arguments, Resources(nodes=2, **resources), max_restarts
+        )
+        return sbatch.submit(script), partial(_tasks, tasks)
 
     return submit
+
+
+def _tasks(path: Path) -> list[str]:
+    """How each task was started: the first line of it, since an argument may have several."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    return sorted(line for line in lines if line[:1].isdecimal())
 
 
 @pytest.mark.long
 def test_a_job_that_has_saved_goes_back_into_the_queue(
     slurm: Cluster, submitted: Any, tmp_path: Path
 ) -> None:
-    """Before the time limit SLURM signals the tasks alone, as `scancel --signal` does."""
+    """`scancel --signal` signals the tasks alone, as SLURM does before the time limit."""
     nasty = "prompt=$(touch injected) `touch injected`; 'touch injected' \"\n#SBATCH --array=1-9"
     job, tasks = submitted('[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 0', settings=("--set", nasty))
     wait_until(lambda: len(tasks()) == 2, "both tasks")
@@ -136,6 +145,16 @@ def test_a_job_that_was_preempted_comes_back_by_itself(slurm: Cluster, submitted
     job, tasks = submitted('[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 0')
     wait_until(lambda: len(tasks()) == 2, "both tasks")
     slurm.run("srun", "--partition=urgent", "--nodes=2", "--exclusive", "true")
+    wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
+    assert slurm.field(job, "Restarts") == "1"
+    assert len(tasks()) == 4
+
+
+@pytest.mark.long
+def test_the_time_limit_comes_near(slurm: Cluster, submitted: Any) -> None:
+    """SLURM sends the signal up to a minute early."""
+    then = '[ "${SLURM_RESTART_COUNT:-0}" = 1 ] && exit 0'
+    job, tasks = submitted(then, time="2", others=("signal=TERM@60",))
     wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
     assert slurm.field(job, "Restarts") == "1"
     assert len(tasks()) == 4
