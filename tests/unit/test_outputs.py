@@ -207,6 +207,7 @@ def test_children_that_run_eagerly_have_no_outputs() -> None:
             "metric 'accuracy' is of type str: give a number, or a pair",
         ),
         (lambda output, batch: {"each": output["logits"]}, "metric 'each' is of type Tensor"),
+        (lambda output, batch: {"loss": 0.5}, "metrics returned 'loss', .* give it another name"),
     ],
 )
 def test_mistakes_in_metrics(metrics: Any, message: str) -> None:

@@ -71,6 +71,16 @@ def test_the_models_own_state_dict_there_and_back(precision: str) -> None:
     assert not torch.equal(state["embed.weight"], state["embed.weight"].bfloat16().float())  # not rounded
 
 
+def test_a_state_of_another_model_is_refused() -> None:
+    name, value = next(iter(MODEL.state_dict().items()))
+    for state, message in (
+        ({name: value[:1]}, rf"'{name}' with the shape \[1.*\], the model's has"),
+        ({"no.such": value}, "the state has 'no.such', which is no parameter or buffer of the model"),
+    ):
+        with pytest.raises(VPipeError, match=message):
+            in_ranks(lambda pipe, state=state: pipe.load_state_dict(state), ranks=1)
+
+
 def test_the_state_of_a_model_on_meta_is_whole() -> None:
     with torch.device("meta"):
         model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(), nn.Linear(4, 4))

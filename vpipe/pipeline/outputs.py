@@ -108,6 +108,10 @@ class MetricSums:
                 "{'accuracy': 0.5}, or of pairs (sum, count)"
             )
         for name, value in found.items():
+            if name == "loss":
+                raise VPipeError(
+                    "metrics returned 'loss', which is what evaluate calls its own: give it another name"
+                )
             pair = isinstance(value, tuple | list)
             try:
                 top, bottom = map(float, value) if pair else (float(value) * weight, weight)

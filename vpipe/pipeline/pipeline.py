@@ -408,9 +408,26 @@ class Pipeline:
         Args:
             state: Tensors by the model's own names.
         """
+        self._check_state(state)
         self.flush()
         for stage in self.runtime.stages.values():
             stage.load_state(state)
+
+    def _check_state(self, state: Mapping[str, Tensor]) -> None:
+        graph = self.layout.graph
+        infos = {
+            known: info
+            for name, info in (*graph.parameters.items(), *graph.buffers.items())
+            for known in (name, *info.aliases)
+        }
+        for name, tensor in state.items():
+            if name not in infos:
+                raise VPipeError(f"the state has {name!r}, which is no parameter or buffer of the model")
+            if tensor.shape != infos[name].shape:
+                raise VPipeError(
+                    f"the state has {name!r} with the shape {list(tensor.shape)}, the model's has "
+                    f"{list(infos[name].shape)}: give the state of a model of the same sizes"
+                )
 
     def training_state(self) -> tuple[dict[int, StageState], dict[str, Any]]:
         """What resuming needs: of each stage that this rank answers for, and plain values equal on all ranks.
