@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from vpipe.schedule import KINDS
+from vpipe.schedule import KINDS, guides_schedule
 
 if TYPE_CHECKING:
     from vpipe.config.keys import RunConfig
@@ -68,8 +68,9 @@ def _schedule(config: RunConfig) -> Iterator[Contradiction]:
         for key in ("minibatches", "update_interval", "chunks", "replicas", "depth"):
             if getattr(config, key) is not None:
                 yield key, f"the table {name!r} says it: leave it out"
-    if config.macrobatch is not None and config.macrobatch != (name == "2bw"):
-        yield "macrobatch", f"schedule is {name!r}, and macrobatch is the schedule '2bw': {ONE_OF_TWO}"
+    meant = guides_schedule(asynchronous=True, macrobatch=True)
+    if config.macrobatch is not None and config.macrobatch != (name == meant):
+        yield "macrobatch", f"schedule is {name!r}, and macrobatch is the schedule {meant!r}: {ONE_OF_TWO}"
     if kind is None:
         return
     way = "synchronous" if kind.synchronous else "asynchronous"
