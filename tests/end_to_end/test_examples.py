@@ -151,6 +151,7 @@ def test_a_schedule_of_ones_own(capsys: pytest.CaptureFixture[str]) -> None:
     assert "rank 0  F0 F1 F2 ·  B0" in capsys.readouterr().out
 
 
+@pytest.mark.long
 def test_three_systems(capsys: pytest.CaptureFixture[str]) -> None:
     """Figures are of this machine; their order by memory is not."""
     example = load("three_systems")
@@ -191,7 +192,8 @@ def started(command: list[str], folder: Path, **replaced: str) -> Any:
         if "--master-addr" not in given:
             given.insert(0, "--standalone")
         return start(*given, cwd=folder, launcher=("torch.distributed.run",))
-    return start(*given[1:], cwd=folder, launcher=("runpy", given[0]))
+    pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    return subprocess.Popen([sys.executable, *given], cwd=folder, start_new_session=True, **pipes)
 
 
 @pytest.mark.long

@@ -20,11 +20,13 @@ from vpipe.config.file import AUTO, check_values, read_config, resolved_yaml
 from vpipe.config.settings import read_settings
 from vpipe.cost import read_any_profile, read_plan
 from vpipe.data import (
+    CausalText,
     build_tokenizer,
     encode_documents,
     masked_text,
     read_documents,
     read_pairs,
+    read_records,
     read_shards,
     windows,
 )
@@ -346,6 +348,22 @@ def text(folder: Path) -> Reader:
     return Reader(damaged_bytes(POEM[:200].encode()), _file(path, read))
 
 
+def records(folder: Path) -> Reader:
+    trained = build_tokenizer([POEM], "bpe", 300, folder / "cache")
+    path = folder / "records.jsonl"
+    said = [{"role": "user", "content": "fox?"}, {"role": "assistant", "content": "dog \u6c49"}]
+    good: Any = [{"text": POEM[:50], "id": 3}, {"messages": said}]
+
+    def one_a_line(entries: Any) -> bytes:
+        return b"\n".join(map(written_json, entries)) if isinstance(entries, list) else written_json(entries)
+
+    def read() -> None:
+        words = encode_documents(read_records(path, "jsonl", None), trained, folder / "cache")
+        CausalText(windows(words, 8, 8, path)).batch([0], 0)
+
+    return Reader(bad_json(good, one_a_line) | bad_text(one_a_line(good)), _file(path, read))
+
+
 def pairs(folder: Path) -> Reader:
     inner = folder / "pairs"
     inner.mkdir()
@@ -392,6 +410,7 @@ MAKERS: dict[str, Callable[[Path], Reader]] = {
     "config of a run": _reported("config.yml"),
     "tokenizer": tokenizer,
     "text": text,
+    "records": records,
     "pairs": pairs,
     "shards": shards,
     "model": model,

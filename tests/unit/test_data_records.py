@@ -15,7 +15,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from tests.drawing import draws
 from vpipe.config.file import read_config
-from vpipe.data import Batches, Sampler
+from vpipe.data import Batches, Sampler, TokenFiles
 from vpipe.errors import ConfigError
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.models import build_model
@@ -231,6 +231,21 @@ def test_tokens_in_files(folder: Path, kind: str) -> None:
     expected = [part[start : start + 6].tolist() for part in parts for start in range(0, len(part) - 5, 6)]
     assert all_of(made)["input_ids"] == all_of(made)["labels"] == expected
     assert isinstance(made.train.dataset.rows._windows[0]._words, np.memmap)  # type: ignore[attr-defined]
+
+
+def test_a_file_that_is_larger_than_memory(tmp_path: Path) -> None:
+    """A file with holes of 128 GiB, of which only some samples are ever touched."""
+    file, width = tmp_path / "huge.bin", 1 << 16
+    with file.open("wb") as huge:
+        huge.truncate(1 << 37)
+        huge.seek((1 << 37) - 2)
+        huge.write(b"\7\0")
+    rows = TokenFiles(tmp_path, [file], "uint16", 8, width, None)
+    assert len(rows) == 1 << 20
+    last = rows.rows([len(rows) - 1])
+    assert last.shape == (1, width)
+    assert last[0, -1] == 7
+    assert not last[0, :-1].any()
 
 
 def test_a_resumed_run_reads_the_same(folder: Path) -> None:

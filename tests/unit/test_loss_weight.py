@@ -141,6 +141,7 @@ def test_losses_whose_targets_cannot_be_counted() -> None:
         trained(ZOO["bert"].build()[0], [ragged(0), empty], loss_weight="tokens")
 
 
+@pytest.mark.long
 def test_verify_weighs_alike() -> None:
     model, _ = ZOO["gpt2"].build()
     result = vpipe.verify(model, ragged, loss_weight="tokens", schedule="gpipe", minibatches=4, updates=2)
