@@ -18,6 +18,7 @@ from vpipe.communication.choice import RankLocation, choose_kind
 from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.errors import ConfigError
+from vpipe.launch import mps
 from vpipe.launch.agents import compare_versions
 from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import hosts_of
@@ -175,6 +176,15 @@ def test_ranks_of_torchrun_are_where_machines_puts_them(
     with pytest.raises(ConfigError) as error:
         check_hosts(world, RunConfig(machines=machines))
     assert problem in str(error.value)
+
+
+def test_an_agent_looks_at_the_gpus_of_its_own_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("VPIPE_DEVICE", raising=False)
+    monkeypatch.setattr(mps, "count_gpus", lambda: 2)
+    config = RunConfig(machines=["a:0", "b:7", "a:1", "a:1"])
+    assert mps.gpus_of(config, [0, 2, 3]) == [0, 1, 1]
+    with pytest.raises(ConfigError, match="machines names GPU 7, and this host has 2"):
+        mps.gpus_of(config, [1])
 
 
 def test_gloo_between_hosts_holds_for_gpus_too() -> None:
