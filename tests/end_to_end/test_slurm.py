@@ -254,7 +254,7 @@ def test_ranks_in_containers_are_started_again_after_a_fault(
     wait_until(lambda: slurm.state(job) == "COMPLETED", "the end of the job")
     assert "stopped because rank 1 failed: " in (tmp_path / f"slurm-{job}.out").read_text()
     assert [call["rank"] for call in apptainer.calls(tmp_path / "bin")] == ["0", "0", "1", "1"]
-    (run,) = (tmp_path / "work/runs").glob("2*")
+    (run,) = (tmp_path / "runs").glob("2*")
     assert "resumed from" in (run / "output.log.0").read_text()
     monkeypatch.delenv("VPIPE_FAULT")
     write_config(tmp_path, 2, **ENDLESS | {"max_updates": 12})
