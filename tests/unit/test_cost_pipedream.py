@@ -11,6 +11,7 @@ from tests.drawing import draws
 from tests.unit.test_cost_files import examples
 from vpipe.cost import read_any_profile, read_pipedream_graph
 from vpipe.errors import VPipeError
+from vpipe.plan import plan
 
 
 def node(
@@ -46,7 +47,7 @@ def test_the_example_of_the_docs(file: Path) -> None:
 def test_parallel_branches_lie_in_one_block(file: Path) -> None:
     """1 - 2 - (3 | 4) - 5 - 6, with lines and edges in any order, and a stage that PipeDream chose."""
     file.write_text(
-        node(6) + node(1, size=10) + node(2, size=20) + node(3).rstrip() + " -- stage_id=0\n" + node(5)
+        node(6) + node(1, 500.0, size=10) + node(2, size=20) + node(3).rstrip() + " -- stage_id=0\n" + node(5)
         + node(4, weights=0)
         + edge(5, 6) + edge(1, 2) + edge(2, 3) + edge(2, 4) + edge(4, 5) + edge(3, 5)
     )  # fmt: skip
@@ -57,19 +58,39 @@ def test_parallel_branches_lie_in_one_block(file: Path) -> None:
         "Layer3(a, b) ... Layer5(a, b)",
         "Layer6(a, b)",
     ]
-    assert [block.forward for block in found.blocks] == pytest.approx([0.001, 0.001, 0.003, 0.001])
+    assert [block.forward for block in found.blocks] == pytest.approx([0.5, 0.001, 0.003, 0.001])
     assert [block.weight_gradient for block in found.blocks] == pytest.approx([0.001, 0.001, 0.002, 0.001])
     assert [block.boundary_bytes for block in found.blocks] == [10, 20, 4, 0]
     assert found.batch_size == 32
 
 
-def test_a_block_of_more_than_half_is_cut_behind_every_layer(file: Path) -> None:
+def test_a_coarse_block_is_cut_behind_every_layer(file: Path) -> None:
     """The first layer's value is read by all others, as an encoder's is: 1 - 2 - 3 - 4, 1 - 3, 1 - 4."""
     layers = "".join(node(number, size=10**number) for number in (1, 2, 3, 4))
     file.write_text(layers + edge(1, 2) + edge(2, 3) + edge(3, 4) + edge(1, 3) + edge(1, 4))
     found = read_any_profile(file).blocks
     assert [block.name for block in found] == [f"Layer{number}(a, b)" for number in (1, 2, 3, 4)]
     assert [block.boundary_bytes for block in found] == [10, 110, 1010, 0]
+
+
+def test_no_block_holds_most_of_a_decoder(file: Path) -> None:
+    """As in GNMT: 1 is read by all of 5 to 8, which would be a block of 41 % of all compute."""
+    sizes = {1: 5.0, 2: 18.0, 3: 18.0, 4: 18.0, 5: 10.0, 6: 11.0, 7: 10.0, 8: 10.0}
+    layers = "".join(node(number, forward, 0.0) for number, forward in sizes.items())
+    chain = "".join(edge(number, number + 1) for number in range(1, 8))
+    file.write_text(layers + chain + "".join(edge(4, reader) for reader in (6, 7, 8)))
+    profile = read_any_profile(file)
+    assert max(block.forward for block in profile.blocks) == pytest.approx(0.018)
+    # Two ranks share it almost evenly, which they could not with that block.
+    assert plan(profile, 2, schedule="pipedream").seconds == pytest.approx(0.05, rel=0.2)
+
+
+def test_loading_data_is_no_compute(file: Path) -> None:
+    loads = node(1, 80.0, 0.0, 100, 0).replace("Layer1(a, b)", "Input0")
+    file.write_text(loads + node(2) + node(3) + edge(1, 2) + edge(2, 3))
+    blocks = read_any_profile(file).blocks
+    assert [block.forward for block in blocks] == pytest.approx([0.001, 0.001])
+    assert [block.boundary_bytes for block in blocks] == [4, 0]
 
 
 def test_raw_inputs_are_never_sent(file: Path) -> None:

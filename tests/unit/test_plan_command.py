@@ -54,7 +54,7 @@ def test_the_plan_is_written_and_read_back(
 ) -> None:
     path = tmp_path / "plan.json"
     write_profile(replace(PROFILE, device=DeviceCost(GIB, 1.0, 1.0)), profile)
-    plan_command(profile=profile, stages=4, memory="1.1GiB", as_json=True, output=path)
+    plan_command(profile=profile, ranks=4, memory="1.1GiB", as_json=True, output=path)
     printed, written = json.loads(capsys.readouterr().out), read_plan(path)
     assert printed["partition"] == list(written.partition)
     assert printed["policies"] == list(written.policies)
@@ -69,7 +69,7 @@ def test_the_plan_is_written_and_read_back(
 def test_the_table_says_what_limits(
     profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    plan_command(profile=profile, stages=4, memory="1GiB", output=tmp_path / "plan.json")
+    plan_command(profile=profile, ranks=4, memory="1GiB", output=tmp_path / "plan.json")
     shown = capsys.readouterr().out
     assert "vpipe on 4 ranks" in shown
     assert "memory of 1 GiB" in shown

@@ -6,15 +6,16 @@
 
 Times are milliseconds and sizes bytes. The layers stand in topological order; where a single value crosses from
 one part of them to the rest, a block ends, so that parallel branches come to lie inside one block. A block that
-would hold more than half of all compute would leave nothing to choose (an encoder's output, read all along the
-decoder, crosses everywhere): it is cut behind every layer, with all that crosses there as boundary.
+would hold more than a 32nd of all compute would leave little to choose (an encoder's output, read all along the
+decoder, crosses everywhere): it is cut behind every layer, with all that crosses there as boundary. The time of an
+`Input` is that of loading data, which every stage does beside its computation: it is no compute.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from pathlib import Path
@@ -27,6 +28,9 @@ from vpipe.system.files import read_text, short_repr
 COSTS = ("forward_compute_time", "backward_compute_time", "activation_size", "parameter_size")
 WRITE_NODE = f"write `node1 -- name -- {'=0.0, '.join(COSTS)}=0.0`"
 NODE = re.compile(r"(\S+) -- (.*) -- (forward_compute_time=.*?)( -- stage_id=\d+)?")
+INPUT = re.compile(r"Input\d*")
+LARGEST_SHARE = 1 / 32
+"""Of all compute, in a block that might be cut."""
 # The format says nothing of the machine: a device of 16 GiB on PCIe 3, and 10 Gbit/s between ranks.
 DEVICE = DeviceCost(memory=16 * 2**30, to_host=12e9, from_host=12e9)
 LINK = LinkCost(bandwidth=1.25e9, latency=5e-5)
@@ -47,6 +51,11 @@ class _Layer:
         """A field of the raw batch, which every stage loads itself: it is never sent."""
         return not (self.sources or self.forward or self.backward or self.parameters)
 
+    def without_loading(self) -> _Layer:
+        """The layer without the time that loading data takes, if it does that."""
+        loads = INPUT.fullmatch(self.name) and not (self.sources or self.parameters)
+        return replace(self, forward=0.0, backward=0.0) if loads else self
+
 
 def is_pipedream_graph(text: str) -> bool:
     return any(NODE.fullmatch(line.strip()) for line in text.splitlines())
@@ -54,7 +63,7 @@ def is_pipedream_graph(text: str) -> bool:
 
 def read_pipedream_graph(path: Path, *, batch_size: int = 1) -> Profile:
     """A layer keeps its activation for backward. Where it has parameters, half of its backward is the weights'."""
-    layers = _in_order(_read_layers(path), path)
+    layers = _in_order([layer.without_loading() for layer in _read_layers(path)], path)
     blocks = [_block(layers[start:stop], crossing) for start, stop, crossing in _cuts(layers)]
     return Profile(tuple(blocks), DEVICE, LINK, batch_size)
 
@@ -150,11 +159,11 @@ def _cuts(layers: list[_Layer]) -> Iterator[tuple[int, int, float]]:
         crossing[position + 1] = sum(layers[source].activation for source in live)
         if len(live) == 1:
             single.append(position + 1)
-    half = sum(layer.forward + layer.backward for layer in layers) / 2
+    most = sum(layer.forward + layer.backward for layer in layers) * LARGEST_SHARE
     start = 0
     for stop in (*single, len(layers)):
         inner: list[int] = []
-        if sum(layer.forward + layer.backward for layer in layers[start:stop]) > half:
+        if sum(layer.forward + layer.backward for layer in layers[start:stop]) > most:
             inner = [place for place in crossing if start < place < stop]
         for place in (*inner, stop):
             yield start, place, crossing.get(place, 0.0)

@@ -8,8 +8,8 @@ first or last block to a stage nearby, all cuts between moving by one, as long a
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
-from math import inf
+from itertools import accumulate, combinations
+from math import comb, inf
 from typing import NamedTuple
 
 from vpipe.cost import KEEP, Profile
@@ -21,8 +21,10 @@ from vpipe.plan.options import Policies
 from vpipe.schedule import Schedule
 
 NEARBY = 8
+FEW = 200
+"""Partitions that are all looked at before it is said that nothing fits."""
 EFFORT = 5_000
-"""What may be spent on looking at ranks (`_Climb.effort_of`), after which the cuts stay as they are."""
+"""What may be spent on looking at ranks (`ChunkHoldings.effort_of`), after which the cuts stay as they are."""
 
 
 class PositionHolding(NamedTuple):
@@ -48,10 +50,12 @@ def search_chunks(profile: Profile, schedule: Schedule, memory: int) -> list[Pos
     """The holdings by position, with bytes missing where nothing fits; empty if there are too few blocks."""
     if schedule.num_stages > len(profile.blocks):
         return []
-    return _Climb(profile, schedule, memory).holdings()
+    return ChunkHoldings(profile, schedule, memory).search()
 
 
-class _Climb:
+class ChunkHoldings:
+    """What the ranks of each position hold for any cuts, and the climb."""
+
     def __init__(self, profile: Profile, schedule: Schedule, memory: int) -> None:
         self.profile = profile
         self.placement = schedule.placement
@@ -67,7 +71,7 @@ class _Climb:
         self.charged: set[tuple[int, ...]] = set()
         self.effort = EFFORT
 
-    def holdings(self) -> list[PositionHolding]:
+    def search(self) -> list[PositionHolding]:
         cuts = self.even()
         holdings = [self.holding(position, cuts) for position in range(len(self.stages))]
         score = self.score(holdings)
@@ -80,6 +84,13 @@ class _Climb:
                 if found is not None and (reached := self.score(found)) < score:
                     cuts, holdings, score, improved = moved, found, reached, True
                     break
+        blocks, stages = len(self.profile.blocks), len(self.placement)
+        if score.missing and comb(blocks - 1, stages - 1) <= FEW:
+            every = ((0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1))
+            found_all = (
+                [self.holding(position, one) for position in range(len(self.stages))] for one in every
+            )
+            holdings = min(holdings, *found_all, key=self.score)
         return holdings
 
     def after(

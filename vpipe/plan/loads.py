@@ -36,7 +36,7 @@ def loads_by_place(kind: ScheduleKind, ranks: int, minibatches: int) -> Loads:
         for behind in range(1, ranks + 1)
         for replicas in range(1, min(behind, minibatches) + 1)
     }
-    return _numbered(ranks, places, _stated_interval(kind, ranks))
+    return _numbered(ranks, places, stated_interval(kind, ranks))
 
 
 def equal_loads(kind: ScheduleKind, ranks: int, replicas: int, minibatches: int) -> Loads:
@@ -46,7 +46,7 @@ def equal_loads(kind: ScheduleKind, ranks: int, replicas: int, minibatches: int)
         (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches)._replace(fresh=fresh)
         for behind in range(replicas, ranks + 1, replicas)
     }
-    return _numbered(ranks, places, _stated_interval(kind, ranks))
+    return _numbered(ranks, places, stated_interval(kind, ranks))
 
 
 def load_at(kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatches: int) -> Load:
@@ -67,7 +67,7 @@ def planned_interval(kind: ScheduleKind, ranks: int, replicas: int = 1) -> int:
     return usual if replicas == 1 else kind.interval((replicas,) * (ranks // replicas), None, usual)
 
 
-def _stated_interval(kind: ScheduleKind, ranks: int) -> int | None:
+def stated_interval(kind: ScheduleKind, ranks: int) -> int | None:
     if kind.synchronous or planned_interval(kind, ranks) == 1:
         return None
     return planned_interval(kind, ranks)

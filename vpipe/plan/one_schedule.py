@@ -8,14 +8,16 @@ from functools import partial
 from math import inf
 
 from vpipe.cost import SWAP, Profile
+from vpipe.plan.by_simulation import SimulatedSearch
 from vpipe.plan.choice import from_the_end
 from vpipe.plan.chunks import PositionHolding
+from vpipe.plan.chunks_by_simulation import ChunkedSearch
 from vpipe.plan.loads import Loads, planned_interval
 from vpipe.plan.model import Slice, StageMemory, stage_memory, stage_time
-from vpipe.plan.result import PlanResult, assemble, timed
+from vpipe.plan.result import PlanResult, assemble, simulated_seconds
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, equal_loads_of, holdings_of, loads_of, schedule_of, weights_alone
+from vpipe.plan.task import Task, equal_loads_of, loads_of
 from vpipe.simulate import RankMemory, simulate
 
 ROUNDING = 1 + 1e-9
@@ -31,31 +33,28 @@ def plan_schedule(task: Task, limit: float = inf) -> PlanResult | None:
     """The fastest plan that fits; None if there is none, or if it takes longer than `limit` seconds a minibatch."""
     if task.profile.device.graphs:
         return _plan_cuda_graphs(task, limit)
-    return _fastest_plan(task, limit)
+    found = _fastest_plan(task, limit)
+    return None if found is None else replace(found, seconds=simulated_seconds(task, found))
 
 
 def _fastest_plan(task: Task, limit: float) -> PlanResult | None:
-    best: PlanResult | None = None
+    if not task.in_line:
+        return ChunkedSearch(task).run(limit)
+    search = SimulatedSearch(task)
+    return search.run(() if search.complete else plans_by_sums(task, lambda: search.value), limit)
+
+
+def plans_by_sums(task: Task, limit: Callable[[], float] = lambda: inf) -> Iterator[PlanResult]:
+    """The plan of each layout whose slowest stage is quickest, and others where ranks would wait for the link to the
+    host that they share. `limit`: the time of the best plan so far."""
     for find in _layouts(task):
-        for result in _timed(task, find, limit * ROUNDING):
-            if result.seconds <= limit * ROUNDING and (best is None or result.seconds < best.seconds):
-                best, limit = result, min(limit, result.seconds)
-    return best
-
-
-def _timed(task: Task, find: Find, limit: float) -> Iterator[PlanResult]:
-    """The plan of one layout, and others where ranks would wait for the link to the host that they share."""
-    alone = find(task.profile, limit)
-    if alone is None:
-        return
-    found = [alone]
-    if waits_for_others(task.profile, alone):
-        # What is slow with a part of the link may be quick with all of it, so there is no limit here.
-        parts = (find(profile, inf) for profile in _with_parts_of_the_link(task.profile))
-        found += [result for result in parts if result is not None]
-    for result in found:
-        if (known := timed(task.profile, result, limit)) is not None:
-            yield known
+        alone = find(task.profile, limit() * ROUNDING)
+        if alone is None:
+            continue
+        yield alone
+        if waits_for_others(task.profile, alone):
+            parts = (find(profile, inf) for profile in _with_parts_of_the_link(task.profile))
+            yield from (result for result in parts if result is not None)
 
 
 def waits_for_others(profile: Profile, result: PlanResult) -> bool:
@@ -82,26 +81,13 @@ def _with_parts_of_the_link(profile: Profile) -> Iterator[Profile]:
 
 def _layouts(task: Task) -> Iterator[Find]:
     """The ways to lay stages out on ranks that the schedule allows: each is searched by itself."""
-    if task.in_line:
-        offered = (*loads_of(task), *equal_loads_of(task))
-        yield from (partial(_of_stages, task, loads) for loads in offered)
-        return
-    for positions in divisors(task):
-        if weights_alone(task, positions) <= task.memory:
-            yield partial(_of_chunks, task, positions)
-
-
-def _of_chunks(task: Task, positions: int, searched: Profile, limit: float) -> PlanResult | None:
-    holdings = holdings_of(task._replace(profile=searched), positions)
-    if not holdings or any(holding.missing for holding in holdings):
-        return None
-    interval = None if task.kind.synchronous else schedule_of(task, positions).update_interval
-    return assemble(task, len(holdings[0].slices), interval, holdings)
+    offered = (*loads_of(task), *equal_loads_of(task))
+    yield from (partial(_of_stages, task, loads) for loads in offered)
 
 
 def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> PlanResult | None:
     costs, blocks = TimeCosts(searched, loads, task.memory), len(task.profile.blocks)
-    if task.kind.synchronous and limit < inf:
+    if limit < inf:
         limit *= task.profile.device.crowding
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
         limit = inf if task.profile.links or costs.cuts.max() > limit else limit
@@ -135,8 +121,9 @@ def _plan_cuda_graphs(task: Task, limit: float) -> PlanResult | None:
     plan needs too much then, shrink the budget by the shortfall and search again.
     """
     blocks = tuple(replace(block, swapping=NEVER) for block in task.profile.blocks)
-    eager = replace(task.profile, blocks=blocks, device=replace(task.profile.device, graphs=False))
-    searched = task._replace(profile=eager)
+    device = replace(task.profile.device, graphs=False)
+    eager = replace(task.profile, blocks=blocks, device=device)
+    searched = task._replace(profile=eager, given=eager)
     for _ in range(TRIES):
         found = _fastest_plan(searched, limit)
         if found is None or SWAP in found.policies:
@@ -154,14 +141,12 @@ def _plan_cuda_graphs(task: Task, limit: float) -> PlanResult | None:
 
 
 def _with_memory(task: Task, result: PlanResult) -> PlanResult:
-    table = result.kind.table
-    few = None if table else result.minibatches or 4 * result.ranks
-    ranks = simulate(task.profile, result.to_plan(), table, few).ranks
+    found = simulate(task.given or task.profile, result.to_plan(), result.kind.table)
     positions = tuple(
-        replace(position, memory=_as_planned(ranks[position.ranks[0]].memory))
+        replace(position, memory=_as_planned(found.ranks[position.ranks[0]].memory))
         for position in result.positions
     )
-    return replace(result, positions=positions)
+    return replace(result, positions=positions, seconds=found.step_time / found.update_interval)
 
 
 def _as_planned(held: RankMemory) -> StageMemory:

@@ -70,7 +70,8 @@ def plan(
         check_table(schedule, ranks, minibatches, chunks)
 
     def task(kind: ScheduleKind, size: int) -> Task:
-        made = Task(for_batch_size(profile, size), ranks, memory, kind, minibatches, chunks)
+        given = for_batch_size(profile, size)
+        made = Task(given, ranks, memory, kind, minibatches, chunks, given)
         return made._replace(profile=as_scheduled(made.profile, kind.splits_backward, made.update_interval))
 
     if isinstance(batch_size, str):

@@ -27,6 +27,7 @@ def describe(result: PlanResult) -> dict[str, Any]:
         "minibatches": plan.minibatches,
         "chunks": plan.chunks,
         "update_interval": plan.update_interval,
+        "depth": list(plan.depth) or None,
         "batch_size": plan.batch_size,
         "fingerprint": plan.fingerprint,
         "memory": result.cap,
@@ -73,6 +74,10 @@ def plan_table(result: PlanResult) -> Table:
             position.limit,
         )
     table.caption = "* the slowest; times are of one minibatch, replicas taking turns"
+    if result.depth:
+        table.caption += f"; depth {', '.join(map(str, result.depth))}"
+    if result.gap is not None:
+        table.caption += f"; the search was cut short: no plan can be faster by more than {result.gap:.1%}"
     return table
 
 

@@ -13,10 +13,6 @@ from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
 
-ROUNDING = 1 + 1e-9
-LONG = 6
-"""Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
-
 
 class StagePlan(NamedTuple):
     number: int
@@ -56,8 +52,11 @@ class PlanResult:
     fingerprint: str
     positions: tuple[RankPlan, ...]
     seconds: float
-    """Expected, a minibatch: of the simulated step for synchronous schedules, of the slowest rank for others (and
-    for all until they are timed)."""
+    """Expected, a minibatch: what `vpipe simulate` says of the plan (until it is simulated, of the slowest rank)."""
+    depth: tuple[int, ...] = ()
+    """Of each stage; empty: the schedule's own."""
+    gap: float | None = None
+    """How much faster than this another plan may be at most, as a share; None: none is."""
 
     @property
     def samples_per_second(self) -> float:
@@ -96,7 +95,7 @@ class PlanResult:
             self.minibatches,
             self.chunks,
             self.update_interval,
-            (),
+            self.depth,
             self.batch_size,
             self.fingerprint,
             {
@@ -104,6 +103,7 @@ class PlanResult:
                 "seconds_per_minibatch": self.seconds,
                 "position_seconds": [position.seconds for position in self.positions],
                 "peak_memory": [position.memory.total for position in self.positions],
+                **({} if self.gap is None else {"gap": self.gap}),
             },
         )
 
@@ -159,30 +159,13 @@ def shared_times(profile: Profile, ranks: Sequence[tuple[int, ...]], times: Sequ
     ]
 
 
-def timed(profile: Profile, result: PlanResult, limit: float) -> PlanResult | None:
-    """With simulated seconds where ranks wait for each other: in a synchronous update, and where replicas take turns.
-
-    None: it takes longer than `limit` for certain.
-    """
-    table = result.kind.table
-    if table is not None:
-        found = simulate(profile, result.to_plan(), table)
-        return replace(result, seconds=found.step_time / found.update_interval)
-    if not result.synchronous:
-        if max(result.replicas) == 1 and result.kind.holding is not None:
-            return result
-        few = LONG * max(16, result.ranks)
-        period = result.batch_size / simulate(profile, result.to_plan(), None, few).samples_per_second
-        return replace(result, seconds=max(result.seconds, period))
-    minibatches = result.minibatches
-    assert minibatches is not None
-    busiest = max(position.time.compute / len(position.ranks) for position in result.positions)
-    # Where links differ, what a rank copies itself is not known here.
-    if not profile.links and busiest > limit * profile.device.crowding * ROUNDING:
-        return None
-    few = min(minibatches, LONG * max(16, result.ranks))
-    step = simulate(profile, replace(result.to_plan(), minibatches=few)).step_time
-    return replace(result, seconds=(step + (minibatches - few) * result.seconds) / minibatches)
+def simulated_seconds(task: Task, result: PlanResult, minibatches: int | None = None) -> float:
+    """What `vpipe simulate` says of the plan, a minibatch; of a synchronous update with so many instead."""
+    plan, table = result.to_plan(), result.kind.table
+    if minibatches is not None and result.synchronous and table is None:
+        plan = replace(plan, minibatches=minibatches)
+    found = simulate(task.given or task.profile, plan, table)
+    return found.step_time / found.update_interval
 
 
 def position_plan(

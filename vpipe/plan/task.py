@@ -9,8 +9,12 @@ from typing import NamedTuple
 from vpipe.cost import Profile
 from vpipe.plan.chunks import PositionHolding, search_chunks
 from vpipe.plan.loads import Loads, equal_loads, in_line, line_loads, loads_by_place, planned_interval
+from vpipe.plan.paths import compositions
 from vpipe.schedule import Schedule, ScheduleKind
 
+LONG = 6
+"""Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
+FEW_RANKS = 6
 SMALL = 1000
 """Ranks times blocks."""
 
@@ -24,12 +28,19 @@ class Task(NamedTuple):
     kind: ScheduleKind
     minibatches: int | None
     chunks: int | None
+    given: Profile | None = None
+    """The same profile, not yet changed for the schedule: what is simulated."""
 
     @property
     def update(self) -> int:
         """Minibatches of a synchronous update."""
         table = self.kind.table
         return (table.minibatches if table else self.minibatches) or 4 * self.ranks
+
+    @property
+    def simulated(self) -> int:
+        """As many minibatches of a synchronous update as tell plans apart."""
+        return self.update if self.kind.table else min(self.update, LONG * max(16, self.ranks))
 
     @property
     def update_interval(self) -> int:
@@ -85,13 +96,23 @@ def loads_of(task: Task) -> Iterable[Loads]:
     """The layouts with a stage on each rank."""
     kind = task.kind
     if kind.holding is None:
-        return [line_loads(schedule_of(task, positions)) for positions in divisors(task)]
+        loads = [line_loads(schedule_of(task, positions)) for positions in divisors(task)]
+        return [*loads, *_uneven_loads(task)] if kind.replicas == "any" and task.ranks <= FEW_RANKS else loads
     # Among equal replicas gradients are fresh, which needs less memory.
     equal = divisors(task)[::-1] if updates_at_once(task) else []
     return [
         *(equal_loads(kind, task.ranks, task.ranks // positions, task.update) for positions in equal),
         loads_by_place(kind, task.ranks, task.update),
     ]
+
+
+def _uneven_loads(task: Task) -> Iterable[Loads]:
+    """Those of stages that differ in their replicas, where they are known of whole schedules only."""
+    minibatches = task.update if task.kind.synchronous else None
+    for stages in range(2, min(task.ranks, len(task.profile.blocks)) + 1):
+        for replicas in compositions(task.ranks, stages):
+            if len(set(replicas)) > 1 and max(replicas) <= task.update:
+                yield line_loads(task.kind.build(stages, minibatches, replicas=replicas))
 
 
 def updates_at_once(task: Task) -> bool:

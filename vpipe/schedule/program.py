@@ -92,7 +92,7 @@ class Schedule:
     def representative(self) -> int:
         """As many minibatches of a lazy schedule as show its start, its steady state and its end."""
         interval = 0 if self.synchronous else self.update_interval
-        enough = self.filling + self.num_stages + 2 * interval
+        enough = self.filling + (self.num_stages if self.depth is None else self.filling) + 2 * interval
         if self.minibatches is None:
             return enough
         return min(self.minibatches, enough) if self.lazy else self.minibatches

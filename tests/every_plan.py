@@ -1,0 +1,170 @@
+"""Every plan of a small problem, simulated: partitions, replicas and policies, in the plainest way.
+
+It shares nothing with the planner but the simulator. Memory is the simulator's own: each stage's policies are tried one
+by one with everything kept elsewhere, since what a rank holds depends on its own stage only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import combinations, pairwise, product
+from math import inf
+from random import Random
+from typing import NamedTuple
+
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
+from vpipe.schedule import kind_of
+from vpipe.simulate import Simulation, simulate
+
+POLICIES = ("keep", "recompute", "swap")
+
+
+class Problem(NamedTuple):
+    profile: Profile
+    ranks: int
+    cap: int
+    schedule: str
+    minibatches: int | None
+
+    @property
+    def blocks(self) -> int:
+        return len(self.profile.blocks)
+
+
+def compositions(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cuts in combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in pairwise((0, *cuts, total)))
+
+
+def layouts(problem: Problem) -> Iterator[Plan]:
+    """Every partition with every number of replicas, everything kept."""
+    kind, ranks = kind_of(problem.schedule), problem.ranks
+    for positions in range(1, ranks + 1):
+        stages = positions * kind.chunks
+        if stages > problem.blocks:
+            continue
+        for replicas in compositions(ranks, positions):
+            if kind.replicas == "equal" and len(set(replicas)) > 1:
+                continue
+            if kind.synchronous and max(replicas) > (problem.minibatches or 1):
+                continue
+            # 2BW is planned for one interval, that of a stage on each rank.
+            interval = ranks if problem.schedule == "2bw" else None
+            for partition in compositions(problem.blocks, stages):
+                yield Plan(
+                    partition,
+                    ("keep",) * problem.blocks,
+                    problem.schedule,
+                    replicas,
+                    problem.minibatches,
+                    kind.chunks if kind.chunks > 1 else None,
+                    interval,
+                )
+
+
+def seconds_of(simulation: Simulation) -> float:
+    return simulation.step_time / simulation.update_interval
+
+
+def best_seconds(problem: Problem) -> float:
+    """Seconds a minibatch of the fastest plan that fits; endless if none does."""
+    best, held = inf, Held(problem)
+    kept = [(simulate(problem.profile, plan), plan) for plan in layouts(problem)]
+    for found, plan in sorted(kept, key=lambda pair: seconds_of(pair[0])):
+        if seconds_of(found) >= best:
+            break  # no policy makes a plan faster than keeping everything does
+        if all(rank.memory.total <= problem.cap for rank in found.ranks):
+            best = seconds_of(found)
+        elif kind_of(problem.schedule).chunks == 1:
+            stages = [held.fitting(plan, stage) for stage in range(len(plan.partition))]
+            for chosen in product(*stages):
+                policies = tuple(name for own in chosen for name in own)
+                best = min(best, seconds_of(simulate(problem.profile, plan_with(plan, policies))))
+    return best
+
+
+def plan_with(plan: Plan, policies: tuple[str, ...]) -> Plan:
+    return Plan(
+        plan.partition,
+        policies,
+        plan.schedule,
+        plan.replicas,
+        plan.minibatches,
+        plan.chunks,
+        plan.update_interval,
+    )
+
+
+class Held:
+    """The policies of single stages that fit."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.known: dict[tuple[object, ...], list[tuple[str, ...]]] = {}
+
+    def fitting(self, plan: Plan, stage: int) -> list[tuple[str, ...]]:
+        """Without those that others are better than, or as good, in seconds and in bytes that are copied."""
+        start = sum(plan.partition[:stage])
+        key = (plan.replicas, stage, start, plan.partition[stage])
+        if key not in self.known:
+            self.known[key] = list(self.search(plan, stage, start))
+        return self.known[key]
+
+    def search(self, plan: Plan, stage: int, start: int) -> Iterator[tuple[str, ...]]:
+        profile = self.problem.profile
+        own, rank = profile.blocks[start : start + plan.partition[stage]], sum(plan.replicas[:stage])
+
+        def price(policies: tuple[str, ...]) -> tuple[float, int]:
+            """Seconds that are added, and bytes that are copied."""
+            longer, copied = 0.0, 0
+            for block, name in zip(own, policies, strict=True):
+                longer += {"keep": 0.0, "recompute": block.forward, "swap": block.swapping}[name]
+                copied += block.kept_bytes * (name == "swap")
+            return longer, copied
+
+        taken: list[tuple[float, int]] = []
+        for policies in sorted(product(POLICIES, repeat=len(own)), key=price):
+            longer, copied = price(policies)
+            if any(more <= longer and bytes_ <= copied for more, bytes_ in taken):
+                continue
+            everywhere = (*plan.policies[:start], *policies, *plan.policies[start + len(own) :])
+            held = simulate(profile, plan_with(plan, everywhere)).ranks[rank].memory.total
+            if held <= self.problem.cap:
+                taken.append((longer, copied))
+                yield policies
+
+
+LINKS = (1e12, 300.0, 60.0, 12.0)
+"""Bytes a second, of messages of up to 60 bytes where a block takes about 3 s: free to slower than compute."""
+SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "pipedream", "2bw")
+
+
+def drawn(random: Random, schedule: str, blocks: range, ranks: range, capped: bool) -> Problem:
+    """A problem with uneven blocks. `capped`: its memory is not enough to keep everything."""
+    count = random.choice(blocks)
+    made = tuple(
+        BlockCost(
+            "b",
+            *(random.uniform(0.3, 1.5) for _ in range(3)),
+            random.choice([0.0, 0.2]),
+            random.randint(20, 60),
+            random.randint(0, 60),
+            random.randint(0, 30),
+            swapping=random.choice([0.0, 0.1]),
+        )
+        for _ in range(count)
+    )
+    link = LinkCost(random.choice(LINKS), random.choice([0.0, 0.2]), random.random() < 0.2)
+    device = DeviceCost(1, random.choice([20.0, 200.0]), random.choice([20.0, 200.0]))
+    profile = Profile(made, device, link, 1, optimizer_ratio=1.0)
+    minibatches = random.randint(1, 32) if kind_of(schedule).synchronous else None
+    positions = random.choice(ranks)
+    cap = 10**9
+    if capped and kind_of(schedule).chunks == 1:
+        sizes = [
+            max(rank.memory.total for rank in simulate(profile, plan).ranks)
+            for plan in layouts(Problem(profile, positions, cap, schedule, minibatches))
+            if len(plan.partition) == min(positions, count)
+        ]
+        cap = round(min(sizes) * random.uniform(0.6, 1.2))
+    return Problem(profile, positions, cap, schedule, minibatches)

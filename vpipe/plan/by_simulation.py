@@ -1,0 +1,384 @@
+"""The search by simulation: the plan that takes least time, or the best that was found and how far off it may be.
+
+What a step takes depends on links and on who waits for whom, which sums over stages do not know. So each partition with
+its replicas has a lower bound (`paths.py`), and they are simulated in the order of these bounds, until no bound is
+below the best time. Where there are too many of them, or `EFFORT` is spent, the plans that the sums found are improved
+cut by cut, and `gap` says how far the result may be from the best.
+
+Other depths than the schedule's own cost memory and, in asynchronous runs, make weights older: a plan has them only if
+that makes it faster by `WORTH`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from heapq import heapify, heappop, heappush
+from itertools import product
+from math import comb, inf, prod
+from typing import NamedTuple
+
+import numpy as np
+
+from vpipe.plan.chunks import PositionHolding
+from vpipe.plan.frontier import FEW, PolicyChoice, policy_choice, policy_choices
+from vpipe.plan.loads import planned_interval, schedule_loads, stated_interval
+from vpipe.plan.model import Load, Slice
+from vpipe.plan.paths import Bounds, Cuts, Paths, PipelineFacts, all_cuts, compositions
+from vpipe.plan.result import PlanResult, assemble, simulated_seconds
+from vpipe.plan.sums import Floats
+from vpipe.plan.task import Task
+from vpipe.schedule import Deadlock, Schedule
+from vpipe.schedule.staircase import depths
+
+MOST = 20_000
+"""Partitions, with replicas, that are looked at one by one."""
+EFFORT = 200_000
+"""Actions that may be simulated; each simulation counts as `EACH` more."""
+EACH = 600
+WORTH = 1.01
+NOISE = 0.95
+"""What an asynchronous simulation may be below the time of an endless run."""
+ROUNDING = 1 - 1e-9
+COMBINED = 24
+"""Policies of all stages that are tried in every combination."""
+
+
+@dataclass(frozen=True)
+class PlanShape:
+    """A schedule with its replicas and its depth; the blocks of its stages are still open."""
+
+    task: Task
+    replicas: tuple[int, ...]
+    depth: tuple[int, ...] | None = None
+
+    @cached_property
+    def interval(self) -> int | None:
+        """That a plan states; None: the one that the schedule has by itself."""
+        kind, stated = self.task.kind, stated_interval(self.task.kind, self.task.ranks)
+        return None if stated is None else max(stated, kind.interval(self.replicas, self.depth, None))
+
+    @cached_property
+    def schedule(self) -> Schedule:
+        task = self.task
+        minibatches = task.simulated if task.kind.synchronous else None
+        return task.kind.build(
+            len(self.replicas),
+            minibatches,
+            replicas=self.replicas,
+            update_interval=self.interval,
+            depth=self.depth,
+        )
+
+    @cached_property
+    def loads(self) -> tuple[Load, ...]:
+        loads, kind, ranks = schedule_loads(self.schedule), self.task.kind, self.task.ranks
+        if kind.synchronous or kind.holding is None or self.depth is not None:
+            return loads
+        # As `advice.py` counts it, for any stages: what is refused and what is advised must agree.
+        lag = kind.holding(ranks, ranks, 1, 1, planned_interval(kind, ranks)).lag
+        return tuple(load._replace(lag=max(lag, load.lag)) for load in loads)
+
+    @cached_property
+    def facts(self) -> PipelineFacts:
+        facts = self.any_depth
+        if not self.task.kind.any_depth:
+            return facts._replace(in_flight=tuple(load.in_flight for load in self.loads))
+        ahead = enumerate(self.depth or depths(self.replicas))
+        flying = (min(facts.own(stage), own + 1) if facts.synchronous else own + 1 for stage, own in ahead)
+        return facts._replace(in_flight=tuple(flying))
+
+    @cached_property
+    def any_depth(self) -> PipelineFacts:
+        kind, interval = self.task.kind, self.schedule.update_interval
+        return PipelineFacts(kind.synchronous, kind.splits_backward, interval, self.replicas, None)
+
+    @property
+    def worth(self) -> float:
+        """What its time counts, times itself."""
+        return 1.0 if self.depth is None else WORTH
+
+    def slices(self, cuts: Sequence[int]) -> list[Slice]:
+        ranks, found = self.schedule.placement, []
+        for stage, own in enumerate(ranks):
+            before = ranks[stage - 1][-1] if stage else None
+            after = ranks[stage + 1][0] if stage + 1 < len(ranks) else None
+            found.append(Slice(cuts[stage], cuts[stage + 1], self.loads[stage], own, before, after))
+        return found
+
+
+class Entry(NamedTuple):
+    """A partition in the order of the search."""
+
+    key: float
+    least: float
+    shape: PlanShape
+    cuts: Cuts
+    open_depth: bool
+    """Whether it stands for all depths but the schedule's own."""
+
+
+class Found(NamedTuple):
+    seconds: float
+    shape: PlanShape
+    cuts: tuple[int, ...]
+    choices: tuple[PolicyChoice, ...]
+
+    @property
+    def value(self) -> float:
+        return self.seconds * self.shape.worth
+
+
+class SimulatedSearch:
+    """The search for stages in line: one on each rank."""
+
+    def __init__(self, task: Task) -> None:
+        self.task = task
+        self.blocks = len(task.profile.blocks)
+        self.paths = Paths(task.profile)
+        self.known: dict[tuple[int, int, Load], list[PolicyChoice]] = {}
+        self.tried: dict[tuple[object, ...], float] = {}
+        self.made: dict[tuple[tuple[int, ...], tuple[int, ...]], PlanShape] = {}
+        """By replicas and depth."""
+        self.effort = EFFORT
+        self.best: Found | None = None
+        self.doubted = inf
+        """The least bound of a partition whose policies were not all looked at."""
+
+    def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
+        """`starts`: plans by sums; `limit`: a plan that takes longer is of no use."""
+        self.limit = inf if self.task.simulated < self.task.update else limit
+        for start in starts:
+            self.begin(start)
+        proven = self.in_order(self.entries()) if self.count() <= MOST else self.climb()
+        if self.best is None:
+            return None
+        gap = self.best.seconds / proven - 1 if proven else inf
+        return replace(self.result(self.best), gap=None if gap <= 1e-6 else gap)
+
+    def shapes(self) -> Iterator[PlanShape]:
+        task = self.task
+        if task.kind.table is not None:
+            yield PlanShape(task, tuple(map(len, task.kind.table.placement)))
+            return
+        for stages in range(1, min(self.blocks, task.ranks) + 1):
+            for replicas in compositions(task.ranks, stages):
+                if self.allowed(replicas):
+                    yield PlanShape(task, replicas)
+
+    def allowed(self, replicas: tuple[int, ...]) -> bool:
+        kind = self.task.kind
+        if (kind.replicas == "one" and max(replicas) > 1) or (
+            kind.replicas == "equal" and len(set(replicas)) > 1
+        ):
+            return False
+        return not kind.synchronous or max(replicas) <= self.task.update
+
+    def count(self) -> int:
+        """Partitions with all replicas, at most."""
+        stages = range(1, min(self.blocks, self.task.ranks) + 1)
+        return sum(comb(self.blocks - 1, n - 1) * comb(self.task.ranks - 1, n - 1) for n in stages)
+
+    @property
+    def complete(self) -> bool:
+        """Whether it looks at all partitions and all policies, and needs no start."""
+        return self.blocks <= FEW and self.count() <= MOST
+
+    # In the order of the bounds
+
+    def entries(self) -> list[Entry]:
+        found: list[Entry] = []
+        for shape in self.shapes():
+            cuts = all_cuts(self.blocks, len(shape.replicas))
+            found += self.of_shape(shape, cuts, shape.facts, False)
+            if self.task.kind.any_depth and len(shape.replicas) > 1:
+                found += self.of_shape(shape, cuts, shape.any_depth, True)
+        return found
+
+    def of_shape(self, shape: PlanShape, cuts: Cuts, facts: PipelineFacts, open_depth: bool) -> list[Entry]:
+        bounds = self.paths.bounds(facts, cuts)
+        keys = self.keys(bounds) * (WORTH if open_depth else shape.worth)
+        rows = zip(keys.tolist(), bounds.least.tolist(), cuts, strict=True)
+        return [Entry(key, least, shape, row, open_depth) for key, least, row in rows]
+
+    @staticmethod
+    def keys(bounds: Bounds) -> Floats:
+        return np.maximum(bounds.least, NOISE * bounds.expected)
+
+    def in_order(self, entries: list[Entry]) -> float:
+        """What no plan can be faster than, as far as it is proven."""
+        heap = [(entry.key, number, entry) for number, entry in enumerate(entries)]
+        number = len(heap)
+        heapify(heap)
+        while heap and self.effort > 0:
+            key, _, entry = heappop(heap)
+            if key >= min(self.limit, self.value) * ROUNDING:
+                break
+            if entry.open_depth:
+                for other in self.other_depths(entry.shape, entry.cuts):
+                    for more in self.of_shape(other, entry.cuts[None, :], other.facts, False):
+                        number += 1
+                        heappush(heap, (more.key, number, more))
+                continue
+            self.settle(entry.shape, entry.cuts, entry.least)
+        if self.effort > 0:
+            return min(self.doubted, inf if self.best is None else self.best.seconds)
+        left = min((entry.least for _, _, entry in heap), default=inf)
+        return min(left, self.doubted, inf if self.best is None else self.best.seconds)
+
+    def other_depths(self, shape: PlanShape, cuts: Cuts) -> Iterator[PlanShape]:
+        """Deeper ones, and where memory is short less deep ones; none if the usual one does not fit.
+
+        So whether a schedule fits at all, and what is said if not, depends on its own depth only.
+        """
+        choices = self.choices(shape.slices(cuts.tolist()))
+        if choices is None:
+            return
+        usual, short = depths(shape.replicas), any(own[0].longer or own[0].copied for own in choices)
+        for depth in self.paths.depths(shape.any_depth, cuts):
+            deeper = any(ahead > own for ahead, own in zip(depth, usual, strict=True))
+            if list(depth) != usual and (deeper or short):
+                yield self.made.setdefault(
+                    (shape.replicas, depth), PlanShape(shape.task, shape.replicas, depth)
+                )
+
+    # One partition
+
+    @property
+    def value(self) -> float:
+        return inf if self.best is None else self.best.value
+
+    def choices(self, slices: Iterable[Slice]) -> list[list[PolicyChoice]] | None:
+        """For each stage the policies to choose from; None: a stage does not fit."""
+        found = []
+        for piece in slices:
+            key = (piece.start, piece.stop, piece.load)
+            if key not in self.known:
+                self.known[key] = policy_choices(self.task.profile, piece, self.task.memory)
+                self.effort -= 20 * (len(self.known[key]) != 1) * (piece.stop - piece.start)
+            if not self.known[key]:
+                return None
+            found.append(self.known[key])
+        return found
+
+    def settle(self, shape: PlanShape, cuts: Cuts, least: float = 0.0) -> bool:
+        """Simulate a partition with the best policies; whether it is better than all before."""
+        choices = self.choices(shape.slices(cuts.tolist()))
+        if choices is None:
+            return False
+        quickest = [own[0] for own in choices]
+        if any(choice.longer for choice in quickest):
+            longer = np.array([[choice.longer for choice in quickest]])
+            bounds = self.paths.bounds(shape.facts, cuts[None, :], longer)
+            if float(self.keys(bounds)[0]) * shape.worth >= min(self.limit, self.value) * ROUNDING:
+                return False
+        before = self.best
+        for chosen in self.combined(choices):
+            self.simulate(shape, cuts, tuple(chosen))
+        if any(choice.copied for choice in quickest) and self.best is not before:
+            self.exchange(shape, cuts, choices)
+        many = any(piece.stop - piece.start > FEW for piece in shape.slices(cuts.tolist()))
+        if prod(map(len, choices)) > COMBINED or (many and any(choice.longer for choice in quickest)):
+            self.doubted = min(self.doubted, least)
+        return self.best is not before
+
+    def begin(self, start: PlanResult) -> None:
+        """Simulate a plan by sums, with its own policies, and the best ones for its partition."""
+        shape, cuts = PlanShape(self.task, start.replicas), np.cumsum((0, *start.partition))
+        own, profile, memory = start.to_plan().stage_policies(), self.task.profile, self.task.memory
+        pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
+        chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
+        if all(choice.memory.total <= memory for choice in chosen):
+            self.simulate(shape, cuts, tuple(chosen))
+        self.settle(shape, cuts)
+
+    def combined(self, choices: list[list[PolicyChoice]]) -> Iterator[Sequence[PolicyChoice]]:
+        """All combinations of few, else the quickest of each stage and those that copy least."""
+        if prod(map(len, choices)) <= COMBINED:
+            yield from product(*choices)
+        else:
+            yield [own[0] for own in choices]
+            yield [own[-1] for own in choices]
+
+    def exchange(self, shape: PlanShape, cuts: Cuts, choices: list[list[PolicyChoice]]) -> None:
+        """Other policies for one stage after the other, as long as that helps."""
+        improved = True
+        while improved and self.effort > 0:
+            before = self.best
+            for stage, own in enumerate(choices):
+                for choice in own:
+                    assert self.best is not None
+                    chosen = list(self.best.choices)
+                    chosen[stage] = choice
+                    self.simulate(shape, cuts, tuple(chosen))
+            improved = self.best is not before
+
+    def simulate(self, shape: PlanShape, cuts: Cuts, choices: tuple[PolicyChoice, ...]) -> None:
+        key = (
+            shape.replicas,
+            shape.depth,
+            cuts.tobytes(),
+            tuple((one.longer, one.copied) for one in choices),
+        )
+        if key in self.tried:
+            return
+        schedule = shape.schedule
+        run = schedule.minibatches or 6 * schedule.filling + 4 * schedule.update_interval
+        shared = self.task.profile.device.shared_by > 1 < self.task.profile.device.crowding
+        self.effort -= (EACH + 2 * run * schedule.num_stages) * (3 if shared else 1)
+        found = Found(inf, shape, tuple(cuts.tolist()), choices)
+        try:
+            seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
+        except Deadlock:  # replicas that update together may wait for ever with an unusual depth
+            seconds = inf
+        self.tried[key] = seconds
+        if seconds * shape.worth < min(self.value, self.limit / ROUNDING) * ROUNDING:
+            self.best = found._replace(seconds=seconds)
+
+    def result(self, found: Found) -> PlanResult:
+        shape = found.shape
+        holdings = [
+            PositionHolding((piece,), [choice.policies], choice.memory, 0.0)
+            for piece, choice in zip(shape.slices(found.cuts), found.choices, strict=True)
+        ]
+        made = assemble(self.task, None, shape.interval, holdings)
+        return replace(made, depth=shape.depth or (), seconds=found.seconds)
+
+    # From a start
+
+    def climb(self) -> float:
+        """Improve the best plan cut by cut, then by its depth."""
+        improved = True
+        while improved and self.best is not None and self.effort > 0:
+            improved = False
+            shape = self.best.shape
+            cuts = neighbours(np.array(self.best.cuts))
+            if not len(cuts):
+                break
+            bounds = self.keys(self.paths.bounds(shape.facts, cuts)) * shape.worth
+            for place in np.argsort(bounds):
+                if bounds[place] >= self.value * ROUNDING or self.effort <= 0:
+                    break
+                if improved := self.settle(shape, cuts[place]):
+                    break
+        if self.best is not None and self.task.kind.any_depth:
+            cuts = np.array(self.best.cuts)
+            for other in self.other_depths(PlanShape(self.task, self.best.shape.replicas), cuts):
+                bound = self.keys(self.paths.bounds(other.facts, cuts[None, :]))[0] * other.worth
+                if bound < self.value * ROUNDING and self.effort > 0:
+                    self.settle(other, cuts)
+        facts = PlanShape(self.task, (1,) * min(self.blocks, self.task.ranks)).any_depth
+        return self.paths.of_any_partition(facts, self.task.ranks)
+
+
+def neighbours(cuts: Cuts) -> Cuts:
+    """Each cut one block to the left and to the right."""
+    moved = []
+    for place in range(1, len(cuts) - 1):
+        for by in (-1, 1):
+            if cuts[place - 1] < cuts[place] + by < cuts[place + 1]:
+                other = cuts.copy()
+                other[place] += by
+                moved.append(other)
+    return np.array(moved)

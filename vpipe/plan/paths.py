@@ -1,0 +1,224 @@
+"""Lower bounds of simulated times, by sums along the critical paths of a pipeline, for many partitions at once.
+
+    pre    forwards and messages before a stage      trip   from a minibatch's forward on a stage to the end of its
+    post   the same of the way back                         backward there: all stages behind it, and messages
+
+A rank of a synchronous update with K minibatches of its own, n of them in flight at most, takes no less than
+
+    K (F + B)                          its own work
+    trip + (K - 1) B + (K - n) F       before its first backward only n forwards can run
+    (q + 1) trip + r F                 K - 1 = q n + r: forward k + n waits for backward k
+
+and the first rank no less than that with pre and post, or with the messages of a link one after the other. Weight
+gradients of a split backward need not be done before the last input gradient has left. In an asynchronous run the
+busiest rank sets the pace; that trip / n does as well is true of endless runs only (`Bounds.expected`).
+"""
+
+from __future__ import annotations
+
+from itertools import combinations
+from math import ceil, lcm
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from vpipe.cost import Profile
+from vpipe.plan.model import reduce_seconds
+from vpipe.plan.sums import Floats
+from vpipe.schedule.kind import too_shallow
+
+Cuts = npt.NDArray[np.int64]
+"""Where each stage begins and the last one ends, a row for each partition."""
+DEEPEST = 64
+"""Forwards ahead that are tried at most."""
+FILLED = (0.25, 0.5, 0.75, 1.0)
+IN_FLIGHT = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
+BISECTIONS = 40
+MORE = 1 + 1e-9
+
+
+class PipelineFacts(NamedTuple):
+    """What the bounds have to know of a schedule with its stages in line."""
+
+    synchronous: bool
+    split: bool
+    minibatches: int
+    """Of an update."""
+    replicas: tuple[int, ...]
+    in_flight: tuple[int, ...] | None
+    """Of a rank of each stage; None: as many as it likes."""
+
+    def own(self, stage: int) -> int:
+        """Minibatches of a rank in a synchronous update."""
+        return -(-self.minibatches // self.replicas[stage])
+
+
+class Bounds(NamedTuple):
+    """Seconds a minibatch, for each partition."""
+
+    least: Floats
+    expected: Floats
+    """Never below it; of an endless run it is a bound too."""
+
+
+class StageTimes(NamedTuple):
+    """By partition and stage."""
+
+    forward: Floats
+    backward: Floats
+    """What other stages wait for."""
+    weights: Floats
+    """The weight gradient of a split backward."""
+    update: Floats
+    hop: Floats
+    """A message across the cut behind the stage."""
+    trip: Floats
+
+
+class Paths:
+    """The times of a profile, as sums up to each block."""
+
+    def __init__(self, profile: Profile) -> None:
+        blocks = profile.blocks
+        self.profile = profile
+        self.forward, self.backward, self.input_gradient, self.update = (
+            np.concatenate([[0.0], np.cumsum(values)])
+            for values in (
+                [block.forward for block in blocks],
+                [block.backward for block in blocks],
+                [block.input_gradient for block in blocks],
+                [block.update for block in blocks],
+            )
+        )
+        links = [profile.link, *profile.links.values()]
+        self.busy = all(link.sender_busy for link in links)
+        latency, byte = min(link.latency for link in links), min(1 / link.bandwidth for link in links)
+        differ = any(link.sender_busy for link in links) and not self.busy
+        sizes = np.array([0, *(block.boundary_bytes for block in blocks)])
+        self.hop = np.zeros(len(sizes)) if differ else latency + sizes * byte
+        """By the block behind the cut."""
+        device = profile.device
+        self.alone = 1 / device.crowding if device.shared_by > 1 else 1.0
+        """The share of a measured time that is left where no other rank computes at the same time."""
+
+    def times(self, facts: PipelineFacts, cuts: Cuts, longer: Floats | None = None) -> StageTimes:
+        """`longer`: what policies add to each stage."""
+        overhead, starts, stops = self.profile.device.overhead, cuts[:, :-1], cuts[:, 1:]
+        forward = self.forward[stops] - self.forward[starts] + overhead
+        backward = self.backward[stops] - self.backward[starts] + overhead
+        weights = np.zeros_like(backward)
+        if facts.split:
+            own = self.input_gradient[stops] - self.input_gradient[starts] + overhead
+            backward, weights = own, backward - own + overhead
+        if longer is not None:
+            backward = backward + longer
+        hop = self.hop[stops[:, :-1]]
+        if self.busy:
+            forward[:, :-1] += hop
+            backward[:, 1:] += hop
+            hop = np.zeros_like(hop)
+        trip = forward + backward
+        for stage in range(trip.shape[1] - 2, -1, -1):
+            trip[:, stage] += trip[:, stage + 1] + 2 * hop[:, stage]
+        return StageTimes(forward, backward, weights, self.update[stops] - self.update[starts], hop, trip)
+
+    def bounds(self, facts: PipelineFacts, cuts: Cuts, longer: Floats | None = None) -> Bounds:
+        times = self.times(facts, cuts, longer)
+        found = self._synchronous(facts, times) if facts.synchronous else self._steady(facts, times)
+        return Bounds(self.alone * found.least, self.alone * found.expected)
+
+    @staticmethod
+    def _steady(facts: PipelineFacts, times: StageTimes) -> Bounds:
+        counts = np.array(facts.replicas, dtype=float)
+        work = (times.forward + times.backward + times.weights) / counts + times.update / facts.minibatches
+        least = expected = work.max(axis=1)
+        if facts.in_flight is not None:
+            around = times.trip / counts / np.array(facts.in_flight)
+            expected = np.maximum(expected, around.max(axis=1))
+        for stage in range(len(counts) - 1):
+            lines = lcm(facts.replicas[stage], facts.replicas[stage + 1])
+            expected = np.maximum(expected, times.hop[:, stage] / lines)
+        return Bounds(least, expected)
+
+    def _synchronous(self, facts: PipelineFacts, times: StageTimes) -> Bounds:
+        least = before = np.zeros(len(times.trip))
+        last = len(facts.replicas) - 1
+        for stage, replicas in enumerate(facts.replicas):
+            own = facts.own(stage)
+            flying = own if facts.in_flight is None else min(own, facts.in_flight[stage])
+            f, b, w, trip = (each[:, stage] for each in (*times[:3], times.trip))
+            rounds, rest = divmod(own - 1, flying)
+            waits = np.maximum((rounds + 1) * trip + rest * f, trip + (own - 1) * b + (own - flying) * f)
+            inputs = np.maximum(own * (f + b), waits)
+            ended = np.maximum(own * (f + b + w), trip - b + own * (b + w) + (own - flying) * f)
+            reduced = 0.0 if self.profile.links else reduce_seconds(self.profile, replicas, 0)
+            least = np.maximum(least, np.maximum(inputs, ended) + times.update[:, stage] + reduced)
+            if stage:
+                least = np.maximum(least, before + inputs + times.weights[:, 0] + times.update[:, 0])
+            if stage < last:
+                carried = facts.minibatches // lcm(replicas, facts.replicas[stage + 1])
+                least = np.maximum(least, before + trip + max(0, carried - 1) * times.hop[:, stage])
+                before = before + f + b + 2 * times.hop[:, stage]
+        least = least / facts.minibatches
+        return Bounds(least, least)
+
+    def depths(self, facts: PipelineFacts, cuts: Cuts) -> list[tuple[int, ...]]:
+        """Depths that may suit a partition, a row of cuts: as many in flight as a trip takes, for any pace of the
+        first stage; and as many as fill the time until the first backward."""
+        times = self.times(facts, cuts[None, :])
+        counts, trip = np.array(facts.replicas), times.trip[0]
+        work = ((times.forward + times.backward + times.weights)[0] / counts).max()
+        found: dict[tuple[int, ...], None] = {}
+
+        def add(ahead: Floats) -> None:
+            depth = [min(DEEPEST, max(0, ceil(number - 1e-9))) for number in ahead]
+            if facts.synchronous:
+                depth = [min(number, facts.own(stage) - 1) for stage, number in enumerate(depth)]
+            while (bad := too_shallow(facts.replicas, depth)) is not None:
+                stage, later = bad
+                depth[stage] = depth[later] * facts.replicas[later] // facts.replicas[stage]
+            found[tuple(depth)] = None
+
+        most = min(DEEPEST, ceil(trip[0] / counts[0] / work)) if work else 0
+        for flying in sorted({*(number for number in IN_FLIGHT if number <= most), most} - {0}):
+            pace = max(work, trip[0] / counts[0] / flying)
+            add(trip / counts / pace - 1)
+            add(trip / counts / pace)
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fills = np.nan_to_num((trip - times.backward[0]) / times.forward[0], posinf=DEEPEST)
+        for share in FILLED:
+            add(share * fills - 1)
+        return list(found)
+
+    def of_any_partition(self, facts: PipelineFacts, ranks: int) -> float:
+        """A bound for all partitions over so many ranks, with any replicas; by work alone."""
+        work = self.forward + self.backward
+        path = self.forward + (self.input_gradient if facts.split else self.backward)
+        counts, total = np.arange(1, ranks + 1), facts.minibatches if facts.synchronous else 1
+        low, high = 0.0, total * float(work[-1]) + float(path[-1])
+        for _ in range(BISECTIONS):
+            limit = (low + high) / 2
+            reached = np.zeros(ranks + 1, dtype=int)  # the most blocks that so many ranks can hold
+            for rank in range(1, ranks + 1):
+                starts, replicas = reached[rank - 1 :: -1], counts[:rank]
+                ends = np.searchsorted(work, (work[starts] + limit * replicas / total) * MORE, "right") - 1
+                if facts.synchronous:
+                    left = np.maximum(0.0, limit - path[starts]) * replicas / total
+                    ends = np.minimum(ends, np.searchsorted(path, (path[starts] + left) * MORE, "right") - 1)
+                reached[rank] = max(int(ends.max()), reached[rank - 1])
+            if reached[-1] >= len(work) - 1:
+                high = limit
+            else:
+                low = limit
+        return self.alone * low / total
+
+
+def all_cuts(blocks: int, stages: int) -> Cuts:
+    """Every partition into so many stages."""
+    return np.array([(0, *inner, blocks) for inner in combinations(range(1, blocks), stages - 1)])
+
+
+def compositions(total: int, parts: int) -> list[tuple[int, ...]]:
+    """Every way to write `total` as so many numbers of at least one, in order."""
+    return [tuple(np.diff(row).tolist()) for row in all_cuts(total, parts)]
