@@ -251,7 +251,6 @@ def draw(path: Path, parts: int, height: float = 4.5, widths: Sequence[float] = 
     for axes in drawn:
         axes.spines[["top", "right"]].set_visible(False)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
         figure.savefig(path, format="png")
     except OSError as error:
         raise VPipeError(f"{path}: the plot cannot be written: {error.strerror or error}") from None

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 import sys
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
-from multiprocessing import get_context
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -106,7 +105,10 @@ def converge(
     figures = [row.figures(goal) for row in rows]
     print_result(figures, table(figures, seeds), as_json)
     if picture is not None or find_spec("matplotlib") is not None:
-        file = picture or Path(cases[0].config.log_directory) / f"converge-{path.stem}.png"
+        folder = Path(cases[0].config.log_directory)
+        with suppress(OSError):  # drawing says it if there is no folder
+            folder.mkdir(parents=True, exist_ok=True)
+        file = picture or folder / f"converge-{path.stem}.png"
         draw_curves(figures, file)
         print(printable(f"picture {file}"), file=sys.stderr)
 
@@ -186,6 +188,7 @@ def _cases(
 
 def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None) -> Iterator[list[LossCurve]]:
     """The curves of each case, one for each seed: in this process, or in several at the same time."""
+    from vpipe.train.convergence import train_apart, train_curve
 
     def seeded(case: Case) -> list[RunConfig]:
         first = case.config.seed
@@ -194,38 +197,18 @@ def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None)
     def said(number: int) -> None:
         announce(f"{number + 1} of {len(cases)}: {cases[number].label}")
 
-    if jobs == 1:
-        for number, case in enumerate(cases):
-            said(number)
-            yield [_train_one(config, device) for config in seeded(case)]
-        return
-    with _workers(jobs) as pool:
-        begun = [[pool.submit(_train_one, config, device) for config in seeded(case)] for case in cases]
-        for number, runs in enumerate(begun):
-            said(number)
-            yield [run.result() for run in runs]
+    def train(config: RunConfig) -> LossCurve:
+        return train_curve(config, device) if jobs == 1 else train_apart(config, device)
 
-
-@contextmanager
-def _workers(jobs: int) -> Iterator[ProcessPoolExecutor]:
-    """Processes of their own, so that torch's threads and memory are each run's own."""
-    from vpipe.launch.rank import end_with_launcher
-
-    pool = ProcessPoolExecutor(jobs, get_context("spawn"), initializer=end_with_launcher)
-    try:
-        yield pool
-    except BaseException:
-        for process in list(getattr(pool, "_processes", {}).values()):
-            process.kill()
-        raise
-    finally:
-        pool.shutdown(cancel_futures=True)
-
-
-def _train_one(config: RunConfig, device: str | None) -> LossCurve:
-    from vpipe.train.convergence import train_curve
-
-    return train_curve(config, device)
+    # With one job this process trains; else each thread waits for a process of its own.
+    with ThreadPoolExecutor(jobs) as pool:
+        begun = [[pool.submit(train, config) for config in seeded(case)] for case in cases]
+        try:
+            for number, runs in enumerate(begun):
+                said(number)
+                yield [run.result() for run in runs]
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
 
 
 def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> float:

@@ -104,18 +104,21 @@ def _look(tensor: Tensor) -> str:
 
 
 def _versions(pipe: Pipeline, say: Say) -> None:
-    """Each switch of the weights: what F and B read, what STEP makes, which versions are held."""
+    """Each switch of the weights: what F and B read, what STEP makes, which versions are held.
+
+    3+2 is version 3, predicted for two updates later.
+    """
 
     def look(work: Work) -> Callable[[], None]:
         optimizer = work.stage.optimizer
-        before = [version.number for version in optimizer.queue]
+        before = [str(version) for version in optimizer.queue]
 
         def report() -> None:
-            after = [version.number for version in optimizer.queue]
+            after = [str(version) for version in optimizer.queue]
             if work.action.op is Op.STEP:
                 say(f"{work.action} makes version {optimizer.latest_version}; held: {_list(after)}")
             else:
-                read = f"reads version {optimizer.current_version} of {before[-1]}"
+                read = f"reads version {optimizer.current} of {optimizer.latest_version}"
                 gone = [version for version in before if version not in after]
                 dropped = f", dropped {_list(gone)}" if gone else ""
                 say(f"{work.action} {read}; held: {_list(after)}{dropped}")
@@ -125,8 +128,8 @@ def _versions(pipe: Pipeline, say: Say) -> None:
     pipe.on_action(look, (Op.F, Op.B, Op.I, Op.STEP))
 
 
-def _list(versions: Iterable[int]) -> str:
-    return ", ".join(map(str, versions))
+def _list(versions: Iterable[str]) -> str:
+    return ", ".join(versions) or "none"
 
 
 # Schedule

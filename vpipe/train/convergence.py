@@ -6,16 +6,24 @@ stages. Only the speed is not.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import subprocess
+import sys
+from dataclasses import asdict, dataclass
 from itertools import tee
 from pathlib import Path
 from statistics import fmean
+from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
+
+from pydantic import TypeAdapter
 
 from vpipe.communication import InProcessWorld
 from vpipe.config.arguments import build_schedule, pipeline_arguments
+from vpipe.config.file import read_config, resolved_yaml
 from vpipe.data import Batches, Sampler
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
+from vpipe.launch.rank import end_with_launcher
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.threads import run_ranks
 from vpipe.schedule.facts import holdings, sample
@@ -113,9 +121,32 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
     )
 
 
+def train_apart(config: RunConfig, device: str | None) -> LossCurve:
+    """The same in a process of its own, which ends with this one."""
+    with NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
+        file.write(resolved_yaml(config))
+        file.flush()
+        command = [sys.executable, "-m", "vpipe.train.convergence", file.name, device or ""]
+        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+    if done.returncode:
+        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise VPipeError(f"{config.source}: the run with seed {config.seed} failed: {reason}")
+    return TypeAdapter(LossCurve).validate_json(done.stdout.splitlines()[-1])
+
+
+def main(path: str, device: str) -> None:
+    end_with_launcher()
+    curve = train_curve(read_config(Path(path)), device or None)
+    print(json.dumps(asdict(curve)))
+
+
 def _validation(config: RunConfig, data: Datasets) -> Batches:
     samples = len(data.validation)
     sampler = Sampler(samples, config.batch_size, config.seed)
     return Batches(
         data.validation, sampler, 0, -(-min(samples, config.evaluation_samples) // config.batch_size)
     )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

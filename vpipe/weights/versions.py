@@ -26,6 +26,9 @@ class Version:
     users: int = 0  # minibatches whose backward will read it
     ahead: int = 0  # updates that are predicted on top of those made
 
+    def __str__(self) -> str:
+        return f"{self.number}+{self.ahead}" if self.ahead else str(self.number)
+
 
 def flat_tensors(like: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
     """A flat tensor for each dtype, not initialised, and views of them with these tensors' shapes."""
