@@ -148,7 +148,7 @@ class SimulatedSearch:
 
     def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
         """`starts`: plans by sums; `limit`: a plan that takes longer is of no use."""
-        self.limit = inf if self.task.simulated < self.task.update else limit
+        self.limit = inf if self.task.simulated < self.task.update else limit / ROUNDING**3
         for start in starts:
             self.begin(start)
         proven = self.in_order(self.entries()) if self.count() <= MOST else self.climb()
@@ -333,7 +333,7 @@ class SimulatedSearch:
         except Deadlock:  # replicas that update together may wait for ever with an unusual depth
             seconds = inf
         self.tried[key] = seconds
-        if seconds * shape.worth < min(self.value, self.limit / ROUNDING) * ROUNDING:
+        if seconds * shape.worth < min(self.value, self.limit) * ROUNDING:
             self.best = found._replace(seconds=seconds)
 
     def result(self, found: Found) -> PlanResult:
