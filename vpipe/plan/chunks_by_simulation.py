@@ -35,7 +35,7 @@ class ChunkedSearch:
 
     def run(self, limit: float) -> PlanResult | None:
         task = self.task
-        self.limit = inf if task.simulated < task.update else limit / ROUNDING**3
+        self.limit = inf if task.simulated < task.update else limit / ROUNDING**3 + 1e-12
         for positions in divisors(task):
             schedule = schedule_of(task, positions)
             blocks, stages = len(task.profile.blocks), schedule.num_stages
