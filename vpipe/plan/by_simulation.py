@@ -148,7 +148,8 @@ class SimulatedSearch:
 
     def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
         """`starts`: plans by sums; `limit`: a plan that takes longer is of no use."""
-        self.limit = inf if self.task.simulated < self.task.update else limit / ROUNDING**3 + 1e-12
+        # What another depth must be faster by is no part of the limit.
+        self.limit = inf if self.task.simulated < self.task.update else limit * WORTH / ROUNDING**3 + 1e-12
         for start in starts:
             self.begin(start)
         proven = self.in_order(self.entries()) if self.count() <= MOST else self.climb()

@@ -34,7 +34,10 @@ def plan_schedule(task: Task, limit: float = inf) -> PlanResult | None:
     if task.profile.device.graphs:
         return _plan_cuda_graphs(task, limit)
     found = _fastest_plan(task, limit)
-    return None if found is None else replace(found, seconds=simulated_seconds(task, found))
+    if found is None:
+        return None
+    found = replace(found, seconds=simulated_seconds(task, found))
+    return found if found.seconds <= limit * ROUNDING + 1e-12 else None
 
 
 def _fastest_plan(task: Task, limit: float) -> PlanResult | None:
