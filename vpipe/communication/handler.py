@@ -9,6 +9,7 @@ from torch import Tensor
 
 from vpipe.communication.all_reduce import AllReduce, ExchangedAllReduce, NativeAllReduce
 from vpipe.communication.channel import HOST, Channel, Key
+from vpipe.communication.compression import NONE, Compression, pack, unpack, wire_form
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
@@ -23,9 +24,16 @@ class CommunicationHandler:
     """Sends and receives tensors by name. Names are registered on every rank in the same order.
 
     Each name has two streams, forward (activations) and backward (gradients), numbered by minibatch.
+    Values of the model and their gradients are compressed on the way to other hosts, if that is wanted.
     """
 
-    def __init__(self, world: World, buffer: int = BUFFERED_MESSAGES, device: torch.device = HOST) -> None:
+    def __init__(
+        self,
+        world: World,
+        buffer: int = BUFFERED_MESSAGES,
+        device: torch.device = HOST,
+        compression: Compression = Compression(),
+    ) -> None:
         self.world = world
         self.device = device
         self.rank = world.rank
@@ -39,6 +47,9 @@ class CommunicationHandler:
             None  # read by the rank's watch; after a failure, the operation that failed
         )
         self._channels: dict[int, Channel] = world.channels(buffer, device)
+        self._apart = set(world.ranks_apart())
+        self.compression = compression if self._apart else Compression()
+        self._compressible: set[str] = set()
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
@@ -50,8 +61,10 @@ class CommunicationHandler:
         """
         self.world.connect(pairs, groups)
 
-    def register_tensor(self, name: str) -> None:
+    def register_tensor(self, name: str, *, compressible: bool = False) -> None:
         self.tensor_tags.setdefault(name, len(self.tensor_tags))
+        if compressible:
+            self._compressible.add(name)
 
     def send(
         self,
@@ -64,7 +77,10 @@ class CommunicationHandler:
         host: bool = False,
     ) -> None:
         """Send a tensor that lies on this rank's device, or in host memory."""
-        self.bytes_sent += tensor.numel() * tensor.element_size()
+        mode, _, _ = self._wire_form(tensor_name, to, backward, tensor.shape, tensor.dtype)
+        if mode != NONE:
+            tensor = pack(tensor, mode)
+        self.bytes_sent += tensor.nbytes
         self.waiting = (ROOM, tensor_name, minibatch, to, perf_counter())
         self._channel(to, host).send(self._key(tensor_name, minibatch, backward), tensor)
         self.waiting = None
@@ -80,6 +96,7 @@ class CommunicationHandler:
         backward: bool = False,
     ) -> None:
         """Post a receive ahead of need."""
+        _, shape, dtype = self._wire_form(tensor_name, source, backward, shape, dtype)
         self._channels[source].expect(self._key(tensor_name, minibatch, backward), shape, dtype, self.device)
 
     def recv(
@@ -96,14 +113,15 @@ class CommunicationHandler:
     ) -> Tensor:
         """Wait for a tensor, which was sent with the same `host`; it may be read until `release(owner)`."""
         channel, key = self._channel(source, host), self._key(tensor_name, minibatch, backward)
+        mode, *form = self._wire_form(tensor_name, source, backward, shape, dtype)
         started = perf_counter()
         self.waiting = (MESSAGE, tensor_name, minibatch, source, started)
-        tensor = channel.receive(key, shape, dtype, HOST if host else self.device)
+        tensor = channel.receive(key, *form, HOST if host else self.device)
         self.waiting = None
         self.waited += perf_counter() - started
-        self.bytes_received += tensor.numel() * tensor.element_size()
+        self.bytes_received += tensor.nbytes
         self._unreleased.setdefault(owner, []).append((channel, key))
-        return tensor
+        return tensor if mode == NONE else unpack(tensor, mode, shape, dtype)
 
     def release(self, owner: Hashable) -> None:
         """Give back the memory of what was received for this owner: it is not read any more."""
@@ -180,6 +198,12 @@ class CommunicationHandler:
     def _channel(self, peer: int, host: bool) -> Channel:
         channel = self._channels[peer]
         return channel.host if host else channel
+
+    def _wire_form(
+        self, tensor_name: str, peer: int, backward: bool, shape: Sequence[int], dtype: torch.dtype
+    ) -> tuple[str, Sequence[int], torch.dtype]:
+        compressed = peer in self._apart and tensor_name in self._compressible
+        return wire_form(self.compression[backward] if compressed else NONE, shape, dtype)
 
     def _key(self, tensor_name: str, minibatch: int, backward: bool) -> Key:
         return Key(2 * self.tensor_tags[tensor_name] + backward, minibatch)

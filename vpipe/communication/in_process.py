@@ -124,6 +124,10 @@ class InProcessWorld(World):
             raise PeerError(self.hub.broken)
         return self.hub.published.get((name, rank))
 
+    def ranks_apart(self) -> list[int]:
+        """All: threads have no links, they stand for ranks on any hosts."""
+        return [rank for rank in range(self.size) if rank != self.rank]
+
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         boxes = self.hub._boxes
         return {

@@ -113,6 +113,11 @@ class World(ABC):
         """The ranks on this rank's host; known once there are channels."""
         return list(range(self.size))
 
+    def ranks_apart(self) -> list[int]:
+        """The ranks to which messages are compressed, if that is wanted: those on other hosts."""
+        here = self.ranks_here()
+        return [rank for rank in range(self.size) if rank not in here]
+
     def close(self) -> None:  # noqa: B027
         """End the connections."""
 

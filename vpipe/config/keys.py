@@ -79,6 +79,7 @@ Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
 Share = Annotated[Real, Field(ge=0, le=1)]
 NotNegative = Annotated[Real, Field(ge=0)]
 OptimizerName = Literal["sgd", "adam", "adamw", "nadamw", "muon", "lamb"]
+Compress = Literal["none", "bf16", "int8", "int4"]
 Betas = Annotated[list[Annotated[Real, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
 Momentum = Annotated[Real, Field(ge=0, lt=1)]
 Pattern = Annotated[str, Field(min_length=1)]
@@ -298,6 +299,9 @@ class RunConfig(_Keys):
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
     from GPU to GPU too; chosen by the devices if not given."""
+    compress: Compress | dict[Literal["forward", "backward"], Compress] = "none"
+    """How activations and their gradients are compressed between ranks on different hosts: as bfloat16, or with 8 or 4
+    bits a number; or for each apart, as in `{forward: int8, backward: bf16}` (docs/many_machines.md)."""
     directory: Path_ | None = None
     """Directory that the ranks start in, also under torchrun and srun, and where `partition` and `config_file` are
     looked for if they are not beside this file. It is relative to this file or, if there is none, to the current

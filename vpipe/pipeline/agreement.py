@@ -38,6 +38,7 @@ def agree_on_run(world: World, layout: Layout, model: nn.Module, options: Traini
         ("staleness", list(options.staleness), SAME_ARGUMENTS),
         ("nonfinite_limit", list(options.nonfinite_limit), SAME_ARGUMENTS),
         ("loss_scale", options.loss_scale, SAME_ARGUMENTS),
+        ("compress", list(options.compress), SAME_ARGUMENTS),
         ("optimizer", _optimizers(model, options), SAME_ARGUMENTS),
     ):
         agree_on(world, what, value, fix)

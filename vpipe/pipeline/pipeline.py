@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
+from vpipe.communication.compression import Compression, read_compression
 from vpipe.communication.devices import take_device
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_run, weights_differ
@@ -99,6 +100,9 @@ class Pipeline:
             "refuse": that is an error.
         device: "cpu" or "cuda:0"; by default a GPU for each rank, where there are any.
         channel: What carries tensors between ranks; by default chosen for each pair of them.
+        compress: Of activations and gradients between hosts: "bf16", "int8" or "int4", or one for each direction, such
+            as {"forward": "int8", "backward": "bf16"}; "none": they are sent as they are (see docs/many_machines.md).
+            Ranks that are threads compress all that they exchange.
         timeout: The most seconds that a rank waits for another.
         world: Ranks that are not processes of torchrun, such as the threads of `vpipe.run_ranks`.
         run_dir: A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard,
@@ -137,6 +141,7 @@ class Pipeline:
         initial_weights: str = "rank 0",
         device: str | torch.device | None = None,
         channel: str = "auto",
+        compress: str | Mapping[str, str] | Compression = "none",
         timeout: float = 600.0,
         world: World | None = None,
         run_dir: str | os.PathLike[str] | None = None,
@@ -165,6 +170,7 @@ class Pipeline:
             nonfinite_limit=nonfinite_limit,
             staleness=read_staleness(staleness),
             loss_scale=loss_scale,
+            compress=read_compression(compress),
             seed=seed,
         )
         self.phases = Phases("rendezvous")
@@ -183,7 +189,9 @@ class Pipeline:
         if self.rank == 0:
             warn_about_hooks(model, self.layout.graph)
             warn_about_lengths(self.layout.graph)
-        self.handler = CommunicationHandler(self.world, self.layout.buffer, self.device)
+        self.handler = CommunicationHandler(
+            self.world, self.layout.buffer, self.device, training_options.compress
+        )
         try:
             self._requests = Requests(self.world, self.schedule.placement[-1])
             self.runtime = self._in_turn(

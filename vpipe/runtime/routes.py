@@ -47,12 +47,12 @@ class Routes:
         self._routes: dict[tuple[int, int], Route] = {}
         self._passed: dict[int, list[int]] = {}
 
-    def wire_names(self) -> Iterator[str]:
-        """Of all ranks, in the same order everywhere."""
+    def wire_names(self) -> Iterator[tuple[str, bool]]:
+        """Of all ranks, in the same order everywhere, and whether a gradient comes back: not for masks."""
         for producer in self.stage_graphs:
             for value, readers in producer.writes.items():
                 for reader in readers:
-                    yield _wire_name(value, reader)
+                    yield _wire_name(value, reader), self.stage_graphs[reader].needs_gradient(value)
 
     def pairs(self) -> set[tuple[int, int]]:
         """The (sending, receiving) ranks of all values and gradients, of all ranks."""

@@ -92,8 +92,8 @@ class StageRuntime(StageIdentity):
         }
         self._training = with_faults(self, training)
         self._evaluation = with_faults(self, evaluation, evaluation=True)
-        for name in routes.wire_names():
-            handler.register_tensor(name)
+        for name, differentiable in routes.wire_names():
+            handler.register_tensor(name, compressible=differentiable)
 
     def connect(self) -> None:
         """Connect the ranks that exchange tensors. Called once, by every rank."""

@@ -104,6 +104,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
             precision=config.precision,
             on_nonfinite=config.on_nonfinite,
             loss_weight=configured_loss_weight(config),
+            compress=config.compress,
             device=device,
             world=world,
             **pipeline_arguments(config),

@@ -340,6 +340,7 @@ class Trainer:
             nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
             loss_scale=config.loss_scale,
             loss_weight=configured_loss_weight(config),
+            compress=config.compress,
             device=self.device,
             world=self.world,
             **pipeline_arguments(config),
