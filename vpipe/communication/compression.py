@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +43,10 @@ class Compression(NamedTuple):
         return self.forward if self.forward == self.backward else f"{self.forward} and {self.backward}"
 
 
-def read_compression(given: str | Mapping[str, str] | Compression) -> Compression:
+UNCOMPRESSED = Compression()
+
+
+def read_compression(given: str | Mapping[Any, str] | Compression) -> Compression:
     """From one mode for both directions, or from a mapping such as {"forward": "int8", "backward": "bf16"}."""
     if isinstance(given, Compression):
         return given

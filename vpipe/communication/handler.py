@@ -9,7 +9,7 @@ from torch import Tensor
 
 from vpipe.communication.all_reduce import AllReduce, ExchangedAllReduce, NativeAllReduce
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.compression import NONE, Compression, pack, unpack, wire_form
+from vpipe.communication.compression import NONE, UNCOMPRESSED, Compression, pack, unpack, wire_form
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
@@ -32,7 +32,7 @@ class CommunicationHandler:
         world: World,
         buffer: int = BUFFERED_MESSAGES,
         device: torch.device = HOST,
-        compression: Compression = Compression(),
+        compression: Compression = UNCOMPRESSED,
     ) -> None:
         self.world = world
         self.device = device
@@ -48,7 +48,7 @@ class CommunicationHandler:
         )
         self._channels: dict[int, Channel] = world.channels(buffer, device)
         self._apart = set(world.ranks_apart())
-        self.compression = compression if self._apart else Compression()
+        self.compression = compression if self._apart else UNCOMPRESSED
         self._compressible: set[str] = set()
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
@@ -113,10 +113,10 @@ class CommunicationHandler:
     ) -> Tensor:
         """Wait for a tensor, which was sent with the same `host`; it may be read until `release(owner)`."""
         channel, key = self._channel(source, host), self._key(tensor_name, minibatch, backward)
-        mode, *form = self._wire_form(tensor_name, source, backward, shape, dtype)
+        mode, sent_shape, sent_dtype = self._wire_form(tensor_name, source, backward, shape, dtype)
         started = perf_counter()
         self.waiting = (MESSAGE, tensor_name, minibatch, source, started)
-        tensor = channel.receive(key, *form, HOST if host else self.device)
+        tensor = channel.receive(key, sent_shape, sent_dtype, HOST if host else self.device)
         self.waiting = None
         self.waited += perf_counter() - started
         self.bytes_received += tensor.nbytes

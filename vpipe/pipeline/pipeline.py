@@ -141,7 +141,7 @@ class Pipeline:
         initial_weights: str = "rank 0",
         device: str | torch.device | None = None,
         channel: str = "auto",
-        compress: str | Mapping[str, str] | Compression = "none",
+        compress: str | Mapping[Any, str] | Compression = "none",
         timeout: float = 600.0,
         world: World | None = None,
         run_dir: str | os.PathLike[str] | None = None,

@@ -6,6 +6,7 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from vpipe.communication.compression import UNCOMPRESSED, read_compression
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import write_plan
 from vpipe.observe.description import plan_of, write_stages
@@ -74,6 +75,13 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
     how = "compiled, " if config.compile else ""
     how += "with CUDA graphs, " if config.cuda_graphs else ""
+    if read_compression(config.compress) != UNCOMPRESSED:
+        found = pipe.handler.compression
+        how += (
+            "uncompressed (no rank is on another host), "
+            if found == UNCOMPRESSED
+            else f"compressed by {found}, "
+        )
     return (
         f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
         f"{pipe.world.size} {where}, {how}schedule {pipe.schedule.name}, "
