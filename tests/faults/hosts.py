@@ -39,6 +39,16 @@ class TwoHosts:
             _ip("-n", name, "link", "set", cable, "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
+    def slow_down(self, rate: str) -> None:
+        """The cable carries no more than this each way, such as "100mbit"."""
+        for name, cable in zip(self.names, self._cables, strict=True):
+            limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            subprocess.run(
+                ["tc", "-n", name, "qdisc", "add", "dev", cable, "root", *limit],
+                check=True,
+                capture_output=True,
+            )
+
     def cut(self) -> None:
         """From now on nothing arrives, and no error reports it."""
         _ip("-n", self.names[0], "link", "set", self._cables[0], "down")
