@@ -111,9 +111,9 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny: Callable[..
 def check_observed(folder: Path, run: Path, shown: str) -> None:
     """What the run says of itself while it runs and afterwards."""
     first, second = ((run / f"output.log.{rank}").read_text() for rank in (0, 1))
-    assert "versions: 0F2 reads version 1 of 1; held: 0, 1" in first
-    assert "versions: 0B1 reads version 0 of 1; held: 1, dropped 0" in first
-    assert "versions: 1STEP15 makes version 16; held: 16" in second
+    assert "versions: 0F2 reads version 1+1 of 1; held: 0+1, 1+1" in first  # predicted, one update ahead
+    assert "versions: 0B1 reads version 0+1 of 1; held: 1+1, dropped 0+1" in first
+    assert "versions: 1STEP15 makes version 16; held: none" in second
     assert "tensors: received the gradient of " in first
     assert second.count("tensors: freed ") == second.count("tensors: received ")
     assert "schedule: stage 1 on rank 1: " in second

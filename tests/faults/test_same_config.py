@@ -38,7 +38,7 @@ def test_another_key() -> None:
     said = refused([RunConfig(), RunConfig(), RunConfig(batch_size=16, optimizer="sgd")])
     assert len(said) == 3
     assert len(set(said)) == 1
-    assert said[0].startswith("rank 2 differs from rank 0: batch_size 16 and 8; optimizer 'sgd' and 'adamw'")
+    assert said[0].startswith("rank 2 differs from rank 0: batch_size 16 and 8; optimizer 'sgd' and None")
 
 
 def test_another_torch() -> None:

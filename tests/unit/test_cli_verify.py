@@ -52,7 +52,8 @@ def test_the_config_alone(
 def test_another_schedule_in_json(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], config: Path
 ) -> None:
-    assert run(monkeypatch, config, "--schedule", "pipedream", "--dtype", "float32", "--json") == 0
+    options = ("--set", "optimizer=adamw", "--dtype", "float32", "--json")
+    assert run(monkeypatch, config, "--schedule", "pipedream", *options) == 0
     result = json.loads(capsys.readouterr().out)
     assert (result["schedule"], result["dtype"], result["bound"], result["ok"]) == (
         "pipedream",
@@ -87,6 +88,7 @@ def test_a_wrong_pipeline_exits_with_one_and_names_the_place(
         (["--schedule", "nowhere.csv"], "nowhere.csv: cannot be read: No such file"),
         (["--dtype", "int8"], "dtype is 'int8': choose from float64, float32"),
         (["--updates", "0"], "updates is 0"),
+        (["--schedule", "vpipe", "--dtype", "float32"], "optimizer muon computes in bfloat16 inside"),
     ],
 )
 def test_mistakes_are_one_line(

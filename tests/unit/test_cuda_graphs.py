@@ -141,7 +141,7 @@ def test_a_pipeline_in_its_steady_state_captures_nothing(
         slot = pool.take_slot({}, fields(minibatch))
         assert slot is not None
         assert isinstance(slot.current, FakeGraphs)
-        assert slot.current.weights["w"].data_ptr() == weights.newest.tensors[0].data_ptr()
+        assert slot.current.weights["w"].data_ptr() == weights.current.tensors[0].data_ptr()
         assert slot not in [other for _, other in in_flight]
         in_flight.append((minibatch, slot))
         if len(in_flight) == 3:
@@ -169,7 +169,7 @@ def test_gradients_are_summed_where_the_graphs_add_theirs(
     assert second.grad is None  # no backward ever comes to it: the optimizer must skip it
     address = first.grad.data_ptr()
     weights.step()
-    assert weights.newest.tensors[0].tolist() == [-1.0, -1.0, -1.0]
+    assert weights.current.tensors[0].tolist() == [-1.0, -1.0, -1.0]
     assert first.grad is None
     pool.bind_gradients()
     assert first.grad is not None

@@ -2,6 +2,7 @@
 
 import subprocess
 import sys
+from pathlib import Path
 from weakref import WeakSet
 
 import pytest
@@ -103,11 +104,11 @@ def test_without_a_gpu_it_is_the_process(monkeypatch: pytest.MonkeyPatch) -> Non
     assert peak_memory(host) >= 0.95 * resident
     assert allocator_retries(host) == 0
 
-    def no_proc(*args: object) -> None:
+    def no_proc(*args: object, **options: object) -> str:
         raise FileNotFoundError
 
-    monkeypatch.setattr("builtins.open", no_proc)
-    assert used_memory(host) == peak_memory(host)
+    monkeypatch.setattr(Path, "read_text", no_proc)
+    assert (used_memory(host), peak_memory(host)) == (0, 0)
 
 
 def test_the_peak_of_a_process_is_its_own_whatever_started_it() -> None:

@@ -188,7 +188,6 @@ def _cases(
 
 def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None) -> Iterator[list[LossCurve]]:
     """The curves of each case, one for each seed: in this process, or in several at the same time."""
-    from vpipe.train.convergence import train_apart, train_curve
 
     def seeded(case: Case) -> list[RunConfig]:
         first = case.config.seed
@@ -196,6 +195,9 @@ def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None)
 
     def said(number: int) -> None:
         announce(f"{number + 1} of {len(cases)}: {cases[number].label}")
+
+    said(0)
+    from vpipe.train.convergence import train_apart, train_curve  # with torch
 
     def train(config: RunConfig) -> LossCurve:
         return train_curve(config, device) if jobs == 1 else train_apart(config, device)
@@ -205,7 +207,8 @@ def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None)
         begun = [[pool.submit(train, config) for config in seeded(case)] for case in cases]
         try:
             for number, runs in enumerate(begun):
-                said(number)
+                if number:
+                    said(number)
                 yield [run.result() for run in runs]
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

@@ -24,7 +24,7 @@ from vpipe.config.names import MEANT
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import ScheduleName
 from vpipe.errors import VPipeError
-from vpipe.schedule import KINDS, guides_schedule, read_table
+from vpipe.schedule import KINDS, guides_schedule, kind_of, read_table
 from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.system.files import check_path, exists, read_text, short_repr
@@ -414,7 +414,7 @@ class RunConfig(_Keys):
         """Whether the schedule is asynchronous; of a table its name does not say it."""
         name = self.chosen_schedule
         return not (
-            read_table(read_text(self.path(name)), name) if name.endswith(".csv") else KINDS[name]
+            read_table(read_text(self.path(name)), name) if name.endswith(".csv") else kind_of(name)
         ).synchronous
 
     @property

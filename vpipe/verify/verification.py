@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from vpipe.config.arguments import pipeline_arguments
-from vpipe.errors import VPipeError, meant
+from vpipe.errors import ConfigError, VPipeError, meant
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.layout import Layout
 from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
@@ -92,6 +92,11 @@ def verify_config(
     Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
     (compiled dropout draws other masks), and the learning rate is constant.
     """
+    if config.chosen_optimizer == "muon" and dtype == "float32":
+        raise ConfigError(
+            f"{config.source}: optimizer muon computes in bfloat16 inside, which makes rounding of float32 large: "
+            "verify it with --dtype float64, or with --set optimizer=adamw"
+        )
     work = build_workload(config)
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
