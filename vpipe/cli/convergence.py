@@ -52,9 +52,9 @@ class Row:
     def finals(self) -> list[float]:
         return [curve.final for curve in self.curves]
 
-    def figures(self, goal: float) -> dict[str, Any]:
-        """What `--json` prints. `goal` is the loss of the first row at its end."""
-        reached = [curve.samples_to(goal) for curve in self.curves]
+    def figures(self, goals: Sequence[float]) -> dict[str, Any]:
+        """What `--json` prints. `goals` are the losses of the first row at its end, one for each seed."""
+        reached = [curve.samples_to(goal) for curve, goal in zip(self.curves, goals, strict=True)]
         samples = None if None in reached else fmean(n for n in reached if n is not None)
         first = self.curves[0]
         return {
@@ -101,8 +101,7 @@ def converge(
         Row(case, curves, None if costs is None else predicted_seconds(costs, case.config, curves[0]))
         for case, curves in zip(cases, _train_all(cases, seeds, jobs, device), strict=True)
     ]
-    goal = fmean(rows[0].finals)
-    figures = [row.figures(goal) for row in rows]
+    figures = [row.figures(rows[0].finals) for row in rows]
     print_result(figures, table(figures, seeds), as_json)
     if picture is not None or find_spec("matplotlib") is not None:
         folder = Path(cases[0].config.log_directory)
@@ -229,7 +228,7 @@ def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
     shown = Table(
         title="Loss at equal samples",
         caption=f"loss: mean of the last tenth of the updates, {seeds} seeds; to the first row's loss: samples "
-        "until a mean as low as that, compared with the samples of the run",
+        "until a mean as low as that with the same seed, compared with the samples of the run",
         caption_justify="left",
     )
     shown.add_column("run", overflow="fold")
