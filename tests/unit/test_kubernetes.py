@@ -40,16 +40,16 @@ def check_container(container: dict[str, Any], run: RunConfig, name: str) -> lis
     args: list[str] = container["args"]
     start = args.index("-m")
     assert args[start:] == ["-m", "vpipe", "train", "/config/run.yml", "--resume", "auto"]
-    assert run.log_directory.startswith("/work/")
+    assert run.log_directory.startswith("/training/")
     return args[:start]
 
 
 def check_volumes(pod: dict[str, Any], container: dict[str, Any], name: str) -> None:
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
     mounts = {mount["name"]: mount["mountPath"] for mount in container["volumeMounts"]}
-    assert mounts == {"config": "/config", "work": "/work"}
+    assert mounts == {"config": "/config", "training": "/training"}
     assert volumes["config"]["configMap"] == {"name": name}
-    assert "persistentVolumeClaim" in volumes["work"]
+    assert "persistentVolumeClaim" in volumes["training"]
 
 
 def test_jobset(tmp_path: Path) -> None:
