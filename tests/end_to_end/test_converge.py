@@ -26,6 +26,7 @@ print_frequency: 1
 """
 
 
+@pytest.mark.long
 def test_its_losses_are_those_of_ranks_that_are_processes(tmp_path: Path) -> None:
     (tmp_path / "run.yml").write_text(RUN)
     vpipe("train", "run.yml", cwd=tmp_path)

@@ -58,6 +58,7 @@ def test_the_script_of_the_readme_is_an_example() -> None:
     assert script == pasted
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("capture_once")
 def test_lora_trains_the_adapters_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Equal to the plain model that is trained by hand; peft loads what was saved."""

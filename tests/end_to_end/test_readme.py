@@ -28,6 +28,7 @@ def commands() -> list[list[str]]:
     return [shlex.split(line) for line in dict.fromkeys(lines) if line.startswith("vpipe ")]
 
 
+@pytest.mark.long
 def test_the_example_trains_as_pasted(tmp_path: Path) -> None:
     """In new interpreters, started as the README says; the weights that it saves are those of its model."""
     (script,) = blocks("python", README)

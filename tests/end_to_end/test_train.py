@@ -227,6 +227,7 @@ def test_the_guides_configurations_say_what_the_guides_say(name: str) -> None:
     assert (config.ranks, config.num_layers) == (4, 24)
 
 
+@pytest.mark.long
 def test_the_guides_three_systems_side_by_side(tmp_path: Path) -> None:
     """With two thin layers, so five blocks, in place of 24, and on two ranks: capturing costs most."""
     small = MODEL | {

@@ -96,7 +96,7 @@ def test_stages_read_only_the_fields_that_they_use() -> None:
     assert [stage.is_criterion for stage in (first, last)] == [False, True]
 
 
-@pytest.mark.parametrize("stages", [2, 3, 4])
+@pytest.mark.parametrize("stages", [2, 4, pytest.param(3, marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", models.ZOO)
 def test_stages_give_the_models_loss_and_gradients(name: str, stages: int) -> None:
     model, batch, _, graph = by_hand.captured(name)
@@ -125,7 +125,7 @@ def test_another_batch_size_and_length_than_captured(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", models.ZOO)
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [4, pytest.param(2, marks=pytest.mark.long)])
 def test_every_model_in_a_pipeline(check_synchronous: Check, name: str, ranks: int) -> None:
     check_synchronous(example(name), ranks, schedule="1f1b", updates=2)
 

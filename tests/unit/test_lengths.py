@@ -45,7 +45,7 @@ def trained(model: nn.Module, batches: list[Any]) -> list[list[float]]:
     return run_ranks(2, run)
 
 
-@pytest.mark.parametrize(("kind", "skip"), [(nn.LSTM, 1), (nn.GRU, 0)])
+@pytest.mark.parametrize(("kind", "skip"), [(nn.LSTM, 1), pytest.param(nn.GRU, 0, marks=pytest.mark.long)])
 def test_recurrent_layers_take_any_length(kind: type[nn.RNNBase], skip: int) -> None:
     torch.manual_seed(0)
     model = Recurrent(kind, skip=skip)

@@ -33,6 +33,7 @@ def words(picture: ElementTree.Element) -> list[str]:
     return [text.text or "" for text in picture.iter("{http://www.w3.org/2000/svg}text")]
 
 
+@pytest.mark.long
 def test_every_cell_runs_and_shows_its_drawing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     names: dict[str, Any] = {}
