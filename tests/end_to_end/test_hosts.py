@@ -98,7 +98,9 @@ def test_the_doctor_examines_all_hosts(bench: Bench, tmp_path: Path, monkeypatch
     assert config_line.startswith(where + f"{bench.folder / 'run.yml'} has other content than here: ")
     found = json.loads(ended.out)
     assert [host["interface"].partition(" (")[2] for host in found["hosts"]] == [f"{a})" for a in ADDRESSES]
-    links = json.loads((bench.folder / "links.json").read_text())["links"]
+    hosts_file = json.loads((bench.folder / "links.json").read_text())["hosts"]
+    assert hosts_file["ranks"] == [[0], [1]]
+    links = hosts_file["links"]
     assert [(link["from"], link["to"]) for link in links] == [(0, 1), (1, 0)]
     assert all(link["bandwidth"] > 0 and link["latency"] > 0 for link in links)
     bench.wait_until_empty()

@@ -82,6 +82,11 @@ PROFILE: dict[str, Any] = {
     "device": {"memory": 2**34, "to_host": 1.2e10, "from_host": 1.2e10},
     "link": {"bandwidth": 1e10, "latency": 2e-5, "sender_busy": True},
     "links": [{"from": 0, "to": 1, "bandwidth": 1e9, "latency": 1e-4}],
+    "hosts": {
+        "ranks": [[0], [1]],
+        "link": {"bandwidth": 1e9},
+        "links": [{"from": 0, "to": 1, "bandwidth": 1e8, "latency": 1e-4}],
+    },
     "blocks": [
         BLOCK | {"name": f"layer {n}", "boundary_bytes": 1000, "parameter_bytes": 4000} for n in range(5)
     ],

@@ -14,16 +14,18 @@ from tests.drawing import draws
 from vpipe.cost import (
     BlockCost,
     DeviceCost,
+    Hosts,
     LinkCost,
     Profile,
     Tie,
     for_batch_size,
     read_any_profile,
     read_profile,
+    with_links,
     write_profile,
 )
-from vpipe.cost.costs import PairLink
 from vpipe.cost.fields import file_fields
+from vpipe.cost.links import PairLink
 from vpipe.errors import VPipeError
 
 DOCS = Path(__file__).parents[2] / "docs" / "formats.md"
@@ -86,12 +88,28 @@ def test_what_is_written_is_read(file: Path) -> None:
         batch_size=16,
         optimizer_ratio=1.0,
         links={(0, 1): LinkCost(2e9, 0.0), (1, 0): LinkCost(3e9, 1e-3)},
+        hosts=Hosts(((0, 2), (1,)), LinkCost(1e8, 1e-4), {(1, 0): LinkCost(1e7)}),
         fingerprint="abc",
         tied=(Tie(40, (0, 1)),),
     )
     write_profile(written, file)
     assert read_any_profile(file) == written
-    assert len(file.read_text().splitlines()) < 20  # a line for each block and link
+    assert len(file.read_text().splitlines()) < 26  # a line for each block, link and host
+
+
+def test_a_file_of_links_has_hosts_or_older_pairs(file: Path) -> None:
+    plain = Profile((BlockCost("a", 1, 1, 1, 0, 0, 0, 0),), DeviceCost(1, 1, 1), LinkCost(5.0), 1)
+    file.write_text(json.dumps({"hosts": {"ranks": [[0, 2], [1]], "link": {"bandwidth": 2}}}))
+    found = with_links(plain, file)
+    assert [found.host_of(rank) for rank in range(3)] == [0, 1, 0]
+    assert [found.link_between(0, 1), found.link_between(0, 2)] == [LinkCost(2.0), LinkCost(5.0)]
+    file.write_text(json.dumps({"links": [{"from": 0, "to": 1, "bandwidth": 3}]}))
+    found = with_links(plain, file)
+    assert [found.link_between(0, 1), found.link_between(1, 0)] == [LinkCost(3.0), LinkCost(5.0)]
+    assert found.hosts is None
+    file.write_text("{}")
+    with pytest.raises(VPipeError, match="has neither hosts nor links"):
+        with_links(plain, file)
 
 
 def test_what_may_be_left_out(file: Path) -> None:
@@ -103,7 +121,7 @@ def test_what_may_be_left_out(file: Path) -> None:
     assert found.blocks[0].swapping == 0
 
 
-@pytest.mark.parametrize("kind", [Profile, BlockCost, DeviceCost, PairLink, Tie])
+@pytest.mark.parametrize("kind", [Profile, BlockCost, DeviceCost, PairLink, Hosts, Tie])
 def test_every_key_stands_in_the_docs(kind: type) -> None:
     text = DOCS.read_text(encoding="utf-8").split("## Plan")[0]
     for key in file_fields(kind):
@@ -204,6 +222,14 @@ def test_figures_of_samples_scale_with_the_minibatch(size: int) -> None:
         (
             {"links": [{"from": 1, "to": 1, "bandwidth": 1}]},
             "links: from 1 to 1: expected two different ranks",
+        ),
+        (
+            {"hosts": {"ranks": [[0, 1], [1, 2]], "link": {"bandwidth": 1}}},
+            "hosts: ranks is [[0, 1], [1, 2]]: expected the ranks of each host: every rank",
+        ),
+        (
+            {"hosts": {"ranks": [[0], [1]], "link": {"bandwidth": 1, "sender_busy": True}}},
+            "hosts: link is {'bandwidth': 1, 'sender_busy': True}: expected a link without sender_busy",
         ),
         ({"format": "other"}, "format is 'other': expected 'vpipe profile 1'"),
         (

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from vpipe.cost import Hosts, LinkCost
+from vpipe.cost.files import written_hosts
 from vpipe.errors import ConfigError, RankFailedError, printable
 from vpipe.launch.agents import Agent, ask, greet, skewed, started_agents
 from vpipe.launch.facts import host_facts
@@ -71,12 +73,13 @@ def examine_hosts(config: RunConfig, path: Path, output: Path, as_json: bool) ->
         _ask_each(usable, signals, reports, config, path)
         for caller, listener in permutations(usable, 2):
             _measure(caller, listener, usable, signals, reports, pairs)
-    links = write_links(pairs, hosts, output) if pairs else 0
+    if pairs:
+        write_links(pairs, hosts, output)
     _show(list(reports.values()), pairs, as_json)
     for report in reports.values():
         for text in report.wrong:
             print(printable(f"error: {report.host}: {text}"), file=sys.stderr)
-    if links and not as_json:
+    if pairs and not as_json:
         print(printable(f"links {output}: `vpipe plan --links {output}` plans with them"))
     return not any(report.wrong for report in reports.values())
 
@@ -162,17 +165,16 @@ def _measure(
     pairs.append(MeasuredPair(from_, to, found[0], found[1]))
 
 
-def write_links(pairs: Sequence[MeasuredPair], hosts: Sequence[Host], output: Path) -> int:
-    """The links between ranks of different hosts, as a profile has them; how many."""
-    ranks = {host.name: host.ranks for host in hosts}
-    links = [
-        {"from": a, "to": b, "bandwidth": pair.bandwidth, "latency": pair.latency}
+def write_links(pairs: Sequence[MeasuredPair], hosts: Sequence[Host], output: Path) -> None:
+    """The hosts with their ranks and links, as a profile has them; pairs that were not measured as the slowest."""
+    numbers = {host.name: number for number, host in enumerate(hosts)}
+    links = {
+        (numbers[pair.sender], numbers[pair.receiver]): LinkCost(pair.bandwidth, pair.latency)
         for pair in pairs
-        for a in ranks[pair.sender]
-        for b in ranks[pair.receiver]
-    ]
-    write_json(output, {"links": links})
-    return len(links)
+    }
+    slowest = min(links.values(), key=lambda link: link.bandwidth)
+    found = Hosts(tuple(host.ranks for host in hosts), slowest, links)
+    write_json(output, {"hosts": written_hosts(found)})
 
 
 def _show(reports: Sequence[HostReport], pairs: Sequence[MeasuredPair], as_json: bool) -> None:

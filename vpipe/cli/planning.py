@@ -20,6 +20,10 @@ if TYPE_CHECKING:
 
 app = typer.Typer()
 
+Links = Annotated[
+    Path | None, typer.Option(help="Hosts and their links: a file of `vpipe doctor --machines`.")
+]
+
 
 @app.command()
 def profile(
@@ -71,9 +75,7 @@ def plan(
     ] = None,
     batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
-    links: Annotated[
-        Path | None, typer.Option(help="Links between hosts: a file of `vpipe doctor --machines`.")
-    ] = None,
+    links: Links = None,
     settings: Settings = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes.")] = Path("plan.json"),
     as_json: AsJson = False,
@@ -127,18 +129,19 @@ def simulate(
         ),
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
+    links: Links = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline (Chrome trace) to this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict time, waiting and memory of a step without running it."""
-    from vpipe.cost import named_or_table, read_any_profile, read_plan
+    from vpipe.cost import named_or_table, read_any_profile, read_plan, with_links
     from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table
 
-    costs = read_any_profile(profile)
+    costs = with_links(read_any_profile(profile), links)
     if minibatches is not None:
         at_least_one("minibatches", minibatches)
     planned = read_plan(plan)

@@ -1,8 +1,9 @@
 """Profiles, plans, and the files of both."""
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile, Tie, all_reduce_seconds
+from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds
 from vpipe.cost.files import read_any_profile, read_profile, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
+from vpipe.cost.links import Hosts, LinkCost
 from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import Plan, named_or_table, read_plan, write_plan
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE, SWAP, MemoryPolicy
@@ -15,6 +16,7 @@ __all__ = [
     "SWAP",
     "BlockCost",
     "DeviceCost",
+    "Hosts",
     "LinkCost",
     "MemoryPolicy",
     "Plan",

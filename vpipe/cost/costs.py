@@ -6,19 +6,17 @@ whether it scales with the samples of a minibatch.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, BeforeValidator, GetPydanticSchema, StrictBool
+from pydantic import AfterValidator, BeforeValidator, StrictBool
 from pydantic import Field as FileKey
-from pydantic_core import core_schema
 
-from vpipe.cost.fields import FileObject, Unit, mistake
+from vpipe.cost.fields import FileObject, Unit
+from vpipe.cost.links import BytesPerSecond, Hosts, LinkCost, Links, Seconds
 
-Seconds = Annotated[float, Unit("seconds")]
 Bytes = Annotated[int, Unit("bytes")]
-BytesPerSecond = Annotated[float, Unit("bytes a second", positive=True)]
 SecondsOfSamples = Annotated[float, Unit("seconds", scales=True)]
 BytesOfSamples = Annotated[int, Unit("bytes", scales=True)]
 
@@ -120,57 +118,12 @@ class DeviceCost(FileObject):
         return min(in_flight + self.lingering, self.swapped_in)
 
 
-@dataclass(frozen=True)
-class LinkCost(FileObject):
-    bandwidth: BytesPerSecond
-    latency: Seconds = 0.0
-    sender_busy: StrictBool = False
-    """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
-
-    def seconds(self, count: float) -> float:
-        """The time to send so many bytes."""
-        return self.latency + count / self.bandwidth
-
-
 def all_reduce_seconds(links: Sequence[LinkCost], count: float) -> float:
     """The time of a rank with links to R - 1 others to add up so many bytes with them.
 
     Twice it sends the R-th part to each of the others, one after the other: 2 (R - 1) / R of the bytes.
     """
     return 2 * sum(link.seconds(count / (len(links) + 1)) for link in links)
-
-
-@dataclass(frozen=True, kw_only=True)
-class PairLink(LinkCost):
-    """An entry of a profile file's `links`."""
-
-    sender: Annotated[int, Unit("the sending rank"), FileKey(alias="from")]
-    receiver: Annotated[int, Unit("the receiving rank"), FileKey(alias="to")]
-
-
-def _by_pair(links: list[PairLink]) -> dict[tuple[int, int], LinkCost]:
-    found: dict[tuple[int, int], LinkCost] = {}
-    for link in links:
-        ends = link.sender, link.receiver
-        if ends in found or link.sender == link.receiver:
-            raise mistake(f"from {ends[0]} to {ends[1]}: expected two different ranks, and each pair once")
-        found[ends] = LinkCost(link.bandwidth, link.latency, link.sender_busy)
-    return found
-
-
-Links = Annotated[
-    Mapping[tuple[int, int], LinkCost],
-    GetPydanticSchema(
-        lambda _, handler: core_schema.no_info_after_validator_function(_by_pair, handler(list[PairLink]))
-    ),
-]
-
-
-@dataclass(frozen=True)
-class MeasuredLinks(FileObject):
-    """The file that `vpipe doctor --machines` writes."""
-
-    links: Links
 
 
 def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:
@@ -206,12 +159,14 @@ class Profile(FileObject):
     blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_completed), FileKey(min_length=1)]
     device: DeviceCost
     link: LinkCost
-    """Between any two ranks, unless `links` says otherwise."""
+    """Between any two ranks, unless `links` or `hosts` say otherwise."""
     batch_size: Annotated[int, Unit("samples of a minibatch", least=1)]
     optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
     """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
     links: Links = field(default_factory=dict)
     """By sending and receiving rank."""
+    hosts: Hosts | None = None
+    """None: all ranks are on one host."""
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
     tied: tuple[Tie, ...] = ()
@@ -253,5 +208,12 @@ class Profile(FileObject):
         copying = 2 * self.link.seconds(count) if count and self.link.sender_busy else 0.0
         return copying + count * self.device.adding
 
+    def host_of(self, rank: int) -> int:
+        return 0 if self.hosts is None else self.hosts.host_of(rank)
+
     def link_between(self, sender: int, receiver: int) -> LinkCost:
-        return self.links.get((sender, receiver), self.link)
+        """`links` come first: what was measured of the two ranks themselves."""
+        link = self.links.get((sender, receiver))
+        if link is None and self.hosts is not None:
+            link = self.hosts.link_between(sender, receiver)
+        return link or self.link

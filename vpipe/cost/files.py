@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from vpipe.cost.costs import MeasuredLinks, Profile
+from vpipe.cost.costs import Profile
 from vpipe.cost.fields import read_object
+from vpipe.cost.links import Hosts, LinkCost, MeasuredLinks
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
 from vpipe.errors import ConfigError
 from vpipe.system.files import read_text, short_repr, write_json
@@ -38,12 +40,16 @@ def read_profile(path: Path) -> Profile:
 
 
 def with_links(profile: Profile, path: Path | None) -> Profile:
-    """The profile with the links of a file that `vpipe doctor --machines` wrote, if one is given."""
-    return profile if path is None else replace(profile, links=read_object(MeasuredLinks, path).links)
+    """The profile with the hosts and links of a file that `vpipe doctor --machines` wrote, if one is given."""
+    if path is None:
+        return profile
+    found = read_object(MeasuredLinks, path)
+    if found.hosts is None and not found.links:
+        raise ConfigError(f"{path}: has neither hosts nor links: measure them with `vpipe doctor --machines`")
+    return replace(profile, links=found.links, hosts=found.hosts)
 
 
 def write_profile(profile: Profile, path: Path) -> None:
-    links = [{"from": a, "to": b} | asdict(link) for (a, b), link in sorted(profile.links.items())]
     values: dict[str, Any] = {
         "format": profile.format,
         "fingerprint": profile.fingerprint,
@@ -53,5 +59,17 @@ def write_profile(profile: Profile, path: Path) -> None:
         "link": asdict(profile.link),
     }
     tied = [asdict(tie) for tie in profile.tied]
-    values |= {key: entries for key, entries in (("links", links), ("tied", tied)) if entries}
+    entries = (("links", _pairs(profile.links)), ("hosts", written_hosts(profile.hosts)), ("tied", tied))
+    values |= {key: value for key, value in entries if value}
     write_json(path, values | {"blocks": [asdict(block) for block in profile.blocks]})
+
+
+def written_hosts(hosts: Hosts | None) -> dict[str, Any] | None:
+    if hosts is None:
+        return None
+    values = {"ranks": [list(own) for own in hosts.ranks], "link": asdict(hosts.link)}
+    return values | ({"links": _pairs(hosts.links)} if hosts.links else {})
+
+
+def _pairs(links: Mapping[tuple[int, int], LinkCost]) -> list[dict[str, Any]]:
+    return [{"from": a, "to": b} | asdict(link) for (a, b), link in sorted(links.items())]

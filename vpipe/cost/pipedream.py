@@ -20,8 +20,9 @@ from graphlib import CycleError, TopologicalSorter
 from heapq import heappop, heappush
 from pathlib import Path
 
-from vpipe.cost.costs import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost.costs import BlockCost, DeviceCost, Profile
 from vpipe.cost.fields import finite
+from vpipe.cost.links import LinkCost
 from vpipe.errors import ConfigError
 from vpipe.system.files import read_text, short_repr
 

@@ -92,8 +92,11 @@ class Paths:
             )
         )
         links = [profile.link, *profile.links.values()]
+        if profile.hosts is not None:
+            links += [profile.hosts.link, *profile.hosts.links.values()]
         self.busy = all(link.sender_busy for link in links)
         latency, byte = min(link.latency for link in links), min(1 / link.bandwidth for link in links)
+        latency = 0.0 if profile.hosts else latency  # it holds up no card
         differ = any(link.sender_busy for link in links) and not self.busy
         sizes = np.array([0, *(block.boundary_bytes for block in blocks)])
         self.hop = np.zeros(len(sizes)) if differ else latency + sizes * byte
@@ -152,7 +155,9 @@ class Paths:
             waits = np.maximum((rounds + 1) * trip + rest * f, trip + (own - 1) * b + (own - flying) * f)
             inputs = np.maximum(own * (f + b), waits)
             ended = np.maximum(own * (f + b + w), trip - b + own * (b + w) + (own - flying) * f)
-            reduced = 0.0 if self.profile.links else reduce_seconds(self.profile, replicas, 0)
+            reduced = (
+                0.0 if self.profile.links or self.profile.hosts else reduce_seconds(self.profile, replicas, 0)
+            )
             least = np.maximum(least, np.maximum(inputs, ended) + times.update[:, stage] + reduced)
             if stage:
                 least = np.maximum(least, before + inputs + times.weights[:, 0] + times.update[:, 0])

@@ -63,6 +63,8 @@ def plan(
     at_most("ranks", ranks, MOST_RANKS)
     at_most("stages, with chunks of each,", ranks * (chunks or 1), MOST_STAGES)
     at_most("minibatches", minibatches or 1, MOST_FORWARDS // ranks)
+    if profile.hosts is not None:
+        profile.hosts.check(ranks)
     if not profile.blocks:
         raise VPipeError("the profile has no blocks: there is nothing to plan")
     kinds = kinds_of(schedule)

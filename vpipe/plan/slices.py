@@ -104,7 +104,7 @@ class TimeCosts(SliceCosts):
             self.copies[1:-1] = [profile.link.seconds(block.boundary_bytes) for block in profile.blocks[:-1]]
         for behind in range(1, loads.ranks):
             rank = loads.ranks - behind
-            if behind > 1 and not profile.links:
+            if behind > 1 and not profile.links and profile.hosts is None:
                 self.cuts[behind] = self.cuts[1]
                 continue
             for block in range(1, len(profile.blocks)):

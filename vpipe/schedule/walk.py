@@ -24,6 +24,9 @@ from vpipe.schedule.rules import Channel, Rules
 Cost = Callable[[Action], float]
 Transit = Callable[[Action, int, float], float]
 """When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end."""
+Carry = Callable[[int, Action, int, int, float], tuple[float, bool]]
+"""When a message leaves a line that ranks share, and whether it is there then: rank, action, reader (-1: the other
+ranks of a stage that is reduced), how many lines it has left before, when it comes to this one."""
 Hold = Callable[[int, Action, float], float]
 """When an action that a rank could start at this time really starts."""
 
@@ -36,6 +39,21 @@ class Event(NamedTuple):
     action: Action
     start: float
     end: float
+
+
+class Queued(NamedTuple):
+    """A message that comes to a line."""
+
+    time: float
+    minibatch: int
+    stage: int
+    reader: int
+    lines: int
+    """That it has left before."""
+    rank: int
+    action: Action
+    dependency: int
+    """That it fulfils; -1: it is a reduction."""
 
 
 class Wait(NamedTuple):
@@ -73,6 +91,7 @@ def walk(
     buffer: int | None = None,
     exists: Exists | None = None,
     transit: Transit | None = None,
+    carry: Carry | None = None,
     hold: Hold | None = None,
     by_start: bool = True,
 ) -> Iterator[Event]:
@@ -81,12 +100,13 @@ def walk(
     `buffer`: how many messages of one channel may be under way before a send has to wait; None: any number.
     `transit` and `hold` tell what a schedule that is not lowered leaves out: how long messages are under way,
     and what else a rank waits for. They are asked once for each message and action, in the order of the rank
-    that sends or acts. Not `by_start`, events are in order on each rank only, which is faster.
+    that sends or acts. `carry`, instead of `transit`, is asked in the order of time, also of reductions: what one rank
+    sends may wait for what another one sent. Not `by_start`, events are in order on each rank only, which is faster.
     """
     if buffer is not None and buffer < 1:
         raise ScheduleError(f"a channel buffers at least one message, not {buffer}")
     walked = _Walk(schedule, Rules(schedule, edges), cost, buffer, exists)
-    return walked.events(transit, hold, by_start)
+    return walked.events(transit, carry, hold, by_start or carry is not None)
 
 
 TILE = 16
@@ -123,7 +143,9 @@ class _Walk:
         # Since when each free place of a channel has been free.
         self.places: dict[Channel, deque[float]] = {}
 
-    def events(self, transit: Transit | None, hold: Hold | None, by_start: bool) -> Iterator[Event]:
+    def events(
+        self, transit: Transit | None, carry: Carry | None, hold: Hold | None, by_start: bool
+    ) -> Iterator[Event]:
         # Runs once for each action of a simulation: names are local, and calls are few.
         programs, pending = self.programs, self.pending
         dependencies, period = self.dependencies.phases, self.rules.period
@@ -136,6 +158,8 @@ class _Walk:
         # Ranks that can go on, by start or by tile, and what each would do.
         timed: list[tuple[float, int]] = []
         tiled: list[int] = []
+        # Messages on their way to a line, by time; equal times by what is sent, whoever sends it.
+        queued: list[Queued] = []
         starts, found = [0.0] * len(programs), [dependencies[0][0][F]] * len(programs)
         rank, ranks, last = -1, len(programs), self.schedule.num_stages - 1
         turned = list(range(len(programs)))
@@ -180,6 +204,9 @@ class _Walk:
                         tile = (minibatch - (last if op is F else stage)) // TILE
                         heappush(tiled, tile * ranks + number)
             if not goes_on:
+                if carry is not None and queued and (not timed or queued[0].time <= timed[0][0]):
+                    turned = self.carried(heappop(queued), carry, queued)
+                    continue
                 if timed:
                     rank = heappop(timed)[1]
                 elif tiled:
@@ -204,6 +231,9 @@ class _Walk:
                     turned.append(-1 - int(waiter))
                 done[dependency][minibatch] = end
             for dependency, reader in sends:
+                if carry is not None:
+                    heappush(queued, Queued(end, minibatch, stage, reader, 0, rank, action, dependency))
+                    continue
                 waiter = done[dependency].get(minibatch)
                 if waiter is not None:
                     turned.append(-1 - int(waiter))
@@ -214,6 +244,8 @@ class _Walk:
                 groups[turn] = groups.get(turn, 0) + 1
             elif op is STEP and lone[stage]:
                 del gathered[stage][minibatch // interval]
+            elif op is REDUCE and carry is not None:
+                heappush(queued, Queued(end, minibatch, stage, -1, 0, rank, action, -1))
             elif not computes:
                 turned += self.freed(rank, action, end)
             turned.append(rank)
@@ -224,6 +256,24 @@ class _Walk:
         ]
         if waits:
             raise Deadlock(waits)
+
+    def carried(self, message: Queued, carry: Carry, queued: list[Queued]) -> list[int]:
+        """Takes a message to its next line, or to its end; the ranks that waited for it."""
+        rank, action, minibatch, dependency = (
+            message.rank,
+            message.action,
+            message.minibatch,
+            message.dependency,
+        )
+        time, arrived = carry(rank, action, message.reader, message.lines, message.time)
+        if not arrived:
+            heappush(queued, message._replace(time=time, lines=message.lines + 1))
+            return []
+        if dependency < 0:
+            return self.freed(rank, action, time)
+        waiter = self.done[dependency].get(minibatch)
+        self.done[dependency][minibatch] = time
+        return [] if waiter is None else [-1 - int(waiter)]
 
     def gate(self, rank: int, action: Action) -> float | None:
         """Since when an update or message may start, as far as other minibatches go; None: it waits."""

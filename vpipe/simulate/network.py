@@ -5,6 +5,11 @@
     rank 1           F0 ...         the reader waits for the arrival
 
 A link whose sender is busy has no line of its own: the sending rank copies, and its action is that much longer.
+
+Between hosts a message passes two lines, which all ranks of a host share: out of the card of its host, into that of the
+other. Each carries one message after the other, in the order in which they come to it; the second line begins when the
+first does. Latency holds up the message, not the card. What the replicas of a stage reduce between hosts goes over the
+same lines: out of each card as much as into it.
 """
 
 from __future__ import annotations
@@ -12,44 +17,80 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from math import lcm
+from typing import NamedTuple
 
 from vpipe.cost import Profile, all_reduce_seconds
 from vpipe.schedule import Action, Op, Rules, Schedule
 from vpipe.simulate.stage_cost import StageCost
 
 Line = tuple[int, int]
-"""Sending and receiving rank."""
-Route = tuple[Line, float, bool]
-"""The line, how long it carries the message, whether that is the sender's work."""
+"""Sending and receiving rank; or a host's card: OUT or IN, and the host."""
+OUT, IN = -1, -2
+
+
+class MessageRoute(NamedTuple):
+    lines: tuple[Line, ...]
+    seconds: float
+    """How long each line carries the message."""
+    latency: float
+    """From the end of the last line to the arrival."""
+    busy: bool
+    """Whether carrying it is the sender's work."""
 
 
 class Network:
     def __init__(self, schedule: Schedule, profile: Profile, costs: Sequence[StageCost]) -> None:
         self.schedule = schedule
+        self.profile = profile
         self.free: dict[Line, float] = defaultdict(float)
         """When each line has carried its last message."""
         self.copying = [0.0] * schedule.num_ranks
         """How long each rank has copied messages itself."""
         # For each stage and the other end: the routes of minibatches that replicas take in turn.
-        self.routes: list[dict[int, list[Route]]] = [{} for _ in costs]
+        self.routes: list[dict[int, list[MessageRoute]]] = [{} for _ in costs]
+        self.reductions: dict[tuple[int, int], Reduction] = {}
+        """By stage and rank, of stages with replicas."""
         self.rules = Rules(schedule)
         for producer, reader in sorted(self.rules.edges):
             size = costs[producer].sent
-            self.routes[producer][reader] = list(self._routes(profile, producer, reader, size))
-            self.routes[reader][producer] = list(self._routes(profile, reader, producer, size))
-        self.busy = any(busy for ends in self.routes for phases in ends.values() for _, _, busy in phases)
+            self.routes[producer][reader] = list(self._routes(producer, reader, size))
+            self.routes[reader][producer] = list(self._routes(reader, producer, size))
+        for stage, ranks in enumerate(schedule.placement):
+            for rank in ranks if len(ranks) > 1 else ():
+                self.reductions[stage, rank] = reduction(profile, ranks, rank, costs[stage].parameters)
+        routes = [route for ends in self.routes for phases in ends.values() for route in phases]
+        self.busy = any(route.busy for route in routes)
         """Whether any rank copies."""
+        self.shared = any(len(route.lines) > 1 for route in routes) or any(
+            found.route.lines for found in self.reductions.values()
+        )
+        """Whether any message goes to another host."""
 
     def transit(self, action: Action, reader: int, end: float) -> float:
-        """When what ended at `end` has arrived."""
+        """When what ended at `end` has arrived, where no line is shared."""
         stage, _, minibatch = action
         phases = self.routes[stage][reader]
-        line, seconds, busy = phases[minibatch % len(phases)]
+        (line,), seconds, _, busy = phases[minibatch % len(phases)]
         if busy:
             return end
         start = self.free[line]
         self.free[line] = arrived = (start if start > end else end) + seconds
         return arrived
+
+    def carry(self, rank: int, action: Action, reader: int, before: int, time: float) -> tuple[float, bool]:
+        """When a message that comes to its next line at `time` comes to the one behind it, or has arrived."""
+        stage, op, minibatch = action
+        if op is Op.REDUCE:
+            route = self.reductions[stage, rank].route
+        else:
+            phases = self.routes[stage][reader]
+            route = phases[minibatch % len(phases)]
+        if route.busy or not route.lines:
+            return time, True
+        line = route.lines[before]
+        start = max(self.free[line], time)
+        self.free[line] = end = start + route.seconds
+        return (start, False) if before + 1 < len(route.lines) else (end + route.latency, True)
 
     def sending(self, action: Action) -> float:
         """How long the rank of an action copies what it made; to be asked once for each action."""
@@ -58,26 +99,49 @@ class Network:
             return 0.0
         total = 0.0
         for reader, phases in self.routes[stage].items():
-            line, seconds, busy = phases[minibatch % len(phases)]
-            if busy and (reader > stage) == (op is Op.F):
-                total += seconds
-                self.copying[line[0]] += seconds
+            route = phases[minibatch % len(phases)]
+            if route.busy and (reader > stage) == (op is Op.F):
+                total += route.seconds
+                self.copying[route.lines[0][0]] += route.seconds
         return total
 
-    def _routes(self, profile: Profile, stage: int, reader: int, size: int) -> Iterator[Route]:
+    def reduce_seconds(self, stage: int) -> float:
+        """How long the slowest of a stage's ranks works on its reduction."""
+        ranks = self.schedule.placement[stage] if len(self.schedule.placement[stage]) > 1 else ()
+        return max((self.reductions[stage, rank].seconds for rank in ranks), default=0.0)
+
+    def _routes(self, stage: int, reader: int, size: int) -> Iterator[MessageRoute]:
         rank_of, placement = self.schedule.rank_of, self.schedule.placement
+        host_of = self.profile.host_of
         for minibatch in range(lcm(len(placement[stage]), len(placement[reader]))):
-            sender, receiver = line = rank_of(stage, minibatch), rank_of(reader, minibatch)
-            link = profile.link_between(sender, receiver)
-            near = sender == receiver
-            yield line, 0.0 if near else link.seconds(size), link.sender_busy and not near
+            sender, receiver = rank_of(stage, minibatch), rank_of(reader, minibatch)
+            link = self.profile.link_between(sender, receiver)
+            if sender == receiver:
+                yield MessageRoute(((sender, receiver),), 0.0, 0.0, False)
+            elif host_of(sender) == host_of(receiver):
+                yield MessageRoute(((sender, receiver),), link.seconds(size), 0.0, link.sender_busy)
+            else:
+                lines = (OUT, host_of(sender)), (IN, host_of(receiver))
+                yield MessageRoute(lines, size / link.bandwidth, link.latency, False)
 
 
-def reduce_seconds(profile: Profile, ranks: Sequence[int], size: int) -> float:
-    """How long the slowest of a stage's replicas takes to add up its gradients with the others."""
+class Reduction(NamedTuple):
+    """A rank's part in adding up the gradients of its stage with the other replicas."""
 
-    def outgoing(sender: int) -> float:
-        links = [profile.link_between(sender, other) for other in ranks if other != sender]
-        return all_reduce_seconds(links, size)
+    seconds: float
+    """Its own time, with those of its host."""
+    route: MessageRoute
+    """What it sends to other hosts, and gets from there; without lines: nothing."""
 
-    return max(map(outgoing, ranks))
+
+def reduction(profile: Profile, ranks: Sequence[int], rank: int, size: int) -> Reduction:
+    """As `all_reduce_seconds` has it: twice the R-th part goes to each of the others."""
+    host_of, part = profile.host_of, size / len(ranks)
+    near = [other for other in ranks if other != rank and host_of(other) == host_of(rank)]
+    far = [profile.link_between(rank, other) for other in ranks if host_of(other) != host_of(rank)]
+    own = all_reduce_seconds([profile.link_between(rank, other) for other in near], part * (len(near) + 1))
+    if not far:
+        return Reduction(own, MessageRoute((), 0.0, 0.0, False))
+    lines = (OUT, host_of(rank)), (IN, host_of(rank))
+    seconds = 2 * sum(part / link.bandwidth for link in far)
+    return Reduction(own, MessageRoute(lines, seconds, 2 * max(link.latency for link in far), False))

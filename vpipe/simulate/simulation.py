@@ -14,7 +14,7 @@ from vpipe.schedule.steady import SteadyPart
 from vpipe.simulate.arrange import arrange, check_fit
 from vpipe.simulate.host import HostLink, shares
 from vpipe.simulate.memory import Ledger, RankMemory, TimedLedger, Totals, cuda_graph_memory, fixed_memory
-from vpipe.simulate.network import Network, reduce_seconds
+from vpipe.simulate.network import Network
 from vpipe.simulate.stage_cost import StageCost, stage_costs
 
 if TYPE_CHECKING:
@@ -101,6 +101,8 @@ def simulate(
     check_fit(profile, plan)
     profile = for_batch_size(profile, plan.batch_size or profile.batch_size)
     arranged = arrange(plan, schedule, minibatches)
+    if profile.hosts is not None:
+        profile.hosts.check(arranged.num_ranks)
     split = splits_backward(arranged)
     profile = as_scheduled(profile, split, arranged.update_interval)
     fresh = fresh_gradients(arranged) and not profile.device.graphs
@@ -135,9 +137,8 @@ class _Run:
         self.costs = costs
         self.network = Network(schedule, profile, costs)
         self.seconds = [dict.fromkeys(Op, 0.0) | cost.seconds for cost in costs]
-        for stage, ranks in enumerate(schedule.placement):
-            if len(ranks) > 1:
-                self.seconds[stage][Op.REDUCE] = reduce_seconds(profile, ranks, costs[stage].parameters)
+        for stage in range(schedule.num_stages):
+            self.seconds[stage][Op.REDUCE] = self.network.reduce_seconds(stage)
             self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
             if costs[stage].version and makes_versions(schedule, stage):
                 self.seconds[stage][Op.STEP] += costs[stage].version
@@ -232,6 +233,7 @@ class _Run:
             self.schedule,
             self.action_seconds(),
             transit=self.network.transit,
+            carry=self.network.carry if self.network.shared else None,
             hold=hold if hosts else None,
             by_start=False,
         ):

@@ -1,0 +1,198 @@
+"""Simulated time with several hosts: by hand, and against lines that are served again from the events alone."""
+
+from collections import defaultdict
+from dataclasses import replace
+from math import inf
+from random import Random
+from typing import Any
+
+import pytest
+
+from tests.every_plan import SCHEDULES
+from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile
+from vpipe.errors import VPipeError
+from vpipe.schedule import Action, Op, kind_of
+from vpipe.simulate import Simulation, simulate
+
+FREE = LinkCost(inf, 0.0)
+PAIRS = ((0, 1), (2, 3))
+
+
+def block(*times: float, **more: Any) -> BlockCost:
+    sizes = {"update": 0.0, "kept_bytes": 10, "boundary_bytes": 4, "parameter_bytes": 0} | more
+    return BlockCost("block", *(times or (1.0, 1.0, 1.0)), **sizes)
+
+
+def profile(
+    *blocks: BlockCost, hosts: tuple[tuple[int, ...], ...], link: LinkCost = FREE, **more: Any
+) -> Profile:
+    return Profile(blocks, DeviceCost(10**9, inf, inf), FREE, 1, hosts=Hosts(hosts, link), **more)
+
+
+def run(costs: Profile, replicas: tuple[int, ...], schedule: str, minibatches: int) -> Simulation:
+    blocks = len(costs.blocks)
+    chunks = kind_of(schedule).chunks
+    plan = Plan(
+        (1,) * blocks, ("keep",) * blocks, schedule, replicas, minibatches, chunks if chunks > 1 else None
+    )
+    return simulate(costs, plan, timeline=True)
+
+
+def starts(simulation: Simulation) -> dict[str, float]:
+    assert simulation.timeline is not None
+    return {str(event.action): event.start for event in simulation.timeline.events}
+
+
+@pytest.mark.parametrize("name", ["1f1b", "gpipe", "pipedream", "zb-h1"])
+def test_hosts_of_one_rank_are_ranks_with_a_link(name: str) -> None:
+    slow = LinkCost(2.0, 0.0)
+    hosts = profile(block(), block(), hosts=((0,), (1,)), link=slow)
+    found, plain = (run(costs, (1, 1), name, 12) for costs in (hosts, replace(hosts, hosts=None, link=slow)))
+    assert replace(found, timeline=None) == replace(plain, timeline=None)
+    assert starts(found) == starts(plain)
+
+
+def test_ranks_of_a_host_send_one_after_the_other() -> None:
+    """Two forwards end at 1 and send 2 s each; latency does not hold up the card."""
+    found = starts(run(profile(block(), block(), hosts=PAIRS, link=LinkCost(2.0, 0.5)), (2, 2), "gpipe", 4))
+    assert [found[f"1F{m}"] for m in range(4)] == [3.5, 5.5, 7.5, 9.5]
+    near = starts(
+        run(profile(block(), block(), hosts=((0, 2), (1, 3)), link=LinkCost(2.0)), (2, 2), "gpipe", 4)
+    )
+    assert [near[f"1F{m}"] for m in range(4)] == [1, 1, 2, 2]
+
+
+def test_messages_of_several_hosts_arrive_one_after_the_other() -> None:
+    costs = profile(block(), block(), hosts=((0,), (1,), (2,)), link=LinkCost(2.0))
+    found = starts(run(costs, (2, 1), "gpipe", 2))
+    assert [found[f"1F{m}"] for m in range(2)] == [3, 5]
+    assert found["0B0"] == found["1B0"] + 4
+    assert found["0B1"] == max(found["1B1"] + 2, found["1B0"] + 4) + 2
+
+
+def test_links_of_pairs_of_hosts() -> None:
+    link = {(0, 1): LinkCost(1.0)}
+    costs = profile(block(), block(), hosts=((0,), (1,)), link=LinkCost(4.0))
+    costs = replace(costs, hosts=Hosts(((0,), (1,)), LinkCost(4.0), link))
+    found = starts(run(costs, (1, 1), "1f1b", 1))
+    assert (found["1F0"], found["0B0"]) == (5, 9)
+
+
+def test_replicas_of_two_hosts_share_the_cards() -> None:
+    """Of 8 bytes each of 4 ranks sends two parts of 2 bytes, twice, to the other host: 8 s; the other rank too."""
+    costs = profile(block(parameter_bytes=8), hosts=PAIRS, link=LinkCost(1.0, 0.25))
+    found = starts(run(costs, (4,), "gpipe", 4))
+    assert found["0STEP3"] == 3 + 16 + 0.5
+    apart = starts(
+        run(profile(block(parameter_bytes=8), hosts=((0, 1), (2, 3)), link=LinkCost(1.0)), (2,), "gpipe", 2)
+    )
+    assert apart["0STEP1"] == 3
+
+
+def test_a_reduction_waits_for_messages_and_they_for_it() -> None:
+    """Ranks 0 and 2 hold stage 0, 1 and 3 stage 1: all messages stay on a host, both reductions leave it."""
+    blocks = (block(parameter_bytes=8), block(parameter_bytes=8))
+    costs = profile(*blocks, hosts=((0, 2), (1, 3)), link=LinkCost(1.0))
+    found = starts(run(costs, (2, 2), "gpipe", 2))
+    assert found["1STEP1"] == 4 + 8  # the backward ends at 4; both halves, twice
+    assert found["0STEP1"] == max(6.0, 12.0) + 8  # that of the other stage has the card until 12
+
+
+def test_more_ranks_than_the_hosts_have_are_refused() -> None:
+    with pytest.raises(VPipeError, match="3 ranks are to be placed, and the hosts of the profile have 2"):
+        run(profile(*[block()] * 3, hosts=((0,), (1,)), link=FREE), (1, 1, 1), "1f1b", 4)
+
+
+def drawn(random: Random) -> tuple[Profile, Simulation]:
+    name = random.choice(SCHEDULES)
+    kind = kind_of(name)
+    positions = random.choice([2, 3, 4]) // kind.chunks or 1
+    replicas = tuple(random.randint(1, 3) for _ in range(positions))
+    if kind.replicas == "equal":
+        replicas = (random.randint(1, 2),) * positions
+    order = list(range(sum(replicas)))
+    random.shuffle(order)
+    cut = random.randint(0, len(order))
+    hosts = tuple(tuple(own) for own in (order[:cut], order[cut:]) if own)
+    blocks = [
+        block(*(random.uniform(0.3, 1.5) for _ in range(3)), boundary_bytes=random.randint(0, 9),
+              parameter_bytes=random.randint(0, 20))
+        for _ in range(positions * kind.chunks)
+    ]  # fmt: skip
+    link = LinkCost(random.choice([1.0, 5.0, 50.0]), random.choice([0.0, 0.3]))
+    costs = replace(profile(*blocks, hosts=hosts, link=link), link=LinkCost(random.choice([9.0, 1e9])))
+    return costs, run(costs, replicas, name, random.randint(3, 12))
+
+
+def serve(line: list[tuple[float, tuple[int, ...], float]]) -> dict[tuple[int, ...], tuple[float, float]]:
+    """When a line begins and ends to carry each message: (comes, name, seconds), one after the other as they come."""
+    free, carried = 0.0, {}
+    for comes, name, seconds in sorted(line):
+        start = max(free, comes)
+        carried[name] = start, (free := start + seconds)
+    return carried
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_every_action_starts_when_its_messages_are_there(seed: int) -> None:
+    """No action is later or earlier than its rank and the lines, served in the order of time, allow."""
+    costs, found = drawn(Random(seed))
+    hosts = costs.hosts
+    assert hosts is not None
+    assert found.timeline is not None
+    events = {(event.rank, event.action): event for event in found.timeline.events}
+    holders: dict[int, set[int]] = defaultdict(set)
+    for rank, action in events:
+        holders[action.stage].add(rank)
+    ran = {action: rank for rank, action in events if action.op in (Op.F, Op.B, Op.I)}
+    sent: dict[tuple[int, ...], tuple[float, int, int, float]] = {}
+    lines: dict[object, list[tuple[float, tuple[int, ...], float]]] = defaultdict(list)
+    for action, rank in ran.items():
+        reader = action.stage + (1 if action.op is Op.F else -1)
+        if not 0 <= reader < len(holders):
+            continue
+        other = next(r for one, r in ran.items() if one[0] == reader and one[1:] == action[1:])
+        size = costs.blocks[min(reader, action.stage)].boundary_bytes
+        sent[action.minibatch, action.stage, reader] = (events[rank, action].end, rank, other, size)
+    arrived, crossing = {}, {}
+    for name, (end, rank, other, size) in sent.items():
+        if rank == other:
+            arrived[name] = end
+        elif hosts.host_of(rank) == hosts.host_of(other):
+            lines[rank, other].append((end, name, costs.link.seconds(size)))
+        else:
+            crossing[name] = size / hosts.link.bandwidth, hosts.host_of(other), hosts.link.latency
+            lines["out", hosts.host_of(rank)].append((end, name, crossing[name][0]))
+    for (rank, action), event in events.items():
+        own = holders[action.stage]
+        far = sum(hosts.host_of(other) != hosts.host_of(rank) for other in own)
+        if action.op is Op.REDUCE and far:
+            name = (action.minibatch, action.stage, 99, rank)
+            seconds = 2 * far * costs.blocks[action.stage].parameter_bytes / len(own) / hosts.link.bandwidth
+            crossing[name] = seconds, hosts.host_of(rank), 2 * hosts.link.latency
+            lines["out", hosts.host_of(rank)].append((event.end, name, seconds))
+    into: dict[int, list[tuple[float, tuple[int, ...], float]]] = defaultdict(list)
+    for line in list(lines.values()):
+        for name, (start, end) in serve(line).items():
+            if name in crossing:
+                seconds, host, _ = crossing[name]
+                into[host].append((start, name, seconds))
+            else:
+                arrived[name] = end
+    for line in into.values():
+        for name, (_, end) in serve(line).items():
+            arrived[name] = end + crossing[name][2]
+    free: dict[int, float] = defaultdict(float)
+    for event in found.timeline.events:
+        stage, op, minibatch = action = event.action
+        needed = [free[event.rank]]
+        if op is Op.F and stage:
+            needed.append(arrived[minibatch, stage - 1, stage])
+        if op in (Op.B, Op.I):
+            needed += [arrived[name] for name in [(minibatch, stage + 1, stage)] if name in arrived]
+        if op is Op.STEP and len(holders[stage]) > 1:
+            for rank in holders[stage]:
+                end = events[rank, Action(stage, Op.REDUCE, minibatch)].end
+                needed.append(arrived.get((minibatch, stage, 99, rank), end))
+        assert event.start == pytest.approx(max(needed), abs=1e-9), action
+        free[event.rank] = event.end
