@@ -67,8 +67,8 @@ def test_each_may_be_missing(file: Path) -> None:
         ({RANKS: {"0": [0], "01": [1]}}, 'it has 2 stages, but no "1"'),
         ({RANKS: {"0": [0], "1": 1}}, "stage_to_rank_map, stage 1: 1 is no list of ranks"),
         ({RANKS: {"0": [0], "1": []}}, "stage_to_rank_map, stage 1: [] is no list of ranks"),
-        ({RANKS: {"0": [0, 0]}}, "stage 0: the rank is 0, expected 1: write each rank once"),
-        ({RANKS: {"0": [1], "1": [0]}}, "stage 0: the rank is 1, expected 0"),
+        ({RANKS: {"0": [0, 0]}}, "stage 0: the rank is 0: write each rank from 0 to 1 once"),
+        ({RANKS: {"0": [1], "1": [2]}}, "stage 1: the rank is 2: write each rank from 0 to 1 once"),
         (
             {DEPTHS: {"0": False}},
             "stage_to_depth_map, stage 0: False is no number of forwards: write one from 0",

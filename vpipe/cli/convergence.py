@@ -167,6 +167,7 @@ def _cases(
             "module": None,
             "config_file": None,
             "replicas": None,
+            "placement": None,
             "stages": stages,
         }
     read: list[tuple[str, dict[str, Any], int]] = []

@@ -37,6 +37,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "chunks": config.chunks,
         "replicas": config.replicas,
         "depth": config.depth,
+        "placement": config.placement,
     }
 
 
@@ -123,6 +124,7 @@ def build_schedule(config: RunConfig) -> Schedule:
             replicas=config.replicas,
             update_interval=config.update_interval,
             depth=config.depth,
+            placement=config.placement,
         )
     if config.machines is not None and len(config.machines) != schedule.num_ranks:
         raise ConfigError(

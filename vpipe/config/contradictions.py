@@ -16,6 +16,7 @@ Contradiction = tuple[str, str]
 MOST_RANKS = 4096
 MOST_SYNTHETIC = 10_000_000
 MODEL_SIZES = ("hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout")
+TABLE_SAYS = ("minibatches", "update_interval", "chunks", "replicas", "depth", "placement")
 ONE_OF_TWO = "leave one of the two out"
 
 
@@ -65,7 +66,7 @@ def _schedule(config: RunConfig) -> Iterator[Contradiction]:
     if config.macrobatch and config.sync_mode == "bsp":
         yield "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
     if kind is None:
-        for key in ("minibatches", "update_interval", "chunks", "replicas", "depth"):
+        for key in TABLE_SAYS:
             if getattr(config, key) is not None:
                 yield key, f"the table {name!r} says it: leave it out"
     meant = guides_schedule(asynchronous=True, macrobatch=True)

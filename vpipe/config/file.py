@@ -10,7 +10,7 @@ import yaml
 from pydantic import ValidationError
 
 from vpipe.config.code import code_directories
-from vpipe.config.contradictions import MODEL_SIZES
+from vpipe.config.contradictions import MODEL_SIZES, TABLE_SAYS
 from vpipe.config.derived import minibatches_of_update, model_sizes
 from vpipe.config.keys import RunConfig
 from vpipe.config.maps import read_maps
@@ -63,9 +63,11 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
         planned |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
         planned["depth"] = list(plan.depth) or None
     planned["replicas"] = list(plan.replicas) or None
+    if config.replicas in (None, planned["replicas"]):
+        planned["placement"] = [list(own) for own in plan.placement] or None
     kind = KINDS.get(planned.get("schedule", config.chosen_schedule))
     if kind is None:  # a table says it itself
-        planned |= dict.fromkeys(("minibatches", "chunks", "update_interval", "replicas", "depth"))
+        planned |= dict.fromkeys(TABLE_SAYS)
     elif not kind.synchronous:
         planned["minibatches"] = None  # of the simulated run
     given = config.model_dump(exclude_unset=True)
@@ -78,7 +80,7 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
 
 
 def _with_maps(config: RunConfig, path: Path) -> RunConfig:
-    """The partition, the replicas and the depth of the maps, which must not contradict the keys."""
+    """The partition, the replicas, the placement and the depth of the maps, which must not contradict the keys."""
     maps = read_maps(path, config.replicas)
     kind = KINDS.get(config.chosen_schedule)
     depth = maps.depth if kind is not None and kind.any_depth else None
@@ -86,7 +88,12 @@ def _with_maps(config: RunConfig, path: Path) -> RunConfig:
         warn(
             f"{path}: stage_to_depth_map is not used: schedule {config.chosen_schedule!r} has a warm-up of its own"
         )
-    mapped = {"partition": maps.partition, "replicas": maps.replicas, "depth": depth}
+    mapped = {
+        "partition": maps.partition,
+        "replicas": maps.replicas,
+        "depth": depth,
+        "placement": maps.placement,
+    }
     for key, value in mapped.items():
         own = getattr(config, key)
         if value is not None and own is not None and own != value:

@@ -70,6 +70,7 @@ LARGEST = 10**9
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
 Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
 Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
+Rank = Annotated[int, Field(strict=True, ge=0, lt=4096)]
 Depth = Annotated[int, Field(strict=True, ge=0, le=MOST_DEPTH)]
 Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
 Positive = Annotated[Real, Field(gt=0)]
@@ -203,6 +204,10 @@ class RunConfig(_Keys):
     """Stages on each rank, for the schedule interleaved."""
     replicas: Annotated[list[Places], Field(min_length=1, max_length=4096)] | None = None
     """Number of ranks of each position of the pipeline, such as [2, 1]."""
+    placement: Annotated[list[list[Rank]], Field(min_length=1, max_length=4096)] | None = None
+    """The ranks of each position of the pipeline, such as [[0, 2], [1]], in the order of their first minibatches.
+    `replicas` gives as many of them. If not given, ranks are numbered position by position. `vpipe plan` chooses it
+    where ranks are on several hosts."""
     depth: Annotated[list[Depth], Field(min_length=1, max_length=4096)] | None = None
     """Forwards of each stage before its first pair of forward and backward, such as [6, 4, 2, 0]: more of them hide
     slow links, for more memory (and older weights in asynchronous schedules). If not given, as many as keep the ranks

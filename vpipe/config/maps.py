@@ -4,20 +4,21 @@
      "stage_to_rank_map": {"0": [0, 1], "1": [2]},      two replicas of stage 0, one of stage 1
      "stage_to_depth_map": {"0": 1, "1": 0}}            forwards before a stage's first pair of forward and backward
 
-Each may be missing. They are the guides' form of the keys `partition`, `replicas` and `depth`. The guides print
-{"0": 0, "1": 2, "2": 4, "3": 6}, which cannot run: in a pipeline the first stage runs most forwards ahead. Depths that
-are the wrong way round are turned round.
+Each may be missing. They are the guides' form of the keys `partition`, `replicas`, `placement` and `depth`. The guides
+print {"0": 0, "1": 2, "2": 4, "3": 6}, which cannot run: in a pipeline the first stage runs most forwards ahead. Depths
+that are the wrong way round are turned round.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from vpipe.errors import ConfigError
 from vpipe.schedule.kind import MOST_DEPTH, too_shallow
+from vpipe.schedule.program import in_order
 from vpipe.schedule.staircase import depths
 from vpipe.system.console import warn
 from vpipe.system.files import read_json, short_repr
@@ -35,6 +36,8 @@ class Maps(NamedTuple):
     """Ranks of each stage."""
     depth: list[int] | None = None
     """Forwards of each stage before its first pair of forward and backward; None also if they are the usual ones."""
+    placement: list[list[int]] | None = None
+    """The ranks of each stage; None also if they are numbered stage by stage."""
 
 
 def read_maps(path: Path, replicas: Sequence[int] | None = None) -> Maps:
@@ -61,15 +64,15 @@ def _maps(found: Any, replicas: Sequence[int] | None) -> tuple[Maps, str]:
     for key, value in found.items():
         if key not in KEYS:
             raise ValueError(unknown_key(key, value, KEYS))
-    readers = {MODULES: _blocks, RANKS: _ranks, DEPTHS: _depths}
+    readers: dict[str, Callable[[Any], list[Any]]] = {MODULES: _blocks, RANKS: _ranks, DEPTHS: _depths}
     turned, depth = "", None
-    maps = {key: read(found[key]) for key, read in readers.items() if key in found}
+    maps: dict[str, Any] = {key: read(found[key]) for key, read in readers.items() if key in found}
     if len({len(stages) for stages in maps.values()}) > 1:
         listed = ", ".join(f"{key} has {len(stages)}" for key, stages in maps.items())
         raise ValueError(f"the maps differ in the number of stages: {listed}: make them equal")
     if DEPTHS in maps:
         stages = len(maps[DEPTHS])
-        ranks = maps.get(RANKS) or replicas or ()
+        ranks = [len(own) for own in maps.get(RANKS, ())] or replicas or ()
         counts = ranks if len(ranks) == stages else [1] * stages
         depth = _turned(maps[DEPTHS], counts)
         if depth != maps[DEPTHS]:
@@ -79,7 +82,11 @@ def _maps(found: Any, replicas: Sequence[int] | None) -> tuple[Maps, str]:
             )
         if depth == depths(counts):
             depth = None
-    return Maps(maps.get(MODULES), maps.get(RANKS), depth), turned
+    placed: list[list[int]] | None = maps.get(RANKS)
+    if placed is None:
+        return Maps(maps.get(MODULES), replicas=None, depth=depth), turned
+    placement = None if in_order(placed) else placed
+    return Maps(maps.get(MODULES), [len(own) for own in placed], depth, placement), turned
 
 
 def _blocks(value: Any) -> list[int]:
@@ -100,24 +107,25 @@ def _blocks(value: Any) -> list[int]:
     return list(Counter(value).values())
 
 
-def _ranks(value: Any) -> list[int]:
-    """The number of ranks of each stage."""
+def _ranks(value: Any) -> list[list[int]]:
+    """The ranks of each stage."""
     example = '{"0": [0, 1], "1": [2]}'
-    following = 0
     stages = _by_stage(RANKS, value, example)
     for stage, ranks in enumerate(stages):
         if not isinstance(ranks, list) or not ranks:
             raise ValueError(
                 f"{RANKS}, stage {stage}: {short_repr(ranks)} is no list of ranks: write {example} or the like"
             )
+    seen: set[int] = set()
+    last = sum(map(len, stages)) - 1
+    for stage, ranks in enumerate(stages):
         for rank in ranks:
-            if type(rank) is not int or rank != following:
+            if type(rank) is not int or not 0 <= rank <= last or rank in seen:
                 raise ValueError(
-                    f"{RANKS}, stage {stage}: the rank is {short_repr(rank)}, expected {following}: "
-                    "write each rank once, in order, from 0 on"
+                    f"{RANKS}, stage {stage}: the rank is {short_repr(rank)}: write each rank from 0 to {last} once"
                 )
-            following += 1
-    return [len(ranks) for ranks in stages]
+            seen.add(rank)
+    return stages
 
 
 def _depths(value: Any) -> list[int]:

@@ -46,6 +46,7 @@ def _figure(value: Any) -> Any:
 
 Policies = Annotated[tuple[Annotated[str, PlainValidator(_policy)], ...], Field(min_length=1)]
 ScheduleName = Annotated[str, AfterValidator(_schedule)]
+Ranks = Annotated[tuple[Annotated[int, Unit("a rank")], ...], Field(min_length=1)]
 Share = Annotated[float, Unit("a number", most=1)]
 
 
@@ -72,6 +73,9 @@ class Plan(FileObject):
     """That of the model; empty if it is unknown."""
     prediction: dict[str, Annotated[Any, PlainValidator(_figure)]] = field(default_factory=dict)
     """Figures that were predicted when the plan was made: numbers or lists."""
+    placement: Annotated[tuple[Ranks, ...], Field(min_length=1)] = ()
+    """The ranks of each pipeline position, in the order of their first minibatches; empty: numbered position by
+    position."""
     scheduled: bool = field(default=True, compare=False, metadata={"in_file": False})
     """Whether it says which schedule it is for; the guides' file of two keys does not."""
     format: Literal["vpipe plan 1"] = "vpipe plan 1"
@@ -139,6 +143,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         "policies": list(plan.policies),
         "schedule": plan.schedule,
         "replicas": list(plan.replicas) or None,
+        "placement": [list(own) for own in plan.placement] or None,
         "minibatches": plan.minibatches,
         "chunks": plan.chunks,
         "update_interval": plan.update_interval,

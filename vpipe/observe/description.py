@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING
 
 from vpipe.cost import Plan
 from vpipe.record.run_folder import STAGES
+from vpipe.schedule import KINDS
+from vpipe.schedule.program import in_order
 from vpipe.system.files import write_json
 from vpipe.system.units import read_bytes
 
@@ -19,6 +21,7 @@ if TYPE_CHECKING:
 def plan_of(pipe: Pipeline, *, replicas: Sequence[int] | None, chunks: int | None, batch_size: int) -> Plan:
     """The run as a plan, which another run may name as its partition."""
     layout, schedule = pipe.layout, pipe.schedule
+    placement = tuple(dict.fromkeys(schedule.placement))
     return Plan(
         layout.partition,
         layout.policies,
@@ -30,6 +33,7 @@ def plan_of(pipe: Pipeline, *, replicas: Sequence[int] | None, chunks: int | Non
         schedule.depth or (),
         batch_size,
         layout.graph.plan_fingerprint,
+        placement=() if in_order(placement) or schedule.name not in KINDS else placement,
     )
 
 

@@ -81,6 +81,7 @@ class LayoutOptions:
     chunks: int | None
     replicas: Sequence[int] | None
     depth: Sequence[int] | None
+    placement: Sequence[Sequence[int]] | None
     partition: Sequence[int] | None
     recompute_ratio: Sequence[float] | float
     policies: Sequence[str] | None
@@ -139,6 +140,7 @@ def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[i
             replicas=options.replicas,
             update_interval=options.update_interval,
             depth=options.depth,
+            placement=options.placement,
         )
         plain = for_count(_count(kind, options.minibatches, positions))
     if plain.num_ranks != ranks:

@@ -69,6 +69,7 @@ class Pipeline:
             them hide slow links, for more memory ("1f1b", "zb-h1", "pipedream", "vpipe", "2bw").
         chunks: Stages on each rank, for "interleaved".
         replicas: Ranks of each position, such as [2, 1].
+        placement: The ranks of each position, such as [[0, 2], [1]]; by default numbered position by position.
         partition: Blocks of each stage (`vpipe blocks` lists them); by default stages of about equal work.
         recompute_ratio: The share of each stage's blocks, from its end, whose activations are recomputed.
         policies: For each block "keep", "recompute" or "swap": whether its activations are kept until the backward,
@@ -123,6 +124,7 @@ class Pipeline:
         chunks: int | None = None,
         replicas: Sequence[int] | None = None,
         depth: Sequence[int] | None = None,
+        placement: Sequence[Sequence[int]] | None = None,
         partition: Sequence[int] | None = None,
         recompute_ratio: Sequence[float] | float = 0.0,
         policies: Sequence[str] | None = None,
@@ -155,6 +157,7 @@ class Pipeline:
             chunks=chunks,
             replicas=replicas,
             depth=depth,
+            placement=placement,
             partition=partition,
             recompute_ratio=recompute_ratio,
             policies=policies,

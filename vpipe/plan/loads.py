@@ -15,6 +15,7 @@ from functools import lru_cache
 from vpipe.plan.model import Load
 from vpipe.schedule import Op, Schedule, ScheduleKind, holdings
 from vpipe.schedule.facts import fresh_gradients, sample
+from vpipe.schedule.program import in_order
 
 
 @dataclass(frozen=True)
@@ -84,7 +85,7 @@ def line_loads(schedule: Schedule) -> Loads:
 
 def in_line(schedule: Schedule) -> bool:
     """Whether each stage has ranks of its own, numbered stage by stage."""
-    return [rank for ranks in schedule.placement for rank in ranks] == list(range(schedule.num_ranks))
+    return in_order(schedule.placement)
 
 
 @lru_cache(maxsize=64)

@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.facts import splits_backward
-from vpipe.schedule.program import Order, Placement, Schedule
+from vpipe.schedule.program import Order, Placement, Schedule, renumbered
 
 MOST_STAGES = MOST_RANKS = 4096
 MOST_INTERVAL = 10_000
@@ -116,13 +116,14 @@ class ScheduleKind:
         replicas: Sequence[int] | None = None,
         update_interval: int | None = None,
         depth: Sequence[int] | None = None,
+        placement: Sequence[Sequence[int]] | None = None,
     ) -> Schedule:
         """The schedule over so many pipeline positions.
 
         With v `chunks` it has v stages on each position. `replicas` gives the number of ranks of each position;
-        ranks are numbered position by position. `minibatches` None is a run without a known end, which only
-        asynchronous schedules can have; `update_interval` is theirs too. `depth` gives the forwards that a rank of each
-        position runs before its first pair of forward and backward.
+        ranks are numbered position by position, unless `placement` gives those of each position. `minibatches` None is
+        a run without a known end, which only asynchronous schedules can have; `update_interval` is theirs too. `depth`
+        gives the forwards that a rank of each position runs before its first pair of forward and backward.
         """
         if self.table is not None:
             return self.table
@@ -135,9 +136,10 @@ class ScheduleKind:
         counts = self._checked_replicas(positions, replicas)
         ahead = self._checked_depth(counts, depth)
         interval = self._checked_interval(counts, ahead, minibatches, update_interval)
-        return self.make(
+        made = self.make(
             PipelineShape(self.name, self.synchronous, counts, chunks, minibatches, interval, ahead)
         )
+        return made if placement is None else renumbered(made, checked_placement(counts, placement))
 
     def checked_chunks(self, chunks: int | None) -> int:
         if chunks is None:
@@ -222,6 +224,19 @@ class ScheduleKind:
                 f"{minibatches} minibatches: leave it out, or choose an asynchronous schedule"
             )
         return minibatches
+
+
+def checked_placement(counts: Sequence[int], placement: Sequence[Sequence[int]]) -> Sequence[Sequence[int]]:
+    """`counts`: ranks of each position."""
+    shown = "; ".join(short_list(own) for own in placement[:20])
+    if [len(own) for own in placement] != list(counts):
+        raise ScheduleError(
+            f"placement {shown} has {short_list([len(own) for own in placement])} ranks on its positions, but replicas "
+            f"are {short_list(counts)}: make the two equal"
+        )
+    if sorted(rank for own in placement for rank in own) != list(range(sum(counts))):
+        raise ScheduleError(f"placement {shown}: name every rank from 0 to {sum(counts) - 1} once")
+    return placement
 
 
 def too_shallow(replicas: Sequence[int], depth: Sequence[int]) -> tuple[int, int] | None:

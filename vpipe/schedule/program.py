@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from math import lcm
@@ -142,6 +142,26 @@ class Schedule:
 def filling(replicas: Sequence[int], depth: Sequence[int] | None, ranks: int) -> int:
     """Minibatches that fill a pipeline: one for each rank or, where its depth is chosen, as many as that lets in."""
     return max(ranks, *((ahead + 1) * count for ahead, count in zip(depth or (), replicas, strict=False)), 1)
+
+
+def in_order(placement: Sequence[Sequence[int]]) -> bool:
+    """Whether ranks are numbered position by position."""
+    ranks = [rank for own in placement for rank in own]
+    return ranks == list(range(len(ranks)))
+
+
+def renumbered(schedule: Schedule, placement: Sequence[Sequence[int]]) -> Schedule:
+    """The same programs on other ranks: those of each position, where ranks are numbered position by position."""
+    if in_order(placement):
+        return schedule
+    ranks = [rank for own in placement for rank in own]
+    places = {rank: place for place, rank in enumerate(ranks)}
+    moved = tuple(tuple(ranks[place] for place in own) for own in schedule.placement)
+    return replace(schedule, placement=moved, order=partial(_renumbered, schedule.order, places))
+
+
+def _renumbered(order: Order, places: Mapping[int, int], rank: int, exists: Exists) -> Iterator[Action]:
+    return order(places[rank], exists)
 
 
 def shape(schedule: Schedule) -> str:

@@ -40,8 +40,15 @@ def build(
     replicas: Sequence[int] | None = None,
     update_interval: int | None = None,
     depth: Sequence[int] | None = None,
+    placement: Sequence[Sequence[int]] | None = None,
 ) -> Schedule:
     """The schedule `name` over `stages` pipeline positions: see `ScheduleKind.build`."""
     return kind_of(name).build(
-        stages, minibatches, chunks=chunks, replicas=replicas, update_interval=update_interval, depth=depth
+        stages,
+        minibatches,
+        chunks=chunks,
+        replicas=replicas,
+        update_interval=update_interval,
+        depth=depth,
+        placement=placement,
     )

@@ -83,7 +83,13 @@ def _named(plan: Plan, name: str, minibatches: int | None) -> Schedule:
         minibatches or kind.default_minibatches(positions) or enough_minibatches(filled, interval or filled)
     )
     made = kind.build(
-        positions, minibatches, chunks=chunks, replicas=replicas, update_interval=interval, depth=depth
+        positions,
+        minibatches,
+        chunks=chunks,
+        replicas=replicas,
+        update_interval=interval,
+        depth=depth,
+        placement=plan.placement or None,
     )
     return finite(made)
 

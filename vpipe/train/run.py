@@ -270,7 +270,7 @@ def _run_on_hosts(
 def _stages_of_ranks(config: RunConfig) -> list[str]:
     """The stages of each rank in words, for messages; raises if schedule, partition and model do not fit together."""
     if config.partition == AUTO:
-        for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth"):
+        for key in ("policies", "recompute_ratio", "recompute", "replicas", "chunks", "depth", "placement"):
             if getattr(config, key) is not None:
                 raise ConfigError(
                     f"{config.source}: {key} is {getattr(config, key)!r}, but partition is {AUTO!r}, which plans it: "
