@@ -63,11 +63,14 @@ def test_mistakes(file: Path, schedules: str, staleness: str | None, message: st
 
 
 def test_figures_of_a_curve() -> None:
-    curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 1.0, (3, 2), (1, 0))
+    curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 1.0, (3, 2), (1, 0), 0.5)
     assert curve.final == 1.5  # of the last two
     assert curve.smoothed()[:3] == [20.0, 19.5, 18.5]
     assert curve.samples_to(18.5) == 12
     assert curve.samples_to(1.0) is None
+    sooner = LossCurve(tuple(float(20 - 2 * n) for n in range(20)), 4, 1.0, (3, 2), (0, 0), 0.0)
+    assert curve.slowdown(sooner) == 20 / 11  # to 1.5
+    assert sooner.slowdown(curve) == 11 / 20
     row = {
         "label": "vpipe", "updates": 20, "samples": 80, "staleness": [1, 0], "loss": 1.5, "spread": None,
         "evaluation_loss": 1.0, "samples_to_goal": 40.0, "seconds_per_update": None, "seconds_to_goal": None,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import warnings
 import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict
@@ -16,6 +17,7 @@ from vpipe import checkpoint
 from vpipe.api.run_record import RunRecord
 from vpipe.checkpoint.inspection import newest_whole
 from vpipe.communication import agree
+from vpipe.cost import StaleTraining
 from vpipe.errors import VPipeError
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.outputs import Metrics
@@ -42,6 +44,9 @@ class UserPipeline(Pipeline):
             model=None
         )  # its stages have their own copies: the user may let go of it
         self._model_reference = weakref.ref(given.model) if given.model is not None else lambda: None
+        stale = StaleTraining(self.optimizer_name, given.training.staleness.predict)
+        if self.rank == 0 and (text := stale.warning(self.schedule)) is not None:
+            warnings.warn(text, stacklevel=3)
         if self.run_dir is not None:
             self._record = RunRecord(self, self.run_dir, given)
 
@@ -206,7 +211,8 @@ class UserPipeline(Pipeline):
 
         Args:
             memory: Memory of a rank in bytes, or as text such as "11GiB"; by default the device's.
-            schedule: A name, a `Schedule`, or "auto" for the fastest that fits; by default this pipeline's.
+            schedule: A name, a `Schedule`, or "auto" for the one that reaches a loss first, with this optimizer; by
+                default this pipeline's.
             minibatches: Minibatches of an update of a synchronous schedule.
             batch_size: Samples of a minibatch, or "auto"; by default those of the example batch.
             chunks: Stages on each rank, for "interleaved".
@@ -229,7 +235,8 @@ class UserPipeline(Pipeline):
                 device=self.device,
             )
             wanted = schedule or given.layout.schedule
-            return plan(measured, self.world.size, memory, wanted, minibatches, batch_size, chunks)
+            stale = StaleTraining(self.optimizer_name, training.staleness.predict)
+            return plan(measured, self.world.size, memory, wanted, minibatches, batch_size, chunks, stale)
 
         return agree(self.world, "plan", run)
 

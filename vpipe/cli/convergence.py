@@ -20,7 +20,7 @@ from vpipe.cli.compare import curve_look, draw, split_values
 from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import read_settings
-from vpipe.cost import KEEP, Plan, Profile, read_profile
+from vpipe.cost import KEEP, Plan, Profile, Slowdown, read_profile, write_convergence
 from vpipe.errors import ConfigError, printable
 from vpipe.schedule import kind_of
 from vpipe.system.console import announce
@@ -40,6 +40,12 @@ class Case:
     interval: int
     """Minibatches of an update."""
 
+    @property
+    def without_rate(self) -> str:
+        """Equal for cases that differ in their learning rate only."""
+        config = self.config
+        return repr((config.chosen_schedule, self.interval, config.chosen_optimizer, config.staleness))
+
 
 @dataclass(frozen=True)
 class Row:
@@ -49,6 +55,14 @@ class Row:
     """Of an update, as the simulator predicts it."""
 
     @property
+    def optimizer(self) -> str:
+        return self.case.config.chosen_optimizer
+
+    @property
+    def delay(self) -> float:
+        return self.curves[0].delay
+
+    @property
     def finals(self) -> list[float]:
         return [curve.final for curve in self.curves]
 
@@ -56,9 +70,16 @@ class Row:
         """What `--json` prints. `goals` are the losses of the first row at its end, one for each seed."""
         reached = [curve.samples_to(goal) for curve, goal in zip(self.curves, goals, strict=True)]
         samples = None if None in reached else fmean(n for n in reached if n is not None)
-        first = self.curves[0]
+        first, config = self.curves[0], self.case.config
         return {
             "label": self.case.label,
+            "schedule": config.chosen_schedule,
+            "interval": self.case.interval,
+            "optimizer": self.optimizer,
+            "predict": config.remedies.predict,
+            "learning_rate": config.learning_rate,
+            "batch_size": config.batch_size,
+            "delay": self.delay,
             "updates": len(first.losses),
             "samples": len(first.losses) * first.samples,
             "staleness": list(first.staleness),
@@ -90,6 +111,7 @@ def converge(
     device: str | None,
     profile: Path | None,
     picture: Path | None,
+    output: Path | None,
     as_json: bool,
 ) -> None:
     axes = [_schedules(schedules)]
@@ -102,6 +124,8 @@ def converge(
         for case, curves in zip(cases, _train_all(cases, seeds, jobs, device), strict=True)
     ]
     figures = [row.figures(rows[0].finals) for row in rows]
+    if output is not None:
+        write_convergence(figures, slowdowns(rows), output)
     print_result(figures, table(figures, seeds), as_json)
     if picture is not None or find_spec("matplotlib") is not None:
         folder = Path(cases[0].config.log_directory)
@@ -222,6 +246,28 @@ def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> 
     policies = config.policies or (KEEP,) * sum(curve.partition)
     plan = Plan(curve.partition, tuple(policies), batch_size=config.batch_size)
     return simulate(profile, plan, build_schedule(config)).step_time
+
+
+def slowdowns(rows: Sequence[Row]) -> list[Slowdown]:
+    """What the delay of each stale row costs in samples, compared with a synchronous row of the same optimizer.
+
+    That is the one with as many minibatches an update, if there is one, else the one with the lowest loss. Of rows that
+    differ in their learning rate only, the best counts.
+    """
+    best: dict[str, Row] = {}
+    for row in sorted(rows, key=lambda row: fmean(row.finals)):
+        best.setdefault(row.case.without_rate, row)
+    found = []
+    for row in best.values():
+        fresh = [other for other in best.values() if not other.delay and other.optimizer == row.optimizer]
+        if row.delay and fresh:
+            other = min(fresh, key=lambda other: other.case.interval != row.case.interval)
+            pairs = zip(row.curves, other.curves, strict=True)
+            factors = [factor for one, two in pairs if (factor := one.slowdown(two)) is not None]
+            source = f"{row.case.label}, compared with {other.case.label}"
+            predict = row.case.config.remedies.predict
+            found += [Slowdown(row.optimizer, predict, row.delay, fmean(factors), source)] if factors else []
+    return found
 
 
 def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:

@@ -19,6 +19,8 @@ if TYPE_CHECKING:
     from vpipe.cost import Profile
 
 app = typer.Typer()
+LOSS, SAMPLES = "loss", "samples"
+"""What `vpipe plan --schedule auto` weighs."""
 
 Links = Annotated[
     Path | None, typer.Option(help="Hosts and their links: a file of `vpipe doctor --machines`.")
@@ -66,7 +68,7 @@ def plan(
     schedule: Annotated[
         str | None,
         typer.Option(
-            help="A schedule's name, its table (.csv), or auto for the fastest that fits.",
+            help="A schedule's name, its table (.csv), or auto for the one that reaches a loss first.",
             autocompletion=schedule_names,
         ),
     ] = None,
@@ -76,16 +78,38 @@ def plan(
     batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
     links: Links = None,
+    by: Annotated[
+        str,
+        typer.Option(
+            help="What auto weighs: loss (time to equal loss, for which stale weights need more samples) or samples."
+        ),
+    ] = LOSS,
+    convergence: Annotated[
+        Path | None,
+        typer.Option(
+            help="A file of `vpipe converge --output`: how many more samples stale weights need here."
+        ),
+    ] = None,
     settings: Settings = None,
     output: Annotated[Path, typer.Option("-o", "--output", help="Where the plan goes.")] = Path("plan.json"),
     as_json: AsJson = False,
 ) -> None:
     """Choose partition, replicas and what is kept, recomputed or swapped, under a memory cap."""
-    from vpipe.cost import named_or_table, read_any_profile, with_links, write_plan
+    from vpipe.cost import (
+        StaleTraining,
+        named_or_table,
+        read_any_profile,
+        read_slowdowns,
+        with_links,
+        write_plan,
+    )
     from vpipe.plan import plan as find_plan
     from vpipe.plan.report import describe, plan_table
 
     size = None if batch_size is None else _batch_size(batch_size)
+    if by not in (LOSS, SAMPLES):
+        raise VPipeError(f"--by is {by[:60]!r}: {LOSS} or {SAMPLES}")
+    measured = () if convergence is None else read_slowdowns(convergence)
     if config is None:
         if profile is None or ranks is None:
             raise VPipeError("give a run's YAML file, or --profile and --ranks")
@@ -93,13 +117,14 @@ def plan(
         costs = with_links(read_any_profile(profile), links)
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
-        result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks)
+        training = StaleTraining(measured=measured) if by == LOSS else None
+        result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks, training)
     elif profile is not None:
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
         )
     else:
-        from vpipe.train.planning import plan_run
+        from vpipe.train.planning import plan_run, stale_training
 
         run = read_run(config, settings)
         result = plan_run(
@@ -111,6 +136,7 @@ def plan(
             batch_size=size,
             chunks=chunks,
             links=links,
+            training=stale_training(run, measured) if by == LOSS else None,
         )
     write_plan(result.to_plan(), output)
     print_result(describe(result), plan_table(result), as_json)

@@ -123,6 +123,10 @@ def converge(
         Path | None, typer.Option(help="A profile: the loss is then also shown against predicted time.")
     ] = None,
     picture: Annotated[Path | None, typer.Option("--plot", help="Where the picture goes (PNG).")] = None,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", help="Where the figures go, for `vpipe plan --convergence`."),
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Compare the losses of schedules, optimizers and remedies, in one process: exact delays, any number of stages."""
@@ -142,6 +146,7 @@ def converge(
         device=device,
         profile=profile,
         picture=picture,
+        output=output,
         as_json=as_json,
     )
 

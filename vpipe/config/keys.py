@@ -425,14 +425,20 @@ class RunConfig(_Keys):
     @property
     def chosen_optimizer(self) -> str:
         """The configured one or, with the remedies, what bears stale weights best (docs/convergence.md)."""
-        return self.optimizer or ("muon" if self.has_stale_weights else "adamw")
+        return self.optimizer or (self.stale_defaults[0] if self.has_stale_weights else "adamw")
 
     @property
     def remedies(self) -> Staleness:
         """For stale weights: the configured ones or, where the optimizer is not given either, prediction."""
-        if self.staleness is None:
-            return Staleness(predict=self.optimizer is None and self.has_stale_weights)
-        return read_staleness(self.staleness)
+        if self.staleness is None and self.optimizer is None and not self.has_stale_weights:
+            return Staleness()
+        return self.stale_defaults[1]
+
+    @property
+    def stale_defaults(self) -> tuple[str, Staleness]:
+        """Optimizer and remedies of this run under an asynchronous schedule."""
+        remedies = self.staleness if self.staleness is not None else () if self.optimizer else ("predict",)
+        return self.optimizer or "muon", read_staleness(remedies)
 
     @property
     def positions(self) -> int:

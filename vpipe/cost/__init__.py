@@ -1,5 +1,12 @@
 """Profiles, plans, and the files of both."""
 
+from vpipe.cost.convergence import (
+    Slowdown,
+    StaleTraining,
+    read_slowdowns,
+    sample_factor,
+    write_convergence,
+)
 from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds
 from vpipe.cost.files import read_any_profile, read_profile, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
@@ -21,6 +28,8 @@ __all__ = [
     "MemoryPolicy",
     "Plan",
     "Profile",
+    "Slowdown",
+    "StaleTraining",
     "Tie",
     "all_reduce_seconds",
     "as_scheduled",
@@ -34,8 +43,11 @@ __all__ = [
     "read_pipedream_graph",
     "read_plan",
     "read_profile",
+    "read_slowdowns",
+    "sample_factor",
     "update_bytes",
     "with_links",
+    "write_convergence",
     "write_plan",
     "write_profile",
 ]

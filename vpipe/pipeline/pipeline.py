@@ -27,7 +27,7 @@ from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
 from vpipe.stage.stage import StageState
 from vpipe.system import faults
 from vpipe.system.start import Phases
-from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory
+from vpipe.weights import Changes, OptimizerFactory, SchedulerFactory, name_of
 
 T = TypeVar("T")
 
@@ -237,6 +237,11 @@ class Pipeline:
         """The learning rate of this rank's next update; nan where it trains nothing."""
         rates = [stage.optimizer.learning_rate for stage in self.runtime.stages.values()]
         return next((rate for rate in rates if rate is not None), float("nan"))
+
+    @property
+    def optimizer_name(self) -> str:
+        """The kind of this rank's optimizers, such as adamw or muon, also if they are a user's own."""
+        return name_of(one for stage in self.runtime.stages.values() for one in stage.optimizer.optimizers)
 
     def train(self, batches: Iterable[Any]) -> Iterator[tuple[int, float]]:
         """Train on the batches, yielding (update, loss) in order, the same on every rank.

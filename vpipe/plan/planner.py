@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
-from vpipe.cost import Profile, as_scheduled, for_batch_size
+from vpipe.cost import Profile, StaleTraining, as_scheduled, for_batch_size
 from vpipe.errors import ScheduleError, VPipeError
 from vpipe.plan.advice import nothing_fits
 from vpipe.plan.one_schedule import plan_schedule
-from vpipe.plan.result import PlanResult
+from vpipe.plan.result import PlanResult, stale_factor
 from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
 from vpipe.schedule.facts import MOST_FORWARDS
@@ -19,6 +19,7 @@ from vpipe.schedule.kind import MOST_RANKS, MOST_STAGES, at_least_one, at_most
 from vpipe.system.units import read_bytes, show_bytes
 
 AUTO = "auto"
+USUAL = StaleTraining()
 LARGEST = 64
 """How many times the profiled batch size is the largest that `auto` looks at."""
 
@@ -31,6 +32,7 @@ def plan(
     minibatches: int | None = None,
     batch_size: int | str | None = None,
     chunks: int | None = None,
+    training: StaleTraining | None = USUAL,
 ) -> PlanResult:
     """Find the fastest way to train on so many ranks within a memory: partition, policies, replicas, schedule.
 
@@ -41,11 +43,13 @@ def plan(
         profile: The costs of the model's blocks, from `vpipe.profile`.
         ranks: The number of ranks.
         memory: Memory of each rank in bytes, or as text such as "11GiB"; by default that of the profiled device.
-        schedule: A name, a `Schedule`, or "auto" for the fastest of all names that fit.
+        schedule: A name, a `Schedule`, or "auto" for the one of all names that fit that reaches a loss first.
         minibatches: Minibatches of an update of a synchronous schedule; by default four for each rank.
         batch_size: Samples of a minibatch, by default the profile's; "auto" for the size with the most samples a
             second.
         chunks: Stages on each rank, for "interleaved".
+        training: For "auto": the optimizer, and whether stale weights are predicted. The samples that this needs in
+            addition to equal loss count against an asynchronous schedule. None: samples a second alone count.
 
     Returns:
         The plan, with what it needs and should cost; its `to_plan()` is what Pipeline and files take.
@@ -70,21 +74,25 @@ def plan(
     kinds = kinds_of(schedule)
     if isinstance(schedule, Schedule):
         check_table(schedule, ranks, minibatches, chunks)
+    if schedule != AUTO:
+        training = None  # there is nothing to choose
 
     def task(kind: ScheduleKind, size: int) -> Task:
         given = for_batch_size(profile, size)
-        made = Task(given, ranks, memory, kind, minibatches, chunks, given)
+        # Of an asynchronous schedule they would be those of the whole run, which would be one that only fills up.
+        count = minibatches if kind.synchronous or schedule != AUTO else None
+        made = Task(given, ranks, memory, kind, count, chunks, given)
         return made._replace(profile=as_scheduled(made.profile, kind.splits_backward, made.update_interval))
 
     if isinstance(batch_size, str):
         if batch_size != AUTO:
             raise VPipeError(f"batch size {batch_size!r} is neither a number nor {AUTO!r}")
-        found = fastest_size(task, kinds, profile.batch_size)
+        found = fastest_size(task, kinds, profile.batch_size, training)
         size = 1
     else:
         size = profile.batch_size if batch_size is None else batch_size
         at_least_one("batch_size", size)
-        found = fastest_schedule([task(kind, size) for kind in kinds])
+        found = fastest_schedule([task(kind, size) for kind in kinds], training)
     if found is None and profile.device.graphs:
         raise VPipeError(
             f"no plan was found with stages on CUDA graphs in a memory of {memory} bytes ({show_bytes(memory)}): give "
@@ -96,45 +104,59 @@ def plan(
 
 
 def fastest_size(
-    task: Callable[[ScheduleKind, int], Task], kinds: Iterable[ScheduleKind], usual: int
+    task: Callable[[ScheduleKind, int], Task],
+    kinds: Iterable[ScheduleKind],
+    usual: int,
+    training: StaleTraining | None = None,
 ) -> PlanResult | None:
     """The best of all powers of two that fit, and of the sizes between its neighbours."""
 
     def at(size: int, limit: float = inf) -> PlanResult | None:
         """`limit`: seconds a sample."""
-        return fastest_schedule([task(kind, size) for kind in kinds], limit * size)
+        return fastest_schedule([task(kind, size) for kind in kinds], training, limit * size)
 
     found: list[PlanResult | None] = []
     size = 1
     while size <= LARGEST * usual and (reached := at(size)) is not None:
         found.append(reached)
         size *= 2
-    best = fastest(found)
+    best = soonest(found)
     if best is None:
         return None
     eighths = {best.batch_size * part // 8 for part in (5, 6, 7, 9, 10, 11, 12, 13, 14, 15)}
     for size in sorted(eighths - {0, best.batch_size}):
-        best = fastest([best, at(size, best.seconds / best.batch_size)])
+        best = soonest([best, at(size, best.seconds_to_loss / best.batch_size)])
         assert best is not None
     return best
 
 
-def fastest_schedule(tasks: Sequence[Task], limit: float = inf) -> PlanResult | None:
+def fastest_schedule(
+    tasks: Sequence[Task], training: StaleTraining | None = None, limit: float = inf
+) -> PlanResult | None:
     """The best plan of tasks that differ in their schedule only, if it takes at most `limit` seconds a minibatch.
 
     Asynchronous schedules go first: without bubbles they leave a limit that most others need not be searched under.
     """
     found: dict[str, PlanResult | None] = {}
     for task in sorted(tasks, key=lambda task: task.kind.synchronous):
-        result = found[task.kind.name] = plan_schedule(task, limit)
-        limit = limit if result is None else min(limit, result.seconds)
-    return fastest(found[task.kind.name] for task in tasks)
+        result = plan_schedule(task, limit)
+        if result is not None:
+            if training is not None:
+                result = replace(result, sample_factor=stale_factor(result, training))
+            limit = min(limit, result.seconds_to_loss)
+        found[task.kind.name] = result
+    results = [found[task.kind.name] for task in tasks]
+    best = soonest(results)
+    fastest = max(filter(None, results), key=lambda result: result.samples_per_second, default=None)
+    if best is None or fastest is None or fastest.seconds >= best.seconds:
+        return best
+    return replace(best, faster=fastest)
 
 
-def fastest(results: Iterable[PlanResult | None]) -> PlanResult | None:
-    """The first of those with the most samples a second."""
+def soonest(results: Iterable[PlanResult | None]) -> PlanResult | None:
+    """The first of those that take the least time for a sample, at equal loss."""
     found = (result for result in results if result is not None)
-    return max(found, key=lambda result: result.samples_per_second, default=None)
+    return min(found, key=lambda result: result.seconds_to_loss / result.batch_size, default=None)
 
 
 def kinds_of(schedule: str | Schedule) -> list[ScheduleKind]:

@@ -32,6 +32,7 @@ def describe(result: PlanResult) -> dict[str, Any]:
         "fingerprint": plan.fingerprint,
         "memory": result.cap,
         "prediction": plan.prediction,
+        **({} if result.faster is None else {"faster": _other(result.faster)}),
         "positions": [
             {
                 "ranks": list(position.ranks),
@@ -48,6 +49,14 @@ def describe(result: PlanResult) -> dict[str, Any]:
             }
             for position in result.positions
         ],
+    }
+
+
+def _other(faster: PlanResult) -> dict[str, Any]:
+    return {
+        "schedule": faster.schedule,
+        "samples_per_s": faster.samples_per_second,
+        "sample_factor": faster.sample_factor,
     }
 
 
@@ -78,7 +87,32 @@ def plan_table(result: PlanResult) -> Table:
         table.caption += f"; depth {', '.join(map(str, result.depth))}"
     if result.gap is not None:
         table.caption += f"; the search was cut short: no plan can be faster by more than {result.gap:.1%}"
+    if (line := about_loss(result)) is not None:
+        table.caption += f"\n{line}"
     return table
+
+
+def about_loss(result: PlanResult) -> str | None:
+    """A line about what stale weights cost in samples, if that has been weighed."""
+    faster = result.faster
+    if faster is not None:
+        return (
+            f"{_ahead(result)} reaches a loss before {faster.schedule}, which has {faster.samples_per_second:.4g} "
+            f"samples/s but needs {faster.sample_factor:.2f} times as many samples to equal loss: as with "
+            f"{faster.samples_per_second / faster.sample_factor:.4g} samples/s (docs/convergence.md; --by samples "
+            "ignores it)"
+        )
+    if result.sample_factor > 1:
+        return (
+            f"stale weights need {result.sample_factor:.2f} times as many samples to equal loss, which is weighed in "
+            "(docs/convergence.md)"
+        )
+    return None
+
+
+def _ahead(result: PlanResult) -> str:
+    kind = "synchronous " if result.synchronous else ""
+    return f"{kind}{result.schedule} with {result.samples_per_second / result.sample_factor:.4g} samples/s"
 
 
 def headline(result: PlanResult) -> str:

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vpipe.cost import KEEP, Plan, Profile
+from vpipe.cost import KEEP, Plan, Profile, StaleTraining
 from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.model import Slice, StageMemory, Time, stage_time
 from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
 from vpipe.simulate import simulate
+from vpipe.simulate.arrange import arrange
 
 
 class StagePlan(NamedTuple):
@@ -57,6 +58,15 @@ class PlanResult:
     """Of each stage; empty: the schedule's own."""
     gap: float | None = None
     """How much faster than this another plan may be at most, as a share; None: none is."""
+    sample_factor: float = 1.0
+    """Samples to equal loss, as a multiple of those of a synchronous schedule, where plans are chosen by it."""
+    faster: PlanResult | None = None
+    """The plan with the most samples a second, if it would be later at equal loss than this one."""
+
+    @property
+    def seconds_to_loss(self) -> float:
+        """Of a minibatch, and of what a delay makes necessary in addition."""
+        return self.seconds * self.sample_factor
 
     @property
     def samples_per_second(self) -> float:
@@ -104,6 +114,7 @@ class PlanResult:
                 "position_seconds": [position.seconds for position in self.positions],
                 "peak_memory": [position.memory.total for position in self.positions],
                 **({} if self.gap is None else {"gap": self.gap}),
+                **({} if self.sample_factor == 1.0 else {"sample_factor": self.sample_factor}),
             },
         )
 
@@ -166,6 +177,11 @@ def simulated_seconds(task: Task, result: PlanResult, minibatches: int | None = 
         plan = replace(plan, minibatches=minibatches)
     found = simulate(task.given or task.profile, plan, table)
     return found.step_time / found.update_interval
+
+
+def stale_factor(result: PlanResult, training: StaleTraining) -> float:
+    """Samples to equal loss under this plan, as a multiple of those of a synchronous schedule."""
+    return 1.0 if result.synchronous else training.factor(arrange(result.to_plan(), result.kind.table, None))
 
 
 def position_plan(

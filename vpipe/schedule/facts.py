@@ -7,8 +7,9 @@ its B or W.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
+from statistics import fmean
 from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
@@ -80,6 +81,46 @@ def holding(actions: Iterable[Action]) -> Holding:
             continue
         versions = max(versions, len({newest, *read.values()}))
     return Holding(in_flight, versions, staleness)
+
+
+def mean_delay(schedule: Schedule) -> float:
+    """Updates between the weights that a gradient is of and those that it is applied to, on average.
+
+    The average is over stages and minibatches; of a generated schedule over those of its steady part.
+    """
+    if schedule.synchronous:
+        return 0.0
+    shown, first = schedule, 0
+    if schedule.lazy:
+        interval = schedule.update_interval
+        first = -(-schedule.representative // interval) * interval  # whole updates are counted
+        shown = replace(schedule, minibatches=2 * first)
+    means = []
+    for stage, ranks in enumerate(finite(shown).placement):
+        delays = [
+            delay
+            for rank in ranks
+            for minibatch, delay in _delays(action for action in shown.program(rank) if action.stage == stage)
+            if minibatch >= first
+        ]
+        means.append(fmean(delays) if delays else 0.0)
+    return fmean(means)
+
+
+def _delays(actions: Iterable[Action]) -> Iterator[tuple[int, int]]:
+    """Of one stage on one rank: each minibatch with the updates between its F and its own STEP."""
+    made = 0
+    read: dict[int, int] = {}
+    waiting: list[int] = []  # minibatches whose gradients wait for their update
+    for _, op, minibatch in actions:
+        if op is Op.F:
+            read[minibatch] = made
+        elif op is Op.B or op is Op.W:
+            waiting.append(minibatch)
+        elif op is Op.STEP:
+            yield from ((number, made - read.pop(number)) for number in waiting)
+            waiting.clear()
+            made += 1
 
 
 def makes_versions(schedule: Schedule, stage: int) -> bool:

@@ -26,7 +26,7 @@ from vpipe.errors import ConfigError, VPipeError
 from vpipe.launch.rank import end_with_launcher
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.threads import run_ranks
-from vpipe.schedule.facts import holdings, sample
+from vpipe.schedule.facts import holdings, mean_delay, sample
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.position import Position
 from vpipe.train.workload import configured_loss, configured_loss_weight, configured_model
@@ -53,6 +53,8 @@ class LossCurve:
     partition: tuple[int, ...]
     staleness: tuple[int, ...]
     """Of each stage: how many updates old its gradients are at most."""
+    delay: float
+    """The same on average over stages and minibatches."""
 
     @property
     def final(self) -> float:
@@ -75,6 +77,12 @@ class LossCurve:
             if mean <= loss and number + 1 >= width:
                 return (number + 1) * self.samples
         return None
+
+    def slowdown(self, other: LossCurve) -> float | None:
+        """How many times as many samples as the other it needs, to the higher of their losses at the end."""
+        goal = max(self.final, other.final)
+        own, others = self.samples_to(goal), other.samples_to(goal)
+        return None if own is None or others is None else own / others
 
 
 def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
@@ -119,6 +127,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
         evaluated,
         tuple(layout.partition),
         tuple(held.staleness for held in holdings(sample(schedule))),
+        mean_delay(schedule),
     )
 
 

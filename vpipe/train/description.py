@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from vpipe.communication.compression import UNCOMPRESSED, read_compression
 from vpipe.config.file import resolved_yaml
-from vpipe.cost import write_plan
+from vpipe.cost import StaleTraining, write_plan
 from vpipe.observe.description import plan_of, write_stages
 from vpipe.record.run_folder import STAGES
 from vpipe.schedule import Schedule
@@ -16,8 +16,6 @@ from vpipe.schedule.facts import holdings, sample
 from vpipe.system.environment import DEVICE
 from vpipe.system.files import exists, write_text
 from vpipe.train.datasets import TOKENIZER
-
-ADAMS = ("adam", "adamw", "nadamw", "lamb")
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -50,20 +48,15 @@ def about_staleness(config: RunConfig, schedule: Schedule) -> str | None:
     oldest = max(held.staleness for held in holdings(sample(schedule)))
     if schedule.synchronous or not oldest:
         return None
-    remedies, optimizer = config.remedies, config.chosen_optimizer
-    if config.optimizer is None:
-        with_it = " with predicted weights" if remedies.predict else ""
-        return (
-            f"gradients are up to {oldest} updates old: optimizer {optimizer}{with_it} is used, which bears it best; "
-            "the keys optimizer and staleness choose another (docs/convergence.md)"
-        )
-    if optimizer in ADAMS and not remedies.predict and schedule.update_interval < schedule.num_ranks:
-        return (
-            f"WARNING: gradients are up to {oldest} updates old, and {optimizer} trains badly with them: after 900 "
-            "updates of configs/demo.yml, where they are 1 update old, adamw has the loss 5.45, 5.27 with `staleness: "
-            "[predict]`, and muon with it 5.06; a synchronous schedule 5.18 and 5.06 (docs/convergence.md)"
-        )
-    return None
+    optimizer, predict = config.chosen_optimizer, config.remedies.predict
+    warning = StaleTraining(optimizer, predict).warning(schedule)
+    if config.optimizer is not None:
+        return None if warning is None else f"WARNING: {warning}"
+    with_it = " with predicted weights" if predict else ""
+    return (
+        f"gradients are up to {oldest} updates old: optimizer {optimizer}{with_it} is used, which bears it best; "
+        "the keys optimizer and staleness choose another (docs/convergence.md)"
+    ) + ("" if warning is None else f"; WARNING: {warning}")
 
 
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:

@@ -15,7 +15,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vpipe.config.file import AUTO
-from vpipe.cost import Profile, named_or_table, read_profile, with_links, write_plan, write_profile
+from vpipe.cost import (
+    Profile,
+    Slowdown,
+    StaleTraining,
+    named_or_table,
+    read_profile,
+    with_links,
+    write_plan,
+    write_profile,
+)
 from vpipe.errors import ConfigError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
@@ -46,7 +55,7 @@ def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) 
     phases.begin("profile")
     profile = cached_profile(config)
     phases.begin("plan")
-    write_plan(plan_run(config, profile).to_plan(), path)
+    write_plan(plan_run(config, profile, training=stale_training(config)).to_plan(), path)
     # The report makes its predictions from it.
     write_profile(profile, path.with_name("profile.json"))
 
@@ -62,10 +71,12 @@ def plan_run(
     batch_size: int | str | None = None,
     chunks: int | None = None,
     links: Path | None = None,
+    training: StaleTraining | None = None,
 ) -> PlanResult:
     """The best plan for the configured run, with what is given here in place of the file's own.
 
-    A table that is given here is found from where we stand, the file's own from the file.
+    A table that is given here is found from where we stand, the file's own from the file. `training` is what `auto`
+    weighs the samples of stale schedules by; None: not at all.
     """
     directory = Path() if schedule else config.source.parent
     chosen = named_or_table(schedule or config.chosen_schedule, directory)
@@ -84,7 +95,14 @@ def plan_run(
         minibatches,
         batch_size,
         chunks,
+        training,
     )
+
+
+def stale_training(config: RunConfig, measured: tuple[Slowdown, ...] = ()) -> StaleTraining:
+    """How the run would train under an asynchronous schedule, whatever schedule it has."""
+    optimizer, remedies = config.stale_defaults
+    return StaleTraining(optimizer, remedies.predict, measured)
 
 
 def cached_profile(config: RunConfig) -> Profile:

@@ -1,6 +1,6 @@
 """The weights of a stage: versions, the stashing optimizer, base optimizers and learning-rate policies by name."""
 
-from vpipe.weights.named_optimizers import optimizer_factory
+from vpipe.weights.named_optimizers import name_of, optimizer_factory
 from vpipe.weights.optimizer_state import Changes
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, optimizer_groups
 from vpipe.weights.policies import learning_rate_policy
@@ -16,6 +16,7 @@ __all__ = [
     "OptimizerWithWeightStashing",
     "SchedulerFactory",
     "learning_rate_policy",
+    "name_of",
     "optimizer_factory",
     "optimizer_groups",
 ]

@@ -51,6 +51,13 @@ def optimizer_factory(
     return partial(known[name], lr=learning_rate, weight_decay=weight_decay, **given)
 
 
+def name_of(optimizers: Iterable[Optimizer]) -> str:
+    """The name that stands for these optimizers of one stage, also of a user's own: its class, in small letters."""
+    kinds = [type(optimizer).__name__.lower() for optimizer in optimizers]
+    kinds = [{"nadam": "nadamw"}.get(kind, kind) for kind in kinds]
+    return "muon" if "muon" in kinds else next(iter(kinds), "none")
+
+
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
     """Whether it is a matrix inside the model: not an embedding, a head or a table of biases, by its name."""
     return parameter.ndim == 2 and not any(word in part for part in name.lower().split(".") for word in ENDS)
