@@ -47,6 +47,12 @@ def test_predicted_weights_follow_the_formula(optimizer: str) -> None:
     assert result.ok, result.differences
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "muon"])
+def test_large_parameters_are_predicted_alone(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.weights.prediction.LARGE", 2)
+    test_predicted_weights_follow_the_formula(optimizer)
+
+
 @pytest.mark.parametrize("remedies", [[{"async_after": 2}], BOTH])
 @pytest.mark.parametrize(
     "options",

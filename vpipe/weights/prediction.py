@@ -17,10 +17,11 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-LAST_UPDATE = "last_update"
+PREVIOUS = "previous_weights"
 """Key in an optimizer's state, so that it is saved and restored with the moments."""
-AT_ONCE = 64 * 2**20
-"""Bytes of parameters that are predicted together: few calls, and little memory in passing."""
+LARGE = 2**16
+"""Elements from which a parameter is predicted alone: what is computed on the way stays in the cache of a GPU, and the
+last operation writes the version itself. Smaller ones are predicted together, by few calls."""
 
 State = Mapping[str, Any]
 
@@ -40,13 +41,15 @@ def write_predicted(optimizer: Optimizer, delay: int, targets: Mapping[nn.Parame
         for parameters in _pieces(group["params"]):
             states = [optimizer.state.get(parameter, {}) for parameter in parameters]
             values: list[Tensor] = [parameter.detach() for parameter in parameters]
-            if delay and all(states):
-                values = _expected(optimizer, group, states, values, delay)
-            torch._foreach_copy_([targets[parameter] for parameter in parameters], values)
+            written = [targets[parameter] for parameter in parameters]
+            if not (
+                delay and all(states) and _write_expected(optimizer, group, states, values, delay, written)
+            ):
+                torch._foreach_copy_(written, values)
 
 
-class LastUpdates:
-    """Notes what an update adds where no moments say it: `begin` before the update, `end` after it."""
+class PreviousWeights:
+    """Keeps the weights before an update where no moments say what it adds: `begin` before it, `end` after it."""
 
     def __init__(self) -> None:
         self._before: dict[nn.Parameter, Tensor] = {}
@@ -55,42 +58,69 @@ class LastUpdates:
     def begin(self, optimizer: Optimizer) -> None:
         for group in optimizer.param_groups:
             if not (_is_adam(optimizer) or _is_momentum(optimizer, group)):
-                given = (parameter for parameter in group["params"] if parameter.grad is not None)
-                self._before |= {parameter: parameter.detach().clone() for parameter in given}
+                for parameter in (given for given in group["params"] if given.grad is not None):
+                    kept = optimizer.state.get(parameter, {}).get(PREVIOUS)
+                    kept = torch.empty_like(parameter) if kept is None else kept
+                    self._before[parameter] = kept
+        if self._before:
+            torch._foreach_copy_(list(self._before.values()), list(self._before))
 
-    @torch.no_grad()
     def end(self, optimizer: Optimizer) -> None:
         for parameter, before in self._before.items():
-            optimizer.state[parameter][LAST_UPDATE] = before.sub_(parameter).neg_()
+            optimizer.state[parameter][PREVIOUS] = before
         self._before = {}
 
 
-def _expected(
-    optimizer: Optimizer, group: State, states: Sequence[State], values: list[Tensor], delay: int
-) -> list[Tensor]:
+def _write_expected(
+    optimizer: Optimizer,
+    group: State,
+    states: Sequence[State],
+    values: list[Tensor],
+    delay: int,
+    targets: list[Tensor],
+) -> bool:
+    """False: nothing is known of the next update."""
+
+    def of(key: str) -> list[Tensor]:
+        return [state[key] for state in states]
+
+    alone = len(values) == 1
     rate = -float(group["lr"]) * delay
     if _is_adam(optimizer):
-        return _expected_of_adam(group, states, values, rate)
-    if _is_momentum(optimizer, group):
-        return list(torch._foreach_add(values, [state["momentum_buffer"] for state in states], alpha=rate))
-    if all(LAST_UPDATE in state for state in states):
-        return list(torch._foreach_add(values, [state[LAST_UPDATE] for state in states], alpha=delay))
-    return values
+        means, scales = of("exp_avg"), _scales_of_adam(group, states, rate)
+        if alone:
+            torch.addcdiv(values[0], means[0], scales[0], out=targets[0])
+        else:
+            torch._foreach_copy_(targets, torch._foreach_addcdiv(values, means, scales))
+    elif _is_momentum(optimizer, group):
+        means = of("momentum_buffer")
+        if alone:
+            torch.add(values[0], means[0], alpha=rate, out=targets[0])
+        else:
+            torch._foreach_copy_(targets, torch._foreach_add(values, means, alpha=rate))
+    elif all(PREVIOUS in state for state in states):
+        before = of(PREVIOUS)
+        if alone:
+            torch.lerp(before[0], values[0], 1 + delay, out=targets[0])
+        else:
+            torch._foreach_copy_(targets, torch._foreach_lerp(before, values, 1 + delay))
+    else:
+        return False
+    return True
 
 
-def _expected_of_adam(
-    group: State, states: Sequence[State], values: list[Tensor], rate: float
-) -> list[Tensor]:
+def _scales_of_adam(group: State, states: Sequence[State], rate: float) -> list[Tensor]:
+    """What a first moment is divided by to be an update of this rate, all corrections for the beginning included."""
     beta1, beta2 = group["betas"]
     # A tensor, on a GPU one there: the host does not wait for it. In float32 its powers would be coarse.
     step = torch.as_tensor(states[0]["step"]).double()
+    root = (1 - beta2**step) ** 0.5
+    factor = (1 - beta1**step) / root / torch.full_like(step, rate)  # of a rate of 0: infinite
     scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-    torch._foreach_div_(scales, (1 - beta2**step) ** 0.5)
-    torch._foreach_add_(scales, group["eps"])
-    updates = torch._foreach_div([state["exp_avg"] for state in states], scales)
-    torch._foreach_mul_(updates, rate / (1 - beta1**step))
-    torch._foreach_add_(updates, values)
-    return list(updates)
+    dtype = scales[0].dtype
+    torch._foreach_add_(scales, (group["eps"] * root).to(dtype))
+    torch._foreach_mul_(scales, factor.to(dtype))
+    return list(scales)
 
 
 def _is_adam(optimizer: Optimizer) -> bool:
@@ -102,11 +132,7 @@ def _is_momentum(optimizer: Optimizer, group: State) -> bool:
 
 
 def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    piece: list[nn.Parameter] = []
-    for parameter in parameters:
-        if piece and sum(p.nbytes for p in piece) + parameter.nbytes > AT_ONCE:
-            yield piece
-            piece = []
-        piece.append(parameter)
-    if piece:
-        yield piece
+    small = [parameter for parameter in parameters if parameter.numel() < LARGE]
+    if small:
+        yield small
+    yield from ([parameter] for parameter in parameters if parameter.numel() >= LARGE)

@@ -24,7 +24,7 @@ from torch.optim import Optimizer
 from vpipe.weights.casting import hand_over_gradients
 from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
-from vpipe.weights.prediction import Delay, LastUpdates, write_predicted
+from vpipe.weights.prediction import Delay, PreviousWeights, write_predicted
 from vpipe.weights.schedulers import SchedulerFactory, driven_by_metric, make_scheduler
 from vpipe.weights.versions import Version, flat_tensors
 
@@ -63,7 +63,7 @@ class OptimizerWithWeightStashing:
         self._pointed_at: Version | None = None
         self.predicts = predict
         self._made = 0
-        self._last_updates = LastUpdates() if predict else None
+        self._previous = PreviousWeights() if predict else None
         self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
         self.separate_masters = self.mixed or predict  # else they share the newest version's storage
         self.master_parameters = self._make_masters(first, master_values)
@@ -277,11 +277,11 @@ class OptimizerWithWeightStashing:
     def _apply(self, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         if flag is not None:
             optimizer.found_inf = flag  # type: ignore[attr-defined] # where torch's gradient scaler puts it
-        if self._last_updates is not None:
-            self._last_updates.begin(optimizer)
+        if self._previous is not None:
+            self._previous.begin(optimizer)
         optimizer.step()
-        if self._last_updates is not None:
-            self._last_updates.end(optimizer)
+        if self._previous is not None:
+            self._previous.end(optimizer)
         if flag is not None:
             del optimizer.found_inf  # type: ignore[attr-defined]
         optimizer.zero_grad(set_to_none=True)
