@@ -7,10 +7,13 @@ from random import Random
 from typing import Any
 
 import pytest
+import torch
 
 from tests.every_plan import SCHEDULES
-from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile
+from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile, bucket_count
+from vpipe.cost import costs as costs_module
 from vpipe.errors import VPipeError
+from vpipe.runtime import buckets
 from vpipe.schedule import Action, Op, kind_of
 from vpipe.simulate import Simulation, simulate
 
@@ -79,14 +82,33 @@ def test_links_of_pairs_of_hosts() -> None:
 
 
 def test_replicas_of_two_hosts_share_the_cards() -> None:
-    """Of 8 bytes each of 4 ranks sends two parts of 2 bytes, twice, to the other host: 8 s; the other rank too."""
+    """Of 8 bytes each host adds up its own, and each of its 2 ranks sends 2 bytes, twice, to the other host."""
     costs = profile(block(parameter_bytes=8), hosts=PAIRS, link=LinkCost(1.0, 0.25))
     found = starts(run(costs, (4,), "gpipe", 4))
-    assert found["0STEP3"] == 3 + 16 + 0.5
+    assert found["0STEP3"] == 3 + 8 + 0.5
     apart = starts(
         run(profile(block(parameter_bytes=8), hosts=((0, 1), (2, 3)), link=LinkCost(1.0)), (2,), "gpipe", 2)
     )
     assert apart["0STEP1"] == 3
+
+
+@pytest.mark.parametrize(("bandwidth", "late"), [(8.0, 1 / 8), (1.0, 8 - 2 * 7 / 8)])
+def test_a_reduction_between_hosts_overlaps_the_last_backward(
+    bandwidth: float, late: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In eight buckets: what is left is the last one, or all that the backward of 2 s was too short for."""
+    monkeypatch.setattr("vpipe.cost.costs.BUCKET", 1)
+    costs = profile(block(parameter_bytes=8), hosts=((0,), (1,)), link=LinkCost(bandwidth))
+    assert starts(run(costs, (2,), "gpipe", 2))["0STEP1"] == pytest.approx(3 + late)
+
+
+def test_the_simulator_counts_the_buckets_of_the_runtime(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert (costs_module.MOST_BUCKETS, costs_module.BUCKET) == (buckets.MOST_BUCKETS, buckets.BUCKET)
+    monkeypatch.setattr(costs_module, "BUCKET", 40)
+    monkeypatch.setattr(buckets, "BUCKET", 40)
+    for count in (1, 10, 11, 20, 21, 500):
+        parameters = [torch.nn.Parameter(torch.zeros(1)) for _ in range(count)]
+        assert bucket_count(4 * count) == len(buckets.make_buckets(parameters))
 
 
 def test_a_reduction_waits_for_messages_and_they_for_it() -> None:
@@ -168,7 +190,8 @@ def test_every_action_starts_when_its_messages_are_there(seed: int) -> None:
         far = sum(hosts.host_of(other) != hosts.host_of(rank) for other in own)
         if action.op is Op.REDUCE and far:
             name = (action.minibatch, action.stage, 99, rank)
-            seconds = 2 * far * costs.blocks[action.stage].parameter_bytes / len(own) / hosts.link.bandwidth
+            # The rank's share of its host's sums, half of it for each of the two hosts, there and back.
+            seconds = costs.blocks[action.stage].parameter_bytes / (len(own) - far) / hosts.link.bandwidth
             crossing[name] = seconds, hosts.host_of(rank), 2 * hosts.link.latency
             lines["out", hosts.host_of(rank)].append((event.end, name, seconds))
     into: dict[int, list[tuple[float, tuple[int, ...], float]]] = defaultdict(list)

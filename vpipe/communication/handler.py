@@ -1,13 +1,20 @@
 """The rank's communication: named tensors, tagged by minibatch, over one channel to each peer."""
 
 from collections.abc import Hashable, Iterable, Sequence
+from functools import partial
 from time import perf_counter
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from vpipe.communication.all_reduce import AllReduce, ExchangedAllReduce, NativeAllReduce
+from vpipe.communication.all_reduce import (
+    AllReduce,
+    BackgroundAllReduce,
+    ExchangedAllReduce,
+    Messages,
+    NativeAllReduce,
+)
 from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.compression import NONE, UNCOMPRESSED, Compression, pack, unpack, wire_form
 from vpipe.communication.world import World
@@ -47,10 +54,12 @@ class CommunicationHandler:
             None  # read by the rank's watch; after a failure, the operation that failed
         )
         self._channels: dict[int, Channel] = world.channels(buffer, device)
-        self._apart = set(world.ranks_apart())
+        self._hosts = world.hosts()
+        self._apart = {rank for rank, host in enumerate(self._hosts) if host != self._hosts[self.rank]}
         self.compression = compression if self._apart else UNCOMPRESSED
         self._compressible: set[str] = set()
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
+        self._in_threads: dict[str, BackgroundAllReduce] = {}  # the newest sum of each name
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
     def open(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]] = ()) -> None:
@@ -135,12 +144,25 @@ class CommunicationHandler:
     def all_reduce(self, name: str, number: int, tensor: Tensor, ranks: tuple[int, ...]) -> AllReduce:
         """Begin to add up a tensor of one dimension over the ranks; it must not be changed any more."""
         work = self.world.all_reduce(tensor, ranks)
-        if work is None:
-            return ExchangedAllReduce(self, name, number, tensor, ranks)
-        count = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
-        self.bytes_sent += count
-        self.bytes_received += count
-        return NativeAllReduce(work, tensor)
+        if work is not None:
+            count = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
+            self.bytes_sent += count
+            self.bytes_received += count
+            return NativeAllReduce(work, tensor)
+        by_host: dict[Hashable, list[int]] = {}
+        for rank in ranks:
+            by_host.setdefault(self._hosts[rank], []).append(rank)
+        hosts = tuple(tuple(here) for here in by_host.values())
+        note = partial(self._note_wait, name, number)
+        there, back = self._key(name, number, False), self._key(name, number, True)
+        threaded = self.world.thread_channels if len(hosts) > 1 else {}
+        messages = Messages(threaded or self._channels, there, back, self.device)
+        if not threaded:
+            return ExchangedAllReduce(messages, tensor, hosts, self.rank, note, self._count)
+        before = self._in_threads.get(name)
+        found = BackgroundAllReduce(messages, tensor, hosts, self.rank, note, self._count, before)
+        self._in_threads[name] = found
+        return found
 
     def post(self, name: str, number: int, values: Sequence[float], peers: Iterable[int]) -> None:
         """Send some plain numbers to the peers."""
@@ -188,12 +210,27 @@ class CommunicationHandler:
     def leftovers(self) -> list[str]:
         """Messages and tensors that a finished run has left over: empty if the program was right."""
         held = [f"tensors received for {owner} were not released" for owner in self._unreleased]
-        return held + [line for channel in self._channels.values() for line in channel.leftovers()]
+        return held + [line for channel in self._all_channels() for line in channel.leftovers()]
 
     def close(self) -> None:
-        for channel in self._channels.values():
+        for channel in self._all_channels():
             channel.close()
         self.world.close()
+
+    def _all_channels(self) -> list[Channel]:
+        return [*self._channels.values(), *self.world.thread_channels.values()]
+
+    def _note_wait(self, name: str, number: int, peer: int | None) -> None:
+        """This rank waits for a message from a peer; None: it waits no longer."""
+        now = perf_counter()
+        since = now if self.waiting is None else self.waiting[-1]
+        self.waiting = None if peer is None else (MESSAGE, name, number, peer, since)
+        if peer is None:
+            self.waited += now - since
+
+    def _count(self, messages: Messages) -> None:
+        self.bytes_sent += messages.sent
+        self.bytes_received += messages.received
 
     def _channel(self, peer: int, host: bool) -> Channel:
         channel = self._channels[peer]

@@ -2,7 +2,7 @@
 
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from typing import Any
 
 import torch
@@ -71,7 +71,9 @@ class InProcessChannel(Channel):
 class InProcessHub:
     """What `size` threads share, each of which is a rank."""
 
-    def __init__(self, size: int, timeout: float = 60.0) -> None:
+    def __init__(self, size: int, timeout: float = 60.0, hosts: Sequence[Hashable] | None = None) -> None:
+        """`hosts`: the host that each rank stands for."""
+        self.hosts = hosts
         self.size = size
         self.timeout = timeout
         self.exclusive = threading.RLock()
@@ -124,16 +126,19 @@ class InProcessWorld(World):
             raise PeerError(self.hub.broken)
         return self.hub.published.get((name, rank))
 
-    def ranks_apart(self) -> list[int]:
-        """All: threads have no links, they stand for ranks on any hosts."""
-        return [rank for rank in range(self.size) if rank != self.rank]
+    def hosts(self) -> list[Hashable]:
+        """Each on its own, unless the hub says otherwise: threads have no links, they stand for ranks on any hosts."""
+        return list(range(self.size)) if self.hub.hosts is None else list(self.hub.hosts)
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
         boxes = self.hub._boxes
-        return {
+        made: dict[int, Channel] = {
             peer: InProcessChannel(
                 peer, buffer, self.hub.timeout, boxes[self.rank, peer], boxes[peer, self.rank]
             )
             for peer in range(self.size)
             if peer != self.rank
         }
+        if self.hub.hosts is not None:
+            self.thread_channels = made
+        return made

@@ -6,7 +6,7 @@ import socket
 import sys
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Hashable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from itertools import permutations
 from time import perf_counter
@@ -71,6 +71,8 @@ class World(ABC):
         self.gathering: tuple[str, int, float] | None = None
         """The gather in which this rank waits: its name, the rank that it waits for or ANYONE, and since when."""
         self._gathers: Counter[str] = Counter()
+        self.thread_channels: dict[int, Channel] = {}
+        """To all others, for threads beside the rank's own; empty if there are none for this device."""
 
     def all_gather(self, name: str, value: Any) -> list[Any]:
         """Everybody's value, in order of rank. For agreements at the start, not for the steady state."""
@@ -113,10 +115,10 @@ class World(ABC):
         """The ranks on this rank's host; known once there are channels."""
         return list(range(self.size))
 
-    def ranks_apart(self) -> list[int]:
-        """The ranks to which messages are compressed, if that is wanted: those on other hosts."""
-        here = self.ranks_here()
-        return [rank for rank in range(self.size) if rank not in here]
+    def hosts(self) -> list[Hashable]:
+        """The host of each rank, as far as messages between hosts are treated in another way; known once there are
+        channels."""
+        return [None] * self.size
 
     def close(self) -> None:  # noqa: B027
         """End the connections."""
@@ -227,6 +229,10 @@ class ProcessWorld(World):
             with gloo_on(LOOPBACK if together else own_address(towards)):
                 store = dist.PrefixStore("gloo", self._store)
                 self._gloo = gloo_group(store, self.rank, self.size, self._timeout)
+            if device.type == "cpu":
+                self.thread_channels = {
+                    peer: DistributedChannel(peer, buffer, self._timeout, self._gloo) for peer in others
+                }
         if self._heartbeat_limit is not None:
             hosts = [place.host.partition("/")[0] for place in places]
             self._heartbeat = connect_heartbeat(
@@ -273,8 +279,11 @@ class ProcessWorld(World):
         return links
 
     def ranks_here(self) -> list[int]:
-        hosts = [place.host for place in self._places]
-        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]] or [self.rank]
+        hosts = self.hosts()
+        return [rank for rank, host in enumerate(hosts) if host == hosts[self.rank]]
+
+    def hosts(self) -> list[Hashable]:
+        return [place.host for place in self._places] or [None] * self.size
 
     def connect(self, pairs: Iterable[Pair], groups: Iterable[tuple[int, ...]]) -> None:
         if self._communicators is not None:
@@ -300,6 +309,7 @@ class ProcessWorld(World):
             self._communicators.close(failed=sys.exc_info()[1] is not None)
             self._communicators = None
         self._gloo = None
+        self.thread_channels.clear()
         if self._heartbeat is not None:
             self._heartbeat.close()
             self._heartbeat = None

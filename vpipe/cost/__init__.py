@@ -7,7 +7,7 @@ from vpipe.cost.convergence import (
     sample_factor,
     write_convergence,
 )
-from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds
+from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds, bucket_count
 from vpipe.cost.files import read_any_profile, read_profile, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.links import Hosts, LinkCost
@@ -34,6 +34,7 @@ __all__ = [
     "all_reduce_seconds",
     "as_scheduled",
     "backward_bytes",
+    "bucket_count",
     "for_batch_size",
     "forward_bytes",
     "held_bytes",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import ceil
 from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, BeforeValidator, StrictBool
@@ -124,6 +125,15 @@ def all_reduce_seconds(links: Sequence[LinkCost], count: float) -> float:
     Twice it sends the R-th part to each of the others, one after the other: 2 (R - 1) / R of the bytes.
     """
     return 2 * sum(link.seconds(count / (len(links) + 1)) for link in links)
+
+
+MOST_BUCKETS, BUCKET = 8, 4 * 2**20
+"""As the runtime has them (`runtime/buckets.py`)."""
+
+
+def bucket_count(count: float) -> int:
+    """In how many parts the replicas of a stage add up gradients of so many bytes."""
+    return max(1, min(MOST_BUCKETS, ceil(count / BUCKET)))
 
 
 def _different(blocks: tuple[int, ...]) -> tuple[int, ...]:

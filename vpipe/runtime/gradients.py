@@ -1,8 +1,9 @@
 """Gradients that several ranks must agree on: replicas of a stage, and stages that share a parameter.
 
 Both begin when a rank's backwards of the update are done (REDUCE) and end when it makes the update (STEP). The sums are
-equal to the bit on all ranks. Replicas add up flat buckets of their gradients (`communication/all_reduce.py`); holders
-of a shared parameter send their parts to each other, and each adds all parts in the same order.
+equal to the bit on all ranks. Replicas add up flat buckets of their gradients (`communication/all_reduce.py`), each as
+soon as the last backward has made its gradients (`buckets.py`); holders of a shared parameter send their parts to each
+other, and each adds all parts in the same order.
 
 A parameter held by stages a < b < ... is one parameter, so all of them apply the same updates. In a synchronous
 schedule they do so at once. In an asynchronous one stage b is ahead of stage a: it has run backward for minibatches
@@ -15,22 +16,19 @@ When the pipeline is drained the late ones catch up (`overdue`), and the copies 
 """
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
+from functools import partial
 from itertools import permutations
 
 import torch
 from torch import Tensor
 
 from vpipe.communication import AllReduce, CommunicationHandler
+from vpipe.runtime.buckets import MOST_BUCKETS, StageBuckets
 from vpipe.stage.precision import LossScale
 from vpipe.stage.stage import Stage
 
 Placement = tuple[tuple[int, ...], ...]
-Parameters = list[torch.nn.Parameter]
-MOST_BUCKETS = 4
-"""Of a stage. Messages of two updates must fit into a channel's buffer, or a REDUCE would wait."""
-BUCKET = 32 * 2**20
-"""Bytes from which gradients are worth a second bucket."""
 
 
 class GradientExchange:
@@ -50,24 +48,39 @@ class GradientExchange:
         self.tied = tied
         self.lag = lag
         self.loss_scale = loss_scale
-        self._reductions: dict[tuple[int, int], list[tuple[Parameters, AllReduce]]] = {}  # (stage, update)
         self._parts: dict[tuple[str, int], Tensor] = {}  # (name on the wire, update) ▶ own part
         self._totals: dict[tuple[str, int], Tensor] = {}  # (name, update) ▶ sum of a tied parameter
         self._applied: dict[tuple[str, int], int] = defaultdict(int)  # (name, stage) ▶ updates applied
-        for stage in range(len(placement)):
-            handler.register_tensor(_replicas_name(stage))
+        for stage, ranks in enumerate(placement):
+            for bucket in range(MOST_BUCKETS if len(ranks) > 1 else 0):
+                handler.register_tensor(_bucket_name(stage, bucket))
         for name, holders in sorted(tied.items()):
             for stage in holders:
                 handler.register_tensor(_tied_name(name, stage))
+        self._buckets = {
+            stage: StageBuckets(self.own_parameters(stage), partial(self._begin_sum, stage))
+            for stage in stages
+            if len(placement[stage]) > 1
+        }
+        for stage in self._buckets:
+            stages[stage].watch_gradients()
 
     def tied_of(self, stage: int) -> list[str]:
         return [name for name, holders in self.tied.items() if stage in holders]
 
+    def await_gradients(self, stage: int, update: int) -> None:
+        """The stage's next backward on this rank is the last one of the update."""
+        buckets, own = self._buckets.get(stage), self.stages[stage]
+        # Modules that run as they are may add to a gradient several times in one backward.
+        if buckets is not None and own.graph.trace.boundaries is None:
+            buckets.await_gradients(update)
+            own.gradients_ready = buckets.ready
+
     def send_parts(self, stage: int, update: int) -> None:
         """Send this rank's part of the stage's gradients to all ranks that need it."""
         optimizer = self.stages[stage].optimizer
-        if len(self.placement[stage]) > 1:
-            self._reductions[stage, update] = list(self._begin_reductions(stage, update))
+        if buckets := self._buckets.get(stage):
+            buckets.begin_all(update)
         for name in self.tied_of(stage):
             parameter = optimizer.model_parameters[optimizer.names.index(name)]
             part = self.stages[stage].take_gradient(parameter)
@@ -79,12 +92,8 @@ class GradientExchange:
 
     def sum_replicas(self, stage: int, update: int) -> None:
         """Replace the gradients of the stage's own parameters by their sums over the replicas."""
-        if len(self.placement[stage]) == 1:
-            return
-        for parameters, reduction in self._reductions.pop((stage, update)):
-            total = reduction.finish()
-            for parameter, part in zip(parameters, total.split([p.numel() for p in parameters]), strict=True):
-                parameter.grad = part.view_as(parameter).to(parameter.dtype)
+        if buckets := self._buckets.get(stage):
+            buckets.finish(update)
 
     def tied_gradients(self, stage: int, update: int) -> dict[str, Tensor]:
         """The tied parameters' gradients that this stage applies with its own update."""
@@ -110,7 +119,8 @@ class GradientExchange:
         return {name: self._applied[name, stage] for name in self.tied_of(stage)}
 
     def leftovers(self) -> list[str]:
-        unused = (*self._reductions, *self._parts, *self._totals)
+        sums = [(stage, update) for stage, of in self._buckets.items() for update in of.unfinished()]
+        unused = (*sums, *self._parts, *self._totals)
         return [f"gradient part {key} was not used" for key in unused]
 
     def groups(self) -> set[tuple[int, ...]]:
@@ -129,15 +139,8 @@ class GradientExchange:
         tied = set(self.tied_of(stage))
         return [p for n, p in zip(optimizer.names, optimizer.model_parameters, strict=True) if n not in tied]
 
-    def _begin_reductions(self, stage: int, update: int) -> Iterator[tuple[Parameters, AllReduce]]:
-        """Each bucket frees the gradients that it copies: both are there of one bucket at a time."""
-        for number, parameters in enumerate(buckets(self.own_parameters(stage))):
-            flat = torch.cat([_gradient_of(parameter).reshape(-1) for parameter in parameters])
-            for parameter in parameters:
-                parameter.grad = None
-            key = update * MOST_BUCKETS + number
-            ranks = self.placement[stage]
-            yield parameters, self.handler.all_reduce(_replicas_name(stage), key, flat, ranks)
+    def _begin_sum(self, stage: int, update: int, bucket: int, flat: Tensor) -> AllReduce:
+        return self.handler.all_reduce(_bucket_name(stage, bucket), update, flat, self.placement[stage])
 
     def _send(self, name: str, part: Tensor, update: int, ranks: Iterable[int]) -> None:
         """Keep this rank's part, and send it to the others of these ranks."""
@@ -175,28 +178,9 @@ class GradientExchange:
         return total
 
 
-def buckets(parameters: Parameters) -> list[Parameters]:
-    """Consecutive parameters, in a few buckets: the same on all replicas."""
-    total = sum(parameter.nbytes for parameter in parameters)
-    size = max(BUCKET, -(-total // MOST_BUCKETS))
-    found: list[Parameters] = []
-    filled = 0
-    for parameter in parameters:
-        bucket = filled // size
-        while len(found) <= bucket:
-            found.append([])
-        found[bucket].append(parameter)
-        filled += parameter.nbytes
-    return [bucket for bucket in found if bucket]
-
-
-def _replicas_name(stage: int) -> str:
-    return f"gradients of stage {stage}"
+def _bucket_name(stage: int, bucket: int) -> str:
+    return f"gradients of stage {stage}, bucket {bucket}"
 
 
 def _tied_name(name: str, stage: int) -> str:
     return f"gradient of {name} in stage {stage}"
-
-
-def _gradient_of(parameter: torch.nn.Parameter) -> Tensor:
-    return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

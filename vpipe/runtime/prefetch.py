@@ -13,6 +13,7 @@ from vpipe.stage.stage import Stage
 AHEAD = 8
 """How many actions ahead of the current one receives are posted."""
 BACKWARDS = (Op.B, Op.I)
+_GRADIENTS = (*BACKWARDS, Op.W, Op.REDUCE)
 
 
 class Work(NamedTuple):
@@ -53,6 +54,11 @@ class Prefetch:
         coming = next((work for work in self._coming if work.action.op in BACKWARDS), None)
         if coming is not None:
             coming.stage.fetch(coming.minibatch.number)
+
+    def reduces_next(self, stage: int) -> bool:
+        """Whether this rank sums the stage's gradients before it computes any others."""
+        coming = next((work.action for work in self._coming if work.action.op in _GRADIENTS), None)
+        return coming is not None and coming.op is Op.REDUCE and coming.stage == stage
 
     def _post_receives(self, work: Work, feed: Feed) -> None:
         op, minibatch = work.action.op, work.minibatch

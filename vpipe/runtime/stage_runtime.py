@@ -24,6 +24,7 @@ from vpipe.runtime.updates import Updates
 from vpipe.schedule import Action, Op
 from vpipe.stage.held import Held
 from vpipe.stage.stage import Stage
+from vpipe.system.faults import wanted
 
 T = TypeVar("T")
 Method = Callable[[Stage, Minibatch], None]
@@ -90,6 +91,7 @@ class StageRuntime(StageIdentity):
             Op.F: self.evaluate_forward,
             Op.SEND_F: self.send_evaluated,
         }
+        self._faulty = bool(wanted(self.rank))
         self._training = with_faults(self, training)
         self._evaluation = with_faults(self, evaluation, evaluation=True)
         for name, differentiable in routes.wire_names():
@@ -201,6 +203,7 @@ class StageRuntime(StageIdentity):
             self.handler.confirm(link.name, minibatch.number, link.rank)
 
     def run_backward(self, stage: Stage, minibatch: Minibatch) -> None:
+        self._announce_gradients(stage, minibatch)
         self.run_input_backward(stage, minibatch)
         self.run_weight_backward(stage, minibatch)
 
@@ -219,9 +222,17 @@ class StageRuntime(StageIdentity):
             self.feed.drop(minibatch)
 
     def run_weight_backward(self, stage: Stage, minibatch: Minibatch) -> None:
+        if stage.gradients_ready is None:
+            self._announce_gradients(stage, minibatch)
         stage.weight_gradients(minibatch.number)
+        stage.gradients_ready = None
         stage.finish(minibatch.number)
         self.handler.release((stage.index, minibatch.number))
+
+    def _announce_gradients(self, stage: Stage, minibatch: Minibatch) -> None:
+        """Before the last part of a backward: if it is the update's last one, gradients can be summed as it goes."""
+        if self._prefetch.reduces_next(stage.index) and not self._faulty:
+            self.exchange.await_gradients(stage.index, minibatch.update)
 
     def send_tensors_backward(self, stage: Stage, minibatch: Minibatch) -> None:
         gradients = self.unsent.pop((stage.index, minibatch.number))

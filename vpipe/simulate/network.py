@@ -19,8 +19,9 @@ from collections.abc import Iterator, Sequence
 from math import lcm
 from typing import NamedTuple
 
-from vpipe.cost import Profile, all_reduce_seconds
+from vpipe.cost import Profile, all_reduce_seconds, bucket_count
 from vpipe.schedule import Action, Op, Rules, Schedule
+from vpipe.schedule.facts import splits_backward
 from vpipe.simulate.stage_cost import StageCost
 
 Line = tuple[int, int]
@@ -57,7 +58,10 @@ class Network:
             self.routes[reader][producer] = list(self._routes(reader, producer, size))
         for stage, ranks in enumerate(schedule.placement):
             for rank in ranks if len(ranks) > 1 else ():
-                self.reductions[stage, rank] = reduction(profile, ranks, rank, costs[stage].parameters)
+                backward = costs[stage].seconds[Op.W if splits_backward(schedule) else Op.B]
+                self.reductions[stage, rank] = reduction(
+                    profile, ranks, rank, costs[stage].parameters, backward
+                )
         routes = [route for ends in self.routes for phases in ends.values() for route in phases]
         self.busy = any(route.busy for route in routes)
         """Whether any rank copies."""
@@ -81,7 +85,8 @@ class Network:
         """When a message that comes to its next line at `time` comes to the one behind it, or has arrived."""
         stage, op, minibatch = action
         if op is Op.REDUCE:
-            route = self.reductions[stage, rank].route
+            _, route, early = self.reductions[stage, rank]
+            time -= early if before == 0 else 0.0
         else:
             phases = self.routes[stage][reader]
             route = phases[minibatch % len(phases)]
@@ -132,16 +137,26 @@ class Reduction(NamedTuple):
     """Its own time, with those of its host."""
     route: MessageRoute
     """What it sends to other hosts, and gets from there; without lines: nothing."""
+    early: float = 0.0
+    """How long before the end of the last backward the cards could begin with it, to be as far as they are then."""
 
 
-def reduction(profile: Profile, ranks: Sequence[int], rank: int, size: int) -> Reduction:
-    """As `all_reduce_seconds` has it: twice the R-th part goes to each of the others."""
-    host_of, part = profile.host_of, size / len(ranks)
+def reduction(
+    profile: Profile, ranks: Sequence[int], rank: int, size: int, backward: float = 0.0
+) -> Reduction:
+    """A host's ranks add up the gradients first, then each of them its share with the other hosts.
+
+    Between hosts each of some buckets begins when the last backward, of so many seconds, has made its gradients.
+    """
+    host_of = profile.host_of
     near = [other for other in ranks if other != rank and host_of(other) == host_of(rank)]
-    far = [profile.link_between(rank, other) for other in ranks if host_of(other) != host_of(rank)]
-    own = all_reduce_seconds([profile.link_between(rank, other) for other in near], part * (len(near) + 1))
-    if not far:
+    own = all_reduce_seconds([profile.link_between(rank, other) for other in near], size)
+    one_of_each = {host_of(other): other for other in ranks if host_of(other) != host_of(rank)}
+    if not one_of_each:
         return Reduction(own, MessageRoute((), 0.0, 0.0, False))
+    far = [profile.link_between(rank, other) for other in one_of_each.values()]
     lines = (OUT, host_of(rank)), (IN, host_of(rank))
+    part = size / (len(near) + 1) / (len(far) + 1)
     seconds = 2 * sum(part / link.bandwidth for link in far)
-    return Reduction(own, MessageRoute(lines, seconds, 2 * max(link.latency for link in far), False))
+    early = min(backward, seconds) * (1 - 1 / bucket_count(size))
+    return Reduction(own, MessageRoute(lines, seconds, 2 * max(link.latency for link in far), False), early)

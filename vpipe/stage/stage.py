@@ -1,6 +1,7 @@
 """One stage on one rank: its module, its weights, and the minibatches between forward and backward."""
 
-from collections.abc import Collection, Iterator, Mapping
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from typing import NamedTuple
@@ -14,7 +15,7 @@ from vpipe.stage import RandomContext, StageModule
 from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.stage.held import Held, Hold
 from vpipe.stage.host_store import make_store
-from vpipe.stage.split import waiting_tensors
+from vpipe.stage.split import Deferred, waiting_tensors
 from vpipe.stage.swap import Swap
 from vpipe.weights import NO_DELAY, Changes, Delay, OptimizerWithWeightStashing
 from vpipe.weights.optimizer_state import Record
@@ -67,8 +68,15 @@ class Stage:
         self.graph_pool = graph_pool
         self.arrived: dict[int, dict[str, Tensor]] = {}  # minibatch ▶ values from other stages
         self.in_flight: dict[int, InFlight] = {}
+        self.gradients_ready: Callable[[Iterable[nn.Parameter]], object] | None = None
+        """Called in a backward with parameters whose gradients are complete, if set."""
         self.held: Held | None = None  # counts the bytes that autograd holds, if set
         self._store = make_store(module.device) if module.swaps else None
+
+    def watch_gradients(self) -> None:
+        """From now on `gradients_ready` may be set."""
+        for parameter in self.optimizer.model_parameters:
+            parameter.register_post_accumulate_grad_hook(self._accumulated)
 
     def hand_over(self, minibatch: int, value: str, tensor: Tensor) -> None:
         self.arrived.setdefault(minibatch, {})[value] = tensor
@@ -145,10 +153,17 @@ class Stage:
         flight = self.in_flight[minibatch]
         if flight.slot:
             flight.slot.weight_gradients()
-        for accumulate in flight.deferred:
-            accumulate()
+        if self.gradients_ready is None:
+            for accumulate in flight.deferred:
+                accumulate()
+        else:
+            _accumulate_all(flight.deferred, self.optimizer.model_parameters, self.gradients_ready)
         flight.deferred.clear()  # the graph's own contexts hold the list
         flight.counted.clear()
+
+    def _accumulated(self, parameter: nn.Parameter) -> None:
+        if self.gradients_ready is not None:
+            self.gradients_ready((parameter,))
 
     def finish(self, minibatch: int) -> None:
         flight = self.in_flight.pop(minibatch)
@@ -220,6 +235,20 @@ class Stage:
         if self.optimizer.num_versions > 1:
             found.append(f"{place} still holds {self.optimizer.num_versions} weight versions")
         return found
+
+
+def _accumulate_all(
+    deferred: Deferred, parameters: Sequence[nn.Parameter], ready: Callable[[Iterable[nn.Parameter]], object]
+) -> None:
+    """Make the deferred gradients; after each, those are complete that nothing behind it adds to."""
+    last = {id(tensor): number for number, work in enumerate(deferred) for tensor in work.args[2:]}
+    completed: dict[int, list[nn.Parameter]] = defaultdict(list)
+    for parameter in parameters:
+        completed[last.get(id(parameter), -1)].append(parameter)
+    ready(completed[-1])
+    for number, accumulate in enumerate(deferred):
+        accumulate()
+        ready(completed[number])
 
 
 def _sum(gradients: Iterator[Tensor]) -> Tensor:
