@@ -82,4 +82,4 @@ def captured() -> "Callable[..., ModelGraph]":
 
 @pytest.fixture
 def capture_once(captured: "Callable[..., ModelGraph]", monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vpipe.pipeline.layout.capture", captured)
+    monkeypatch.setattr("vpipe.pipeline.captured.capture", captured)

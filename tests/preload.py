@@ -7,7 +7,7 @@ other model is captured where it is used.
 import gc
 import importlib
 
-import vpipe.pipeline.layout
+import vpipe.pipeline.captured
 from tests.captures import capture_once, capture_unknown
 from tests.end_to_end.tiny import MODEL
 from tests.multiprocess import tasks
@@ -26,7 +26,7 @@ for name in (
     importlib.import_module(name)
 capture_once(*tasks.bert())
 capture_once(*build_model(RunConfig(**MODEL), "meta"))
-vpipe.pipeline.layout.capture = capture_unknown
+vpipe.pipeline.captured.capture = capture_unknown
 tasks.adamw(
     list(tasks.bert()[0].parameters())
 ).step()  # without gradients: imports what optimizers import late

@@ -14,7 +14,8 @@ from tests.multiprocess.pool import Pool
 from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.cost import DeviceCost, LinkCost, Profile
-from vpipe.profile import contention, model
+from vpipe.pipeline import captured
+from vpipe.profile import contention
 from vpipe.train.profiling import profile_by_ranks
 
 LAP = 0.25
@@ -33,7 +34,7 @@ def measure(config: RunConfig, device: str | None) -> Profile:
     trained: torch would refuse to train in the fork of one that has."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(subprocess, "Popen", ForkedRank)
-        patch.setattr(model, "capture", capture_unknown)
+        patch.setattr(captured, "capture", capture_unknown)
         patch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=LAP))
         patch.setattr(contention, "MARGIN", 0.1)
         patch.setattr(contention.profile_shared_device, "__defaults__", (0.4,))

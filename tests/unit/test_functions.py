@@ -115,5 +115,5 @@ def test_a_pipeline_does_not_keep_the_model() -> None:
     from vpipe.graph import capture
 
     with pytest.MonkeyPatch.context() as patch:  # the shared captures keep their models
-        patch.setattr("vpipe.pipeline.layout.capture", capture)
+        patch.setattr("vpipe.pipeline.captured.capture", capture)
         run_ranks(1, run)

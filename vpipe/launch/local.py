@@ -14,25 +14,27 @@ import signal
 import socket
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
+from vpipe.launch.forked import ForkedRank, can_fork
 from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.place import PLACED
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
 from vpipe.launch.signals import LauncherSignals, handling_signals
-from vpipe.launch.watch import FailedRank, FailureLog, LauncherWatch, Ranks
+from vpipe.launch.watch import Child, FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
 from vpipe.system.best_effort import BestEffort, LogFile
 from vpipe.system.environment import COMPILE_THREADS, LISTENER, MOST_COMPILE_THREADS, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.host_memory import usable_cores
 from vpipe.system.start import VARIABLE as PHASES
+from vpipe.system.start import Phases
 
 GRACE = 3.0
 """Seconds that the others have to end once a rank has failed."""
@@ -177,12 +179,13 @@ def _clean_up(reading: int) -> None:
 @contextmanager
 def _started(
     ranks: Ranks, meeting: MeetingPlace, page: int, attempt: int, effort: BestEffort
-) -> Iterator[dict[int, subprocess.Popen[bytes]]]:
+) -> Iterator[dict[int, Child]]:
     """The children, of which none is left when we leave."""
-    children: dict[int, subprocess.Popen[bytes]] = {}
+    children: dict[int, Child] = {}
     with _cleanup_process() as kill_later, ExitStack() as files:
         here = ranks.here
         devices = [{}] * len(here) if ranks.gpus is None else files.enter_context(sharing(ranks.gpus))
+        forked = ranks.prepare is not None and _prepared(ranks, ranks.prepare, devices[0])
         environment = _environment(ranks, meeting) | {ATTEMPT: str(attempt), VARIABLE: str(page)}
         try:
             for number, rank in enumerate(here):
@@ -193,16 +196,11 @@ def _started(
                 if rank == 0 and meeting.listener is not None:
                     own[LISTENER] = str(meeting.listener.fileno())
                     inherited.append(meeting.listener.fileno())
-                children[rank] = child = subprocess.Popen(
-                    [*ranks.interpreter, "-m", "vpipe", *ranks.arguments],
-                    env=environment | own,
-                    cwd=ranks.directory,
-                    stdin=subprocess.DEVNULL,
-                    # The first rank writes to the user's terminal.
-                    stdout=log if rank or ranks.quiet else None,
-                    stderr=log,
-                    start_new_session=True,
-                    pass_fds=inherited,
+                # The first rank writes to the user's terminal.
+                output = log if rank or ranks.quiet else None
+                start = ForkedRank if forked else partial(_new_interpreter, ranks.interpreter)
+                children[rank] = child = start(
+                    ranks.arguments, environment | own, ranks.directory, output, log, inherited
                 )
                 kill_later(child.pid)
             if meeting.listener is not None:
@@ -211,6 +209,41 @@ def _started(
         finally:
             for child in children.values():
                 _kill(child)
+
+
+def _new_interpreter(
+    interpreter: Sequence[str],
+    arguments: Sequence[str],
+    environment: Mapping[str, str],
+    directory: Path | None,
+    stdout: int | None,
+    stderr: int,
+    kept: Sequence[int],
+) -> Child:
+    return subprocess.Popen(
+        [*interpreter, "-m", "vpipe", *arguments],
+        env=environment,
+        cwd=directory,
+        stdin=subprocess.DEVNULL,
+        stdout=stdout,
+        stderr=stderr,
+        start_new_session=True,
+        pass_fds=kept,
+    )
+
+
+def _prepared(ranks: Ranks, prepare: Callable[[Phases], object], devices: Mapping[str, str]) -> bool:
+    """Prepare this process for its forks, with the environment in which they import; False: it cannot be forked."""
+    # Libraries start no threads then. The ranks set their own number.
+    own = {**_shares(ranks), **devices, "OMP_NUM_THREADS": "1"}
+    before = dict(os.environ)
+    os.environ.update(own)
+    try:
+        prepare(ranks.phases or Phases("launch"))
+    finally:
+        os.environ.clear()
+        os.environ.update(before)
+    return can_fork()
 
 
 def _open_log(path: Path, effort: BestEffort) -> int:
@@ -225,10 +258,8 @@ def _open_log(path: Path, effort: BestEffort) -> int:
 def _environment(ranks: Ranks, meeting: MeetingPlace) -> dict[str, str]:
     if ranks.phases is not None:
         ranks.phases.end()
-    share = max(1, usable_cores() // len(ranks.here))
     return {
-        "OMP_NUM_THREADS": str(share),
-        COMPILE_THREADS: str(min(share, MOST_COMPILE_THREADS)),
+        **_shares(ranks),
         **os.environ,
         "WORLD_SIZE": str(ranks.count),
         "LOCAL_WORLD_SIZE": str(len(ranks.here)),
@@ -240,6 +271,12 @@ def _environment(ranks: Ranks, meeting: MeetingPlace) -> dict[str, str]:
         PHASES: json.dumps(ranks.phases.seconds if ranks.phases else {}),
         PLACED: "1",
     }
+
+
+def _shares(ranks: Ranks) -> dict[str, str]:
+    """Each rank's share of the cores, for libraries."""
+    share = max(1, usable_cores() // len(ranks.here))
+    return {"OMP_NUM_THREADS": str(share), COMPILE_THREADS: str(min(share, MOST_COMPILE_THREADS))}
 
 
 def _wait(
@@ -265,7 +302,7 @@ def _wait(
     return watch.failed_rank()
 
 
-def _send(children: Iterable[subprocess.Popen[bytes]], number: signal.Signals) -> None:
+def _send(children: Iterable[Child], number: signal.Signals) -> None:
     for child in children:
         child.send_signal(number)  # nothing happens to one that has ended
 
@@ -293,7 +330,7 @@ def _end(watch: LauncherWatch, failed: FailedRank, effort: BestEffort) -> None:
             last.close()
 
 
-def _kill(child: subprocess.Popen[bytes]) -> None:
+def _kill(child: Child) -> None:
     """The process and all that it has started."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(child.pid, signal.SIGKILL)

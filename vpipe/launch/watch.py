@@ -15,8 +15,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import Popen
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vpipe.errors import NotWrittenError, RankFailedError, VPipeError
 from vpipe.launch.rank import ASKED, INTERVAL, PEER_FAILED
@@ -40,6 +39,20 @@ _BLAMED = re.compile(r"stopped because rank (\d+) failed: (.*)")
 """The last error of a rank that knows by its heartbeats which rank failed: one of a host that may be cut off."""
 
 
+class Child(Protocol):
+    """A process of ours, as `subprocess.Popen` has it."""
+
+    pid: int
+
+    def poll(self) -> int | None: ...
+
+    def wait(self) -> int | None: ...
+
+    def send_signal(self, sig: int, /) -> None: ...
+
+    def kill(self) -> None: ...
+
+
 @dataclass(frozen=True)
 class Ranks:
     """What to start, and how to watch it."""
@@ -59,6 +72,9 @@ class Ranks:
     """The number of the GPU of each rank of this host; None: they compute on the CPU, or find a GPU themselves."""
     phases: Phases | None = None
     """What has gone before, for the ranks' own account of their start."""
+    prepare: Callable[[Phases], object] | None = None
+    """Does once, in this process, what each rank would do first: the ranks are forked then. None: each is a new
+    interpreter."""
     own: Sequence[int] | None = None
     """The ranks of this host; None: all of them."""
 
@@ -120,7 +136,7 @@ class _Seen:
 class LauncherWatch:
     def __init__(
         self,
-        children: Mapping[int, Popen[bytes]],
+        children: Mapping[int, Child],
         page: Page,
         ranks: Ranks,
         on_training: Callable[[], None] | None = None,

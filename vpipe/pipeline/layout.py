@@ -13,11 +13,12 @@ from vpipe.communication import BUFFERED_MESSAGES
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.cost.policies import POLICIES
 from vpipe.errors import PartitionError, ScheduleError, meant
-from vpipe.graph import ModelGraph, StageGraph, capture, edges, tied
+from vpipe.graph import ModelGraph, StageGraph, edges, tied
+from vpipe.pipeline.captured import captured
 from vpipe.runtime.feed import Fields
 from vpipe.schedule import Action, Op, Schedule, ScheduleKind, check, kind_of, lower
 from vpipe.schedule.program import shortened
-from vpipe.stage.precision import cast, compute_dtype, skeleton
+from vpipe.stage.precision import cast, compute_dtype
 
 StateEntry = tuple[str, int, torch.Size, torch.dtype]  # name, the rank that sends it, shape, dtype
 
@@ -96,8 +97,7 @@ def make_layout(
     options: LayoutOptions,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
-    dtype = compute_dtype(options.precision)
-    graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+    graph = captured(model, example_batch, loss_fn, options.precision)
     plain, for_count = _schedule(options, ranks)
     partition = _partition(options.partition, graph, plain)
     stage_graphs = graph.stages(partition)

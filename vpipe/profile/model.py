@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from vpipe.communication import HOST
 from vpipe.cost import DeviceCost, LinkCost, Profile
-from vpipe.graph import ModelGraph, StageGraph, capture
+from vpipe.graph import ModelGraph, StageGraph
+from vpipe.pipeline.captured import captured
 from vpipe.profile.block_costs import Kept, block_costs, measure_kept, optimizer_ratio, ties
 from vpipe.profile.contention import busy_processes
 from vpipe.profile.cuda_graph_stage import MeasuredGraphStage
@@ -25,7 +26,7 @@ from vpipe.profile.links import measure_link
 from vpipe.profile.measured_stage import MeasuredStage
 from vpipe.profile.rounds import NO_CALLS, block_times, call_times, measure_swapping, run_round, run_rounds
 from vpipe.runtime import count_samples
-from vpipe.stage.precision import cast, compute_dtype, skeleton
+from vpipe.stage.precision import cast, compute_dtype
 from vpipe.system.device import check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
@@ -69,7 +70,7 @@ class MeasuredModel:
         if run_length is None:
             run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
-        self.graph = capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+        self.graph = captured(model, example_batch, loss_fn, precision)
         fields = self.graph.batch_fields(example_batch)
         fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))

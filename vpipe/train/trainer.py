@@ -37,6 +37,7 @@ from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import about_staleness, describe, write_description
 from vpipe.train.memory_advice import memory_advice
 from vpipe.train.position import Position
+from vpipe.train.preload import prepared_model
 from vpipe.train.same_config import check_hosts, check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
@@ -108,7 +109,8 @@ class Trainer:
         self.position_found: dict[str, Any] = {}  # the position in the checkpoint that the run continues from
         self.resumed_from: Path | None = None  # the checkpoint
         self.place.say("the making of the pipeline")
-        say("capturing the model and cutting it into stages")
+        known = prepared_model(config) is self.model
+        say("cutting the model into stages" if known else "capturing the model and cutting it into stages")
         self.phases.end()
         self.pipe = self._build_pipeline()
         self.phases.include(self.pipe.phases.seconds)

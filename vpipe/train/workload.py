@@ -11,6 +11,7 @@ from vpipe.config.code import load_function
 from vpipe.data import Sampler
 from vpipe.train.datasets import check_named_data, named_batch, own_datasets
 from vpipe.train.models import build_model, build_own_model
+from vpipe.train.preload import prepared_model
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -50,7 +51,10 @@ def build_workload(config: RunConfig, device: str = "cpu") -> Workload:
 
 
 def configured_model(config: RunConfig, device: str) -> nn.Module:
-    return build_own_model(config) if "model" in config.code else build_model(config, device).model
+    if "model" in config.code:
+        return build_own_model(config)
+    ready = prepared_model(config) if device == "meta" else None
+    return build_model(config, device).model if ready is None else ready
 
 
 def configured_loss(config: RunConfig) -> LossFunction | None:

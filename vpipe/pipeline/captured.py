@@ -1,0 +1,51 @@
+"""The captured model of a pipeline; one that was captured before the ranks were forked is not captured again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+from vpipe.graph import ModelGraph, capture
+from vpipe.stage.precision import compute_dtype, skeleton
+
+
+class _Ahead(NamedTuple):
+    model: nn.Module
+    of: tuple[Any, ...]
+    graph: ModelGraph
+
+
+_ahead: _Ahead | None = None
+
+
+def captured(
+    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str
+) -> ModelGraph:
+    """The model in this precision as a graph. A graph is never changed and holds no weights."""
+    if (
+        _ahead is not None
+        and _ahead.model is model
+        and _ahead.of == _facts(example_batch, loss_fn, precision)
+    ):
+        return _ahead.graph
+    dtype = compute_dtype(precision)
+    return capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+
+
+def capture_ahead(
+    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str
+) -> None:
+    """Capture this model, which nobody changes from now on, for this process and its forks."""
+    global _ahead
+    graph = captured(model, example_batch, loss_fn, precision)
+    _ahead = _Ahead(model, _facts(example_batch, loss_fn, precision), graph)
+
+
+def _facts(batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str) -> tuple[Any, ...]:
+    """What a graph depends on besides the model. Sizes count: the work of blocks is that of the example."""
+    leaves, tree = pytree.tree_flatten(batch)
+    sizes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+    return str(tree), sizes, loss_fn, precision

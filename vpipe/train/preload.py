@@ -1,0 +1,82 @@
+"""What the launcher does once for all ranks of its host before it forks them: the imports, and the capture."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vpipe.errors import VPipeError
+from vpipe.launch.mps import count_gpus
+from vpipe.system.console import announce
+from vpipe.system.start import Phases, collector_off
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from vpipe.config import RunConfig
+
+MODEL = (
+    "model_type", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
+    "batch_size", "sequence_length", "documents", "precision",
+)  # fmt: skip
+"""The keys that a named model and its batches depend on, besides `model`."""
+
+
+class _Prepared(NamedTuple):
+    of: tuple[Any, ...]
+    model: nn.Module
+
+
+_prepared: _Prepared | None = None
+
+
+def preload(config: RunConfig, phases: Phases) -> None:
+    """Import what a rank imports, and capture the model. What fails here fails again in the ranks, which report it."""
+    global _prepared
+    phases.begin("import")
+    announce("importing torch")
+    with collector_off(keep=True):
+        import torch
+
+        torch.set_num_threads(1)  # a process with threads cannot be forked
+        with _no_gpu_touched():
+            from vpipe.pipeline.captured import capture_ahead
+            from vpipe.train.rank import train_rank  # noqa: F401
+            from vpipe.train.workload import build_workload
+
+            if _prepared is None or _prepared.of != _model_of(config):
+                phases.begin("capture")
+                announce("capturing the model")
+                with suppress(VPipeError):
+                    work = build_workload(config, "meta")
+                    capture_ahead(work.model, work.batch, work.loss_fn, config.precision)
+                    _prepared = _Prepared(_model_of(config), work.model)
+
+
+def prepared_model(config: RunConfig) -> nn.Module | None:
+    """The model on `meta` that was captured for this configuration before this process was forked, if one was."""
+    return _prepared.model if _prepared is not None and _prepared.of == _model_of(config) else None
+
+
+def _model_of(config: RunConfig) -> tuple[Any, ...]:
+    path = None if config.model is None else os.path.abspath(config.path(config.model))
+    return path, *(getattr(config, key) for key in MODEL)
+
+
+@contextmanager
+def _no_gpu_touched() -> Iterator[None]:
+    """Libraries that ask whether there is a GPU get the answer, but not from CUDA, which does not survive a fork."""
+    import torch
+
+    count = count_gpus()
+    answers = {"is_available": lambda: count > 0, "device_count": lambda: count}
+    before = {name: getattr(torch.cuda, name) for name in answers}
+    for name, answer in answers.items() if count else ():
+        setattr(torch.cuda, name, answer)
+    try:
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(torch.cuda, name, function)
