@@ -1,11 +1,13 @@
-"""BERT-large on four ranks that share one GPU: the limit, every schedule, settings under a memory cap, peers.
+"""A model on four ranks that share one GPU: the limit, every schedule, settings under a memory cap, peers.
 
-    python benchmarks/gpu.py [--json FILE] [--precision bf16] [--layers 24] [--batch 16] [--parts schedules,guides]
-        [--cuda-graphs]
+    python benchmarks/gpu.py [--json FILE] [--model bert-large] [--precision bf16] [--layers 24] [--batch 16]
+        [--parts schedules,guides] [--cuda-graphs] [--compile]
 
-Each rank has a quarter of the card's multiprocessors (MPS) and trains a BERT of the guides' size, sequence 128. Parts:
+Each rank has a quarter of the card's multiprocessors (MPS) and trains a model of `gpu_models.py`: a BERT of the guides'
+size with sequence 128, or another one. Parts (the last three of BERT only):
 
     schedules   every schedule, with 8 and 32 minibatches an update, against the limit
+    predictions six settings, with what was predicted of each; `--compile` with compiled blocks
     compiled    the same with compiled blocks
     guides      the guides' settings and plans of our own under one cap
     largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
@@ -34,6 +36,7 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+from gpu_models import SUBJECTS
 from rich.console import Console
 from rich.table import Table
 
@@ -41,9 +44,9 @@ from vpipe.launch.mps import sharing
 
 RANKS = 4
 FIGURES = (("samples_per_s", ".1f"), ("of_limit", ".3f"), ("of_together", ".3f"))
-PARTS = ("schedules", "compiled", "guides", "largest", "peers", "graphs")
-LARGE = {"width": 1024, "heads": 16, "vocabulary": 30522, "length": 128, "warm": 16, "measured": 64}
-TINY = {"width": 64, "heads": 4, "vocabulary": 512, "length": 16, "warm": 4, "measured": 8}
+PARTS = ("schedules", "predictions", "compiled", "guides", "largest", "peers", "graphs")
+OF_BERT = {"largest", "peers", "graphs"}
+TINY = {"length": 16, "warm": 4, "measured": 8}
 
 
 def main() -> None:
@@ -51,9 +54,11 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-gpu.jsonl")
     parser.add_argument("--device", default="cuda:0", help="or cpu, to try the script")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32", "tf32"))
-    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--model", default="bert-large", choices=sorted(SUBJECTS))
+    parser.add_argument("--layers", type=int, help="default: the model's own")
+    parser.add_argument("--length", type=int, help="tokens of a sample; default: the model's own")
     parser.add_argument("--batch", type=int, default=16)
-    parser.add_argument("--tiny", action="store_true", help="64 wide, sequence 16: to try the script")
+    parser.add_argument("--tiny", action="store_true", help="narrow, sequence 16: to try the script")
     parser.add_argument("--minibatches", default="8,32", help="of an update of the synchronous schedules")
     parser.add_argument("--parts", default="schedules,guides", help=f"any of {', '.join(PARTS)}")
     parser.add_argument(
@@ -62,23 +67,31 @@ def main() -> None:
     parser.add_argument(
         "--cuda-graphs", action="store_true", help="stages are played from CUDA graphs, in every case"
     )
+    parser.add_argument("--compile", action="store_true", help="of the part predictions: compiled blocks")
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: there is no {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
+    subject = SUBJECTS[arguments.model]
+    if arguments.model != "bert-large" and (bound := OF_BERT & set(parts)):
+        parser.error(f"--parts: {', '.join(sorted(bound))} is written for bert-large only")
     settings = {
         "json": str(arguments.json),
         "device": arguments.device,
         "precision": "fp32" if arguments.precision == "tf32" else arguments.precision,
         "tf32": arguments.precision == "tf32",
-        "layers": arguments.layers,
+        "model": arguments.model,
+        "tiny": arguments.tiny,
+        "layers": arguments.layers or subject.layers,
+        "length": arguments.length or subject.length,
         "batch": arguments.batch,
         "seconds": arguments.seconds,
         "cuda_graphs": arguments.cuda_graphs,
         "parts": parts,
         "minibatches": [int(count) for count in arguments.minibatches.split(",")],
-        **(TINY if arguments.tiny else LARGE),
+        "compile": arguments.compile,
+        **(TINY if arguments.tiny else {"warm": 16, "measured": 64}),
     }
     if arguments.measured:
         settings |= {"warm": -(-arguments.measured // 4), "measured": arguments.measured}

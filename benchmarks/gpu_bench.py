@@ -7,6 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from copy import copy
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
@@ -14,6 +15,7 @@ from typing import Any, NamedTuple
 
 import torch
 import transformers as hf
+from gpu_models import SUBJECTS
 from torch import Tensor, nn
 
 import vpipe.pipeline.layout
@@ -47,11 +49,11 @@ class Settings(NamedTuple):
     device: str
     precision: str
     tf32: bool
+    model: str
+    """One of `gpu_models.py`."""
+    tiny: bool
     layers: int
     batch: int
-    width: int
-    heads: int
-    vocabulary: int
     length: int
     warm: int
     """Minibatches before the clock starts."""
@@ -61,6 +63,8 @@ class Settings(NamedTuple):
     parts: tuple[str, ...]
     minibatches: tuple[int, ...]
     cuda_graphs: bool = False
+    compile: bool = False
+    """Of the part `predictions`; others say themselves what is compiled."""
 
 
 class Case(NamedTuple):
@@ -100,7 +104,7 @@ class Bench:
         self.file = Path(settings.json)
         self.device = torch.device(settings.device)
         self.precision, self.batch, self.layers = settings.precision, settings.batch, settings.layers
-        self.blocks = 2 * settings.layers + 1
+        self.subject = SUBJECTS[settings.model]
         self.deadline = time.monotonic() + settings.seconds
         self.total = (
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
@@ -117,45 +121,44 @@ class Bench:
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
         if layers not in self._models:
-            own = self.settings
-            config = hf.BertConfig(
-                vocab_size=own.vocabulary,
-                hidden_size=own.width,
-                num_hidden_layers=layers,
-                num_attention_heads=own.heads,
-                intermediate_size=4 * own.width,
-            )
             with torch.device("meta"):
-                self._models[layers] = hf.BertForMaskedLM(config)
+                self._models[layers] = self.subject.build(layers, tiny=self.settings.tiny)
         return self._models[layers]
+
+    @property
+    def blocks(self) -> int:
+        return len(self.graph(self.layers, self.batch).blocks)
 
     def graph(self, layers: int, size: int) -> ModelGraph:
         if (layers, size) not in self._graphs:
+            if size != self.batch:
+                self._graphs[layers, size] = of_size(self.graph(layers, self.batch), size / self.batch)
+                return self._graphs[layers, size]
             model, dtype = self.model(layers), DTYPES[self.precision]
             whole = model if dtype is None else vpipe.pipeline.layout.skeleton(model, dtype)
+            began = time.monotonic()
             self._graphs[layers, size] = capture(whole, self.batches(size)[0])
+            self.tell(case=f"captured in {time.monotonic() - began:.1f} s", layers=layers)
         return self._graphs[layers, size]
 
     def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
         """What stands in for `capture`: with so many samples, or as many as the batch has."""
 
         def captured(model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
-            if isinstance(model, hf.BertForMaskedLM):
-                return self.graph(model.config.num_hidden_layers, size or len(batch["input_ids"]))
+            if isinstance(model, hf.PreTrainedModel):
+                return self.graph(model.config.num_hidden_layers, size or len(batch["labels"]))
             return capture(model, batch, loss_fn)
 
         return captured
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         if size not in self._batches:
-            self._batches[size] = [self._batch(size, seed) for seed in range(4)]
+            config: Any = self.model(self.layers).config
+            drawing = (torch.Generator().manual_seed(seed) for seed in range(4))
+            self._batches[size] = [
+                self.subject.batch(config, size, self.settings.length, generator) for generator in drawing
+            ]
         return self._batches[size]
-
-    def _batch(self, size: int, seed: int) -> dict[str, Tensor]:
-        generator = torch.Generator().manual_seed(seed)
-        ids = torch.randint(3, self.settings.vocabulary, (size, self.settings.length), generator=generator)
-        labels = ids.where(torch.rand(ids.shape, generator=generator) < 0.15, -100)
-        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": labels}
 
     def data(self, size: int, count: int) -> Iterator[dict[str, Tensor]]:
         return (self.batches(size)[number % 4] for number in range(count))
@@ -320,7 +323,7 @@ class Bench:
             per_update,
             case.chunks,
             interval,
-            case.batch,
+            batch_size=case.batch,
         )
         result = simulate(profile, written, None, per_update or 64)
         period = case.batch / result.samples_per_second
@@ -343,8 +346,15 @@ def shares(rate: float, limits: dict[str, float], kind: str) -> dict[str, float]
     return {"of_limit": rate / limits[kind], "of_together": rate / limits[f"{kind}, together"]}
 
 
+def of_size(graph: ModelGraph, scale: float) -> ModelGraph:
+    """The captured graph for minibatches of another size: of what a profile reads, only bytes between blocks differ."""
+    made = copy(graph)
+    made.blocks = tuple(replace(block, cut_bytes=round(scale * block.cut_bytes)) for block in graph.blocks)
+    return made
+
+
 def with_layers(profile: Profile, layers: int) -> Profile:
-    """The profile of the same BERT with another number of layers: each is two blocks, the head is one.
+    """The profile of the same model with another number of layers: each is two blocks, the head is one.
 
     The first layer's blocks differ, having the embedding before them.
     """

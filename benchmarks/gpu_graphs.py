@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 from copy import deepcopy
 from statistics import median
+from typing import Any
 
 import torch
 from gpu_bench import DTYPES, Bench
@@ -37,11 +38,12 @@ def graphs(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     if bench.device.type != "cuda":
         bench.tell(case="CUDA graphs", error="there are none on a CPU")
         return
-    config, dtype = bench.model(bench.layers).config, DTYPES[bench.precision] or torch.float32
+    config: Any = bench.model(bench.layers).config
+    dtype = DTYPES[bench.precision] or torch.float32
     with bench.device:
         made = Layers([BertLayer(config) for _ in range(LAYERS)]).to(dtype)
     for size in SIZES:
-        hidden = torch.randn(size, bench.settings.length, bench.settings.width, device=bench.device).to(dtype)
+        hidden = torch.randn(size, bench.settings.length, config.hidden_size, device=bench.device).to(dtype)
         hidden.requires_grad_()
         plain = passing(made, hidden)
         # Of copies: a module whose forward is captured is changed.

@@ -95,16 +95,16 @@ def bisect(fits: Callable[[int], bool], low: int, high: int) -> int:
 
 
 def pipedream(bench: Bench, profile: Profile, batch: int, layers: int, cap: int) -> Case:
-    return Case("", "pipedream", batch, None, even_stages(layers), None, cap, layers=layers)
+    return Case("", "pipedream", batch, None, even_stages(2 * layers + 1), None, cap, layers=layers)
 
 
 def gpipe(bench: Bench, profile: Profile, batch: int, layers: int, cap: int) -> Case:
     everything = ("recompute",) * (2 * layers + 1)
-    return Case("", "gpipe", batch, 32, even_stages(layers), everything, cap, layers=layers)
+    return Case("", "gpipe", batch, 32, even_stages(2 * layers + 1), everything, cap, layers=layers)
 
 
 def vpipe(bench: Bench, profile: Profile, batch: int, layers: int, cap: int) -> Case:
-    hand = hand_made(layers)
+    hand = hand_made(2 * layers + 1)
     some = recomputed_from_end(hand, (0.3, 0.0, 0.0, 0.0))
     return Case("", "vpipe", batch, None, hand, some, cap, layers=layers)
 

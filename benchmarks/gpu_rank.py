@@ -39,7 +39,7 @@ def main() -> None:
         Path(settings.json).unlink(missing_ok=True)
     limited = {"schedules", "compiled"} & set(settings.parts)
     limits = find_limits(bench) if limited else {}
-    profile = bench.profile(settings.batch)
+    profile = bench.profile(settings.batch, compiled=settings.compile)
     for part in settings.parts:
         PARTS[part](bench, profile, limits)
 
@@ -123,6 +123,23 @@ def compiled(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     run_schedules(bench, bench.profile(bench.batch, compiled=True), limits, cases)
 
 
+def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
+    """Six settings, each with its prediction; where there is a cap for nobody, gpipe recomputes what it keeps."""
+    size, count = bench.batch, bench.settings.minibatches[0]
+    everything = ("recompute",) * bench.blocks
+    cases = [
+        Case("1f1b", "1f1b", size, count),
+        Case("zb-v", "zb-v", size, count),
+        Case("vpipe", "vpipe", size),
+        Case("zb-h1", "zb-h1", size, count),
+        Case("gpipe, all recomputed", "gpipe", size, count, policies=everything),
+        Case("interleaved", "interleaved", size, count, chunks=2),
+    ]
+    if bench.settings.compile:
+        cases = [case._replace(name=f"{case.name}, compiled", compile=True) for case in cases]
+    run_schedules(bench, profile, limits, cases)
+
+
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:
     return Case(name, "vpipe", batch, None, made.partition, made.policies, cap, replicas=made.replicas)
 
@@ -150,7 +167,7 @@ def run_plans(
 
 def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
     """The guides' table under one cap, and plans of our own for it."""
-    size, even, hand = bench.batch, even_stages(bench.layers), hand_made(bench.layers)
+    size, even, hand = bench.batch, even_stages(bench.blocks), hand_made(bench.blocks)
     cap = find_cap(bench, profile, limits)
     some = recomputed_from_end(hand, (0.3, 0.0, 0.0, 0.0))
     best = None
@@ -183,6 +200,7 @@ def guides(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
 
 PARTS = {
     "schedules": schedules,
+    "predictions": predictions,
     "compiled": compiled,
     "guides": guides,
     "largest": largest,

@@ -59,11 +59,11 @@ def test_without_time_the_largest_so_far_is_reported_as_such() -> None:
 
 
 def test_the_guides_partitions() -> None:
-    assert even_stages(24) == (13, 13, 13, 10)
-    assert hand_made(24) == (12, 13, 13, 11)
-    for layers in range(4, 60):
-        for made in (even_stages(layers), hand_made(layers)):
-            assert sum(made) == 2 * layers + 1
+    assert even_stages(49) == (13, 13, 13, 10)
+    assert hand_made(49) == (12, 13, 13, 11)
+    for blocks in range(9, 120):
+        for made in (even_stages(blocks), hand_made(blocks)):
+            assert sum(made) == blocks
             assert min(made) > 0
 
 
