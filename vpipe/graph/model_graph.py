@@ -57,12 +57,12 @@ class ModelGraph:
         return self.check(batch)
 
     def balanced_partition(self, stages: int) -> tuple[int, ...]:
-        """Numbers of blocks that make the heaviest stage (by flops) as light as possible."""
-        return balanced_partition([block.flops for block in self.blocks], stages, self._uncut)
+        """Numbers of blocks that make the heaviest stage as light as possible."""
+        return balanced_partition([block.weight for block in self.blocks], stages, self._uncut)
 
     def partition_for_ranks(self, placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
         """Numbers of blocks that make the busiest rank's work as small as possible; `placement`: each stage's ranks."""
-        return partition_for_ranks([block.flops for block in self.blocks], placement, self._uncut)
+        return partition_for_ranks([block.weight for block in self.blocks], placement, self._uncut)
 
     @property
     def _uncut(self) -> str:
