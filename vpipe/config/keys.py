@@ -195,7 +195,8 @@ class RunConfig(_Keys):
     macrobatch: StrictBool | None = None
     """true: one update for every `update_interval` minibatches, with two versions of the weights (schedule 2bw)."""
     stages: Places | None = None
-    """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says."""
+    """Positions of the pipeline; if not given, as many as `machines` has entries, or as `module` says. With `partition:
+    auto` as many ranks, which have another layout only if that is faster by more than 2 %; a line says so then."""
     minibatches: Annotated[int, Field(strict=True, ge=1, le=1_000_000)] | None = None
     """Minibatches of an update in a synchronous schedule; twice the number of stages if not given."""
     update_interval: Count | None = None
@@ -215,7 +216,7 @@ class RunConfig(_Keys):
     partition: Annotated[list[Count], Field(min_length=1, max_length=4096)] | Path_ | None = None
     """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
     wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
-    planned before the run. If not given, stages of about equal work."""
+    planned before the run. If not given, stages of about equal work, by the flops and the bytes of their operations."""
     policies: list[Literal["keep", "recompute", "swap"]] | None = None
     """Memory policy of each block's activations until backward; instead of a plan's, or of `recompute_ratio`."""
     gpu_memory: Annotated[str, Field(min_length=1), AfterValidator(_size)] | None = None
@@ -334,6 +335,9 @@ class RunConfig(_Keys):
     log_directory: Path_ = "runs"
     """Directory of the runs, relative to where the command is started, whatever `directory` is:
     `<log_directory>/<timestamp>/` holds the logs (`output.log.<rank>`), the figures, the checkpoints."""
+    peak_tflops: Positive | None = None
+    """Peak of a GPU (of a host, for ranks on its CPU) in TFLOP/s, of which `mfu` is the share that the model's products
+    use; if not given, that of known cards, and for others there is no `mfu`."""
     print_frequency: Count = 10
     """Updates between two lines of the log."""
     verbose_frequency: Natural = 0

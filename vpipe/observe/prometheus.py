@@ -48,6 +48,8 @@ METRICS: tuple[tuple[str, str, str, Values], ...] = (
     ("updates_total", "counter", "Updates made.", _one(lambda s: s.updates)),
     ("loss", "gauge", "Loss of the last updates.", _one(lambda s: s.loss)),
     ("samples_per_second", "gauge", "Samples a second, mean so far.", _one(lambda s: s.samples_per_s)),
+    ("tokens_per_second", "gauge", "Tokens a second, mean so far.", _one(lambda s: s.tokens_per_s)),
+    ("mfu", "gauge", "Share of the cards' peak that the model's products use.", _one(lambda s: s.mfu)),
     ("memory_bytes", "gauge", "Memory of the rank's GPU, or of its process.", _one(lambda s: s.memory)),
     ("peak_memory_bytes", "gauge", "The most of that memory so far.", _one(lambda s: s.peak_memory)),
     ("sent_bytes_total", "counter", "Bytes sent.", _one(lambda s: s.totals.get("bytes_sent"))),

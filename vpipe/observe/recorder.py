@@ -16,6 +16,7 @@ from vpipe.observe.prometheus import PrometheusEndpoint
 from vpipe.observe.results import REPORT
 from vpipe.observe.screen import ProgressReport
 from vpipe.observe.trackers import start_trackers
+from vpipe.observe.utilization import Utilization
 from vpipe.observe.watch import RankWatch
 from vpipe.record.events import StageBytes
 from vpipe.record.run_folder import log_path
@@ -54,9 +55,11 @@ class Recorder:
         keys: Mapping[str, str] | None = None,
         phases: Phases | None = None,
         verbose: bool = False,
+        peak_tflops: float | None = None,
     ) -> None:
         """`total` updates, 0 if that is not known; `samples` of an update, `tokens` of a sample, if it has any;
-        `projects` of trackers, which get the run's `keys`; `phases` of the start, which are shown if `verbose`."""
+        `projects` of trackers, which get the run's `keys`; `phases` of the start, which are shown if `verbose`;
+        `peak_tflops` of a card, if it is not to be that of its name."""
         self.effort = BestEffort(self.say)  # for all that is written beside the training
         self._progress = ProgressReport(total, pipe.updates, speaks=pipe.rank == 0, live=shows_progress)
         self.show = self._progress.say  # prints for the user, without the log
@@ -69,6 +72,7 @@ class Recorder:
         self._pipe, self._folder = pipe, folder
         self._total = total
         self._samples, self._tokens = samples, tokens
+        self._utilization = Utilization(pipe, peak_tflops)
         self._print_frequency, self._verbose_frequency = print_frequency, verbose_frequency
         self._recent: deque[float] = deque(maxlen=print_frequency)
         self._metrics_found: dict[str, float] = {}  # of the latest evaluation
@@ -115,12 +119,18 @@ class Recorder:
             self._meter.start()
         done, loss = update + 1, mean(self._recent)
         so_far = self._meter.total()
-        figures = self._speed(so_far)
+        figures = {
+            "learning_rate": self._pipe.learning_rate,
+            **self._speed(so_far),
+            "peak_memory": so_far.peak_memory,
+        }
         self._facts = {
             "total": self._total,
             "updates": done,
             "loss": loss if math.isfinite(loss) else None,
             "samples_per_s": figures["samples_per_s"],
+            "tokens_per_s": figures.get("tokens_per_s"),
+            "mfu": figures.get("mfu"),
             "totals": {name: getattr(so_far, name) for name in TOTALS},
         }
         if update == 0:
@@ -181,7 +191,7 @@ class Recorder:
             "skipped_updates": max(skipped),
             "lost_writes": sum(count for count, _ in lost),
             "first_lost_write": next((first for _, first in lost if first is not None), None),
-            **ranks[0].speed(self._samples),
+            **self._speed(ranks[0]),
             **shares(ranks),
             "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
             "ranks": by_rank,
@@ -224,12 +234,7 @@ class Recorder:
     def _speed(self, so_far: RankFigures) -> dict[str, float]:
         speed = so_far.speed(self._samples)
         tokens = {} if self._tokens is None else {"tokens_per_s": speed["samples_per_s"] * self._tokens}
-        return {
-            "learning_rate": self._pipe.learning_rate,
-            **speed,
-            **tokens,
-            "peak_memory": so_far.peak_memory,
-        }
+        return {**speed, **tokens, **self._utilization.mfu(speed["seconds_per_update"])}
 
     def _log_details(self, done: int) -> None:
         """This rank's times for an update, on average since the last such line."""

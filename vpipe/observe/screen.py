@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,8 @@ class ProgressReport:
 
     def update(self, done: int, loss: float, figures: dict[str, float], line: str | None) -> None:
         """Move the bar; without one print `line`, unless it is None."""
-        tokens = f"{figures['tokens_per_s']:.0f} tokens/s, " if "tokens_per_s" in figures else ""
         speed = (
-            f"lr {figures['learning_rate']:.2e}, "
-            f"{figures['samples_per_s']:.1f} samples/s, {tokens}"
-            f"{show_bytes(figures['peak_memory'])}"
+            f"lr {figures['learning_rate']:.2e}, {speed_text(figures)}, {show_bytes(figures['peak_memory'])}"
         )
         if self._bar is not None:
             self._bar.update(self._task, completed=done, figures=f"loss {loss:.4f}, {speed}")
@@ -64,6 +62,16 @@ class ProgressReport:
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
+
+
+def speed_text(figures: Mapping[str, float | None]) -> str:
+    """Samples a second and, as far as they are known, tokens and the share of the cards' peak."""
+    tokens, mfu = figures.get("tokens_per_s"), figures.get("mfu")
+    return (
+        f"{figures['samples_per_s']:.1f} samples/s"
+        + ("" if tokens is None else f", {tokens:.0f} tokens/s")
+        + ("" if mfu is None else f", mfu {mfu:.1%}")
+    )
 
 
 # Summary
@@ -86,7 +94,7 @@ def summary_table(summary: dict[str, Any]) -> Table:
         if evaluated is None
         else f"loss {evaluated:.4f}, perplexity {summary['perplexity']:.2f}",
         **{name: f"{value:.4f}" for name, value in summary.get("metrics", {}).items()},
-        "speed": f"{summary['samples_per_s']:.1f} samples/s",
+        "speed": speed_text(summary),
         "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
         "share of the limit": f"{computing:.1%} of the ranks' time is computing",
         "communication": f"{sending:.1%} sending",
@@ -159,8 +167,9 @@ def _headline(folder: Path, statuses: list[Status]) -> Text:
     loss = "" if first.loss is None else f", loss {first.loss:.4f}"
     of = f" of {first.total}" if first.total else ""
     lost = sum(status.lost_writes for status in statuses)
+    speed = speed_text({name: getattr(first, name) for name in ("samples_per_s", "tokens_per_s", "mfu")})
     return Text(
-        f"{printable(folder.name)}: update {first.updates}{of}{loss}, {first.samples_per_s:.1f} samples/s"
+        f"{printable(folder.name)}: update {first.updates}{of}{loss}, {speed}"
         + (f", {lost} writes failed" if lost else ""),
         style="bold",
     )

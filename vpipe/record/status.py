@@ -46,6 +46,9 @@ class Status:
     total: int = 0
     loss: float | None = None
     samples_per_s: float = 0.0
+    tokens_per_s: float | None = None
+    mfu: float | None = None
+    """Share of the cards' peak; None where that is not known."""
     place: str = ""
     """The action that the rank runs or, if `inside` is false, has just run; else words for what it does."""
     inside: bool = False

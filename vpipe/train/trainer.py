@@ -220,6 +220,7 @@ class Trainer:
             projects={"wandb": config.wandb, "mlflow": config.mlflow},
             phases=self.phases,
             verbose=verbose,
+            peak_tflops=config.peak_tflops,
             keys={
                 key: str(value) for key, value in config.model_dump(mode="json", exclude_none=True).items()
             },

@@ -29,8 +29,8 @@ SCRIPTS = ("format.js", "lanes.js", "timeline.js", "stacked.js", "details.js", "
 POINTS = 2000
 """Of a curve; a longer one is thinned out."""
 SHOWN = (
-    "loss", "evaluation_loss", "perplexity", "updates", "samples_per_s", "seconds_per_update", "of_limit",
-    "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
+    "loss", "evaluation_loss", "perplexity", "updates", "samples_per_s", "tokens_per_s", "mfu", "seconds_per_update",
+    "of_limit", "communication_share", "bubble_share", "peak_memory", "ranks", "schedule", "partition", "blocks",
 )  # fmt: skip
 """Keys of summary.json that the page shows."""
 INCIDENTAL = frozenset((

@@ -5,6 +5,8 @@ const FIGURES = [
   { key: "loss", label: "loss", show: (v) => v.toFixed(4), better: Math.min },
   { key: "evaluation_loss", label: "evaluation loss", show: (v) => v.toFixed(4), better: Math.min },
   { key: "samples_per_s", label: "samples a second", show: number, better: Math.max },
+  { key: "tokens_per_s", label: "tokens a second", show: number, better: Math.max },
+  { key: "mfu", label: "of the peak (mfu)", show: percent, better: Math.max },
   { key: "seconds_per_update", label: "an update takes", show: (v) => duration(1e6 * v), better: null },
   { key: "of_limit", label: "computing", show: percent, better: Math.max },
   { key: "bubble_share", label: "waiting", show: percent, better: Math.min },
