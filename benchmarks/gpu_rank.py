@@ -124,7 +124,7 @@ def compiled(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
 
 
 def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
-    """Six settings, each with its prediction; where there is a cap for nobody, gpipe recomputes what it keeps."""
+    """Six settings and a plan, each with its prediction; gpipe recomputes what it would keep."""
     size, count = bench.batch, bench.settings.minibatches[0]
     everything = ("recompute",) * bench.blocks
     cases = [
@@ -137,7 +137,12 @@ def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> Non
     ]
     if bench.settings.compile:
         cases = [case._replace(name=f"{case.name}, compiled", compile=True) for case in cases]
-    run_schedules(bench, profile, limits, cases)
+    run_schedules(bench, profile, limits, cases[:2])
+    made = plan(profile, RANKS, None, "vpipe")
+    if bench.in_time():
+        whole = planned(made, "vpipe, as planned", size)
+        bench.run(whole._replace(compile=bench.settings.compile), profile, limits)
+    run_schedules(bench, profile, limits, cases[2:])
 
 
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:

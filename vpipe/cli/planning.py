@@ -64,6 +64,12 @@ def plan(
         Path | None, typer.Option(help="Instead: a file of `vpipe profile`, or PipeDream's graph.txt.")
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
+    stages: Annotated[
+        int | None,
+        typer.Option(
+            help="Stages of the pipeline; more ranks are replicas. Default: as many as are fastest."
+        ),
+    ] = None,
     memory: Annotated[str | None, typer.Option(help="Memory of a rank, such as 11GiB.")] = None,
     schedule: Annotated[
         str | None,
@@ -118,7 +124,7 @@ def plan(
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
         training = StaleTraining(measured=measured) if by == LOSS else None
-        result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks, training)
+        result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks, training, stages)
     elif profile is not None:
         raise VPipeError(
             f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
@@ -130,6 +136,7 @@ def plan(
         result = plan_run(
             run,
             ranks=ranks,
+            stages=stages,
             memory=memory,
             schedule=schedule,
             minibatches=minibatches,

@@ -33,7 +33,7 @@ def nothing_fits(tasks: Sequence[Task], profile: Profile) -> str:
     changes = [f"a memory of {least.memory} bytes ({show_bytes(least.memory)})"]
     # The one that needs least first: it is the likeliest to fit.
     quick = [other for other in sorted(tasks, key=lambda other: other is not task) if other.quick]
-    if quick and (ranks := _ranks(quick)) is not None:
+    if quick and task.stages is None and (ranks := _ranks(quick)) is not None:
         changes.append(f"{ranks} ranks")
     if quick and (size := _batch_size(quick, profile)) is not None:
         changes.append(f"a batch size of {size}")

@@ -163,23 +163,14 @@ class SimulatedSearch:
         if task.kind.table is not None:
             yield PlanShape(task, tuple(map(len, task.kind.table.placement)))
             return
-        for stages in range(1, min(self.blocks, task.ranks) + 1):
+        for stages in task.counts:
             for replicas in compositions(task.ranks, stages):
-                if self.allowed(replicas):
+                if task.allows(replicas):
                     yield PlanShape(task, replicas)
-
-    def allowed(self, replicas: tuple[int, ...]) -> bool:
-        kind = self.task.kind
-        if (kind.replicas == "one" and max(replicas) > 1) or (
-            kind.replicas == "equal" and len(set(replicas)) > 1
-        ):
-            return False
-        return not kind.synchronous or max(replicas) <= self.task.update
 
     def count(self) -> int:
         """Partitions with all replicas, at most."""
-        stages = range(1, min(self.blocks, self.task.ranks) + 1)
-        return sum(comb(self.blocks - 1, n - 1) * comb(self.task.ranks - 1, n - 1) for n in stages)
+        return sum(comb(self.blocks - 1, n - 1) * comb(self.task.ranks - 1, n - 1) for n in self.task.counts)
 
     @property
     def complete(self) -> bool:

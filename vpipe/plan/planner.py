@@ -33,6 +33,7 @@ def plan(
     batch_size: int | str | None = None,
     chunks: int | None = None,
     training: StaleTraining | None = USUAL,
+    stages: int | None = None,
 ) -> PlanResult:
     """Find the fastest way to train on so many ranks within a memory: partition, policies, replicas, schedule.
 
@@ -50,6 +51,7 @@ def plan(
         chunks: Stages on each rank, for "interleaved".
         training: For "auto": the optimizer, and whether stale weights are predicted. The samples that this needs in
             addition to equal loss count against an asynchronous schedule. None: samples a second alone count.
+        stages: Positions of the pipeline; fewer than ranks have replicas. By default as many as are fastest.
 
     Returns:
         The plan, with what it needs and should cost; its `to_plan()` is what Pipeline and files take.
@@ -60,7 +62,9 @@ def plan(
     if isinstance(memory, str):
         memory = read_bytes(memory)
     memory = profile.device.usable if memory is None else memory
-    numbers = {"ranks": ranks, "memory": memory, "minibatches": minibatches, "chunks": chunks}
+    numbers = {
+        "ranks": ranks, "memory": memory, "minibatches": minibatches, "chunks": chunks, "stages": stages,
+    }  # fmt: skip
     for what, value in numbers.items():
         if value is not None:
             at_least_one(what, value)
@@ -76,12 +80,14 @@ def plan(
         check_table(schedule, ranks, minibatches, chunks)
     if schedule != AUTO:
         training = None  # there is nothing to choose
+    if stages is not None:
+        kinds = kinds_with_stages(kinds, stages, ranks, len(profile.blocks))
 
     def task(kind: ScheduleKind, size: int) -> Task:
         given = for_batch_size(profile, size)
         # Of an asynchronous schedule they would be those of the whole run, which would be one that only fills up.
         count = minibatches if kind.synchronous or schedule != AUTO else None
-        made = Task(given, ranks, memory, kind, count, chunks, given)
+        made = Task(given, ranks, memory, kind, count, chunks, given, stages)
         return made._replace(profile=as_scheduled(made.profile, kind.splits_backward, made.update_interval))
 
     if isinstance(batch_size, str):
@@ -169,6 +175,30 @@ def kinds_of(schedule: str | Schedule) -> list[ScheduleKind]:
     for kind in KINDS.values():
         different.setdefault(replace(kind, name=""), kind)
     return list(different.values())
+
+
+def kinds_with_stages(
+    kinds: Sequence[ScheduleKind], stages: int, ranks: int, blocks: int
+) -> list[ScheduleKind]:
+    """Those that can have so many positions; an error if there are none."""
+    if stages > min(ranks, blocks):
+        raise VPipeError(
+            f"stages is {stages}, but there are {ranks} ranks and the model has {blocks} blocks: give at most "
+            f"{min(ranks, blocks)}"
+        )
+
+    def fits(kind: ScheduleKind) -> bool:
+        if kind.table is not None:
+            return stages == len(set(kind.table.placement))
+        return stages == ranks or (kind.replicas == "equal" and ranks % stages == 0) or kind.replicas == "any"
+
+    found = [kind for kind in kinds if fits(kind)]
+    if not found:
+        raise VPipeError(
+            f"stages is {stages}, which schedule {kinds[0].name!r} cannot have on {ranks} ranks: give as many ranks, "
+            "or another schedule"
+        )
+    return found
 
 
 def check_table(table: Schedule, ranks: int, minibatches: int | None, chunks: int | None) -> None:

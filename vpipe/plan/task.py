@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -30,6 +30,8 @@ class Task(NamedTuple):
     chunks: int | None
     given: Profile | None = None
     """The same profile, not yet changed for the schedule: what is simulated."""
+    stages: int | None = None
+    """Positions of the pipeline; None: as many as are fastest."""
 
     @property
     def update(self) -> int:
@@ -54,6 +56,22 @@ class Task(NamedTuple):
         """Whether each rank holds one stage."""
         return self.kind.holding is not None or in_line(schedule_of(self, 1 if self.ranks == 1 else 2, 1))
 
+    def allows(self, replicas: Sequence[int]) -> bool:
+        """Whether the schedule may have such replicas."""
+        kind = self.kind
+        if (kind.replicas == "one" and max(replicas) > 1) or (
+            kind.replicas == "equal" and len(set(replicas)) > 1
+        ):
+            return False
+        return not kind.synchronous or max(replicas) <= self.update
+
+    @property
+    def counts(self) -> range:
+        """The numbers of positions that a plan in line may have."""
+        if self.stages is not None:
+            return range(self.stages, self.stages + 1)
+        return range(1, min(self.ranks, len(self.profile.blocks)) + 1)
+
     @property
     def small(self) -> bool:
         """Whether there is time to look for the very smallest change that would fit."""
@@ -73,7 +91,7 @@ def divisors(task: Task) -> list[int]:
         return [task.ranks]
     return [
         positions
-        for positions in range(1, min(task.ranks, len(task.profile.blocks)) + 1)
+        for positions in task.counts
         if task.ranks % positions == 0 and task.ranks // positions <= task.update
     ]
 
@@ -95,6 +113,8 @@ def _built(
 def loads_of(task: Task) -> Iterable[Loads]:
     """The layouts with a stage on each rank."""
     kind = task.kind
+    if task.stages is not None and kind.table is None:
+        return list(_loads_of_stages(task, task.stages))
     if kind.holding is None:
         loads = [line_loads(schedule_of(task, positions)) for positions in divisors(task)]
         return [*loads, *_uneven_loads(task)] if kind.replicas == "any" and task.ranks <= FEW_RANKS else loads
@@ -104,6 +124,16 @@ def loads_of(task: Task) -> Iterable[Loads]:
         *(equal_loads(kind, task.ranks, task.ranks // positions, task.update) for positions in equal),
         loads_by_place(kind, task.ranks, task.update),
     ]
+
+
+def _loads_of_stages(task: Task, stages: int) -> Iterable[Loads]:
+    """Those with so many stages: of many ranks only the most even replicas."""
+    minibatches = task.update if task.kind.synchronous else None
+    each, more = divmod(task.ranks, stages)
+    even = [(each + 1,) * more + (each,) * (stages - more)]
+    for replicas in compositions(task.ranks, stages) if task.ranks <= FEW_RANKS else even:
+        if task.allows(replicas):
+            yield line_loads(task.kind.build(stages, minibatches, replicas=replicas))
 
 
 def _uneven_loads(task: Task) -> Iterable[Loads]:
@@ -126,7 +156,7 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     By sums uneven replicas make stages of equal length. But they wait for each other, which only a simulation tells,
     and then one of these may be quicker. Asynchronous replicas wait in any case.
     """
-    if task.kind.holding is None or updates_at_once(task):
+    if task.kind.holding is None or updates_at_once(task) or task.stages is not None:
         return []
     ends = {task.ranks, 1} if task.kind.synchronous else {task.ranks}
     return [

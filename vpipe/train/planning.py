@@ -9,7 +9,9 @@ import hashlib
 import json
 import os
 import platform
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -25,11 +27,11 @@ from vpipe.cost import (
     write_plan,
     write_profile,
 )
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 from vpipe.plan import PlanResult, plan
 from vpipe.schedule import Schedule, kind_of
 from vpipe.system import user_cache
-from vpipe.system.console import announce
+from vpipe.system.console import announce, inform
 from vpipe.system.files import is_folder, read_text
 from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
@@ -45,6 +47,8 @@ MEASURED = (
 """The keys that a profile depends on."""
 METHOD = 5
 """The number of the way in which profiles are measured: the cache finds none of another one."""
+WORTH = 1.02
+"""How many times as fast another number of stages than the requested one must be."""
 PROFILES = "profiles"
 """Where they are kept for all runs of the user."""
 
@@ -65,6 +69,7 @@ def plan_run(
     profile: Profile | None = None,
     *,
     ranks: int | None = None,
+    stages: int | None = None,
     memory: str | None = None,
     schedule: str | None = None,
     minibatches: int | None = None,
@@ -76,7 +81,8 @@ def plan_run(
     """The best plan for the configured run, with what is given here in place of the file's own.
 
     A table that is given here is found from where we stand, the file's own from the file. `training` is what `auto`
-    weighs the samples of stale schedules by; None: not at all.
+    weighs the samples of stale schedules by; None: not at all. The file's `stages` hold too, unless another
+    layout of as many ranks is worth more: then the plan has that, and a line says so.
     """
     directory = Path() if schedule else config.source.parent
     chosen = named_or_table(schedule or config.chosen_schedule, directory)
@@ -87,7 +93,8 @@ def plan_run(
         minibatches = minibatches or config.minibatches
     profile = with_links(profile or cached_profile(config), links)
     announce(f"{config.source}: searching for a plan")
-    return plan(
+    find = partial(
+        plan,
         profile,
         config.ranks if ranks is None else ranks,
         None if memory is None else read_bytes(memory),
@@ -97,6 +104,31 @@ def plan_run(
         chunks,
         training,
     )
+    found = find(stages=stages)
+    if stages is None and ranks is None and config.stages not in (None, len(found.replicas)):
+        return _with_own_stages(config, found, partial(find, stages=config.stages))
+    return found
+
+
+def _with_own_stages(config: RunConfig, found: PlanResult, find: Callable[[], PlanResult]) -> PlanResult:
+    """The plan with the file's `stages`, unless the one without is worth more; a line says which, and why."""
+    layout = " x ".join(map(str, (len(found.replicas), found.replicas[0])))
+    if len(set(found.replicas)) > 1:
+        layout = f"{len(found.replicas)} stages of {', '.join(map(str, found.replicas))}"
+    try:
+        own = find()
+    except VPipeError:
+        gain = "so many do not fit"
+    else:
+        ratio = found.samples_per_second / own.samples_per_second
+        if ratio < WORTH:
+            return own
+        gain = f"{ratio:.2f} times as fast by prediction, {found.samples_per_second:.4g} samples/s"
+    inform(
+        f"{config.source}: stages is {config.stages}, but the plan has {layout} replicas: {gain}; `vpipe plan "
+        f"{config.source} --stages {config.stages}` writes a plan with {config.stages}"
+    )
+    return found
 
 
 def stale_training(config: RunConfig, measured: tuple[Slowdown, ...] = ()) -> StaleTraining:
