@@ -180,7 +180,10 @@ class Bench:
         )
         name = f".profile{size}{'c' if compiled else ''}.json"
         made = profile_shared_device(self.world, measured, self.file.with_suffix(name), seconds=3.0)
-        self.tell(case="profile", batch=size, compile=compiled, issuing_us=self.issuing())
+        peak = self.peak() / 2**30
+        self.tell(
+            case="profile", batch=size, compile=compiled, issuing_us=self.issuing(), peak_gib=round(peak, 2)
+        )
         return made
 
     def issuing(self) -> float:

@@ -1,6 +1,8 @@
 """Replayed CUDA graphs train as eager kernels do: the same masks, the same weights."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -18,6 +20,7 @@ from vpipe.cost import DeviceCost, LinkCost
 from vpipe.errors import VPipeError
 from vpipe.pipeline.threads import run_ranks
 from vpipe.profile.model import MeasuredModel
+from vpipe.stage.cuda_graphs import GraphSequence
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -158,6 +161,34 @@ def test_a_profile_is_measured_from_graphs() -> None:
     assert all(block.working_bytes > 0 for block in made.blocks)
     assert all(block.forward > 0 and block.backward > 0 for block in made.blocks)
     assert max(block.forward_bytes for block in made.blocks) > 0
+
+
+def test_small_minibatches_are_replayed_with_auto() -> None:
+    data = batches(24)
+    assert_close(threads(2, "1f1b", data, cuda_graphs="auto"), threads(2, "1f1b", data))
+
+
+@pytest.mark.parametrize("room", [0, 3])
+@pytest.mark.parametrize("schedule", ["zb-h1", "pipedream"])
+def test_graphs_that_find_no_memory_are_left_out(
+    schedule: str, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """From some graph on, the device has no memory while one is captured."""
+    data, graphs, capturing = batches(24), 2 * room, GraphSequence.capturing
+
+    @contextmanager
+    def scarce(self: GraphSequence, pool: Any) -> Iterator[None]:
+        nonlocal graphs
+        with capturing(self, pool):
+            yield
+            graphs -= 1
+            if graphs < 0:
+                torch.empty(2**46, dtype=torch.uint8, device=tasks.GPU)
+
+    expected = threads(2, schedule, data)
+    monkeypatch.setattr(GraphSequence, "capturing", scarce)
+    assert_close(threads(2, schedule, data, cuda_graphs=True), expected)
+    assert "there is no memory for more of them" in capfd.readouterr().err
 
 
 class Inverting(nn.Module):

@@ -1,5 +1,7 @@
 """CUDA graphs without a GPU: the slots and graphs that minibatches get, and the memory that is predicted for them."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 from unittest.mock import Mock
@@ -34,7 +36,9 @@ from vpipe.weights import OptimizerWithWeightStashing
 class FakeCaptureContext:
     """One that needs no GPU."""
 
-    def __init__(self, module: Any, seed: int) -> None:
+    device = torch.device("cpu")
+
+    def __init__(self, module: Any, seed: int, pool: Any = None) -> None:
         self.module, self.seed = module, seed
 
 
@@ -98,7 +102,8 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "SlotMemory", FakeSlotMemory)
     monkeypatch.setattr(module, "gc", Mock())  # half a second each time, and fakes take no memory
     monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(assembly, "check_cuda_graphs", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "graph_pool_handle", lambda: (0, 0))
+    monkeypatch.setattr(assembly, "check_cuda_graphs", lambda *_: None)
 
 
 @pytest.fixture
@@ -282,7 +287,7 @@ class TimedGraphs(FakeGraphs):
 @pytest.mark.usefixtures("fakes")
 def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lap is the time of a replay, and the cost of its launch is separated from that of its blocks."""
-    monkeypatch.setattr(profiled, "check_cuda_graphs", lambda device: None)
+    monkeypatch.setattr(profiled, "check_cuda_graphs", lambda *_: None)
     monkeypatch.setattr(profiled, "capture", capture_once)
     monkeypatch.setattr(module, "StageCudaGraphs", TimedGraphs)
     monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: CLOCK)
@@ -384,6 +389,142 @@ def test_an_error_says_that_no_plan_for_graphs_fits() -> None:
     graphs = Profile(blocks, device, LinkCost(1e6, 0.0), 1)
     with pytest.raises(VPipeError, match=r"CUDA graphs in a memory of 10 bytes .* leave cuda_graphs out"):
         make_plan(graphs, 2, 10, "vpipe")
+
+
+class ScarceGraphs(FakeGraphs):
+    """There is memory for so many sets."""
+
+    room = 0
+    error: RuntimeError = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.00 GiB.")
+
+    def __init__(self, *arguments: Any) -> None:
+        if ScarceGraphs.room == 0:
+            raise ScarceGraphs.error
+        ScarceGraphs.room -= 1
+        super().__init__(*arguments)
+
+
+class FakeLaunchTimes:
+    """Of a host that is slower than its device, or not."""
+
+    slower = True
+
+    def __init__(self, device: torch.device) -> None:
+        self.parts = 0
+
+    @contextmanager
+    def timing(self) -> Iterator[None]:
+        yield
+        self.parts += 1
+
+    def host_is_slower(self) -> bool:
+        assert self.parts == 2, "its forward and its backward"
+        return FakeLaunchTimes.slower
+
+
+def train(small: Small, cuda_graphs: bool | str, updates: int = 6) -> tuple[list[float], int, list[bool]]:
+    """On one rank: losses, sets of graphs, and whether gradients have fixed memory."""
+    drawn = torch.Generator().manual_seed(0)
+    data = [tuple(torch.randint(11, (2, 4), generator=drawn)) for _ in range(4 * updates)]
+
+    def work(world: Any) -> tuple[list[float], int, list[bool]]:
+        with Pipeline(
+            small,
+            data[0],
+            loss_fn=nn.functional.cross_entropy,
+            optimizer=lambda parameters: torch.optim.AdamW(parameters, 0.01),
+            schedule="gpipe",
+            minibatches=4,
+            device="cpu",
+            world=world,
+            cuda_graphs=cuda_graphs,
+        ) as pipe:
+            losses = [loss for _, loss in pipe.train(data)]
+            pools = [pool for stage in pipe.runtime.stages.values() if (pool := stage.graph_pool)]
+            return losses, sum(pool.captured for pool in pools), [bool(pool._bound) for pool in pools]
+
+    (found,) = run_ranks(1, work)
+    return found
+
+
+@pytest.mark.usefixtures("fakes", "capture_once")
+@pytest.mark.parametrize("room", [0, 1, 2])
+def test_without_memory_for_more_graphs_minibatches_run_eagerly(
+    small: Small, room: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "StageCudaGraphs", ScarceGraphs)
+    monkeypatch.setattr(ScarceGraphs, "room", room)
+    losses, captured, fixed = train(small, True)
+    assert captured == room
+    assert fixed == [room > 0]
+    said = [line for line in capsys.readouterr().err.splitlines() if "CUDA graphs" in line]
+    kept = f"{room} sets are replayed, other minibatches" if room else "all minibatches"
+    assert said == [f"stage 0, CUDA graphs: {module.NO_MEMORY}; {kept} run eagerly"]
+    assert losses == pytest.approx(train(small, False)[0], rel=1e-12)
+
+
+@pytest.fixture
+def as_on_a_gpu(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`auto` has graphs on this CPU too."""
+    monkeypatch.setattr(module, "LaunchTimes", FakeLaunchTimes)
+    monkeypatch.setattr(assembly, "_may_replay", lambda *_: True)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "capture_once")
+@pytest.mark.parametrize("slower", [True, False])
+def test_auto_replays_where_the_host_is_slower(
+    small: Small, slower: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(FakeLaunchTimes, "slower", slower)
+    losses, captured, fixed = train(small, "auto")
+    assert (captured > 0, fixed) == (slower, [slower])
+    assert losses == pytest.approx(train(small, False)[0], rel=1e-12)
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "capture_once")
+def test_auto_leaves_what_training_needs_at_its_peak(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
+    left = [1000, 700, 400, 100]  # each set takes 300, and training needs 350 at its peak
+
+    def available(device: torch.device) -> int:
+        return left[len(made)]
+
+    made: list[FakeGraphs] = []
+
+    class CountedGraphs(FakeGraphs):
+        def __init__(self, *arguments: Any) -> None:
+            super().__init__(*arguments)
+            made.append(self)
+
+    monkeypatch.setattr(module, "StageCudaGraphs", CountedGraphs)
+    monkeypatch.setattr(module, "available_memory", available)
+    monkeypatch.setattr(module, "peak_memory", lambda device: 350)
+    monkeypatch.setattr(module, "used_memory", lambda device: 0)
+    assert train(small, "auto")[1] == 2
+
+
+@pytest.mark.usefixtures("as_on_a_gpu", "capture_once")
+def test_what_cannot_be_captured_runs_eagerly_with_auto_and_is_an_error_else(
+    small: Small, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(module, "StageCudaGraphs", ScarceGraphs)
+    monkeypatch.setattr(
+        ScarceGraphs, "error", RuntimeError("operation not permitted when stream is capturing")
+    )
+    assert train(small, "auto")[1] == 0
+    assert "it cannot be captured: operation not permitted" in capsys.readouterr().err
+    with pytest.raises(
+        VPipeError, match="stage 0 cannot be captured as CUDA graphs: operation not permitted"
+    ):
+        train(small, True)
+    monkeypatch.setattr(ScarceGraphs, "error", RuntimeError("shapes do not fit"))
+    with pytest.raises(RuntimeError, match="shapes do not fit"):
+        train(small, "auto")
+
+
+def test_auto_on_a_cpu_is_eager(small: Small) -> None:
+    assert train(small, "auto", updates=1)[1:] == (0, [])
+    with pytest.raises(VPipeError, match="cuda_graphs is 'maybe': give True, False or 'auto'"):
+        train(small, "maybe", updates=1)
 
 
 def test_cuda_graphs_on_a_cpu_are_refused() -> None:

@@ -266,10 +266,11 @@ class RunConfig(_Keys):
     compile: StrictBool = False
     """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
     Dropout then draws other masks than without it. Evaluation is not compiled."""
-    cuda_graphs: StrictBool = False
+    cuda_graphs: StrictBool | Literal["auto"] = False
     """On GPUs a stage's work for a minibatch is recorded as CUDA graphs and replayed: for small minibatches, whose
-    kernels a GPU runs faster than its host launches them. It takes some more memory. Stages that swap, and minibatches
-    of another shape than the first, are run eagerly."""
+    kernels a GPU runs faster than its host launches them. It takes some more memory. Stages that swap, minibatches of
+    another shape than the first, and those whose graphs have no room are run eagerly. auto: only stages whose host is
+    slower than their GPU, as their second minibatch shows; none on a CPU."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or a gradient that is not finite, before the update: stop ends the run, skip leaves out the
     update on every stage. With fp16 an overflow is no error: the loss scale is lowered."""

@@ -21,7 +21,7 @@ from vpipe.stage import Stage, StageModule
 from vpipe.stage.compiled import check_compiler
 from vpipe.stage.graph_pool import GraphPool
 from vpipe.stage.precision import LossScale, cast_module
-from vpipe.system.device import check_cuda_graphs
+from vpipe.system.device import AUTO_GRAPHS, check_cuda_graphs
 from vpipe.weights import OptimizerFactory, OptimizerWithWeightStashing, SchedulerFactory
 
 ROUNDS = 64
@@ -35,7 +35,7 @@ class TrainingOptions:
     optimizer: OptimizerFactory
     lr_scheduler: SchedulerFactory | None
     compile: bool | str
-    cuda_graphs: bool
+    cuda_graphs: bool | str
     clip_norm: float | None
     on_nonfinite: str | None
     nonfinite_limit: tuple[int, int]
@@ -73,8 +73,8 @@ def assemble(
         fix = "leave compile out, or wrap the children in torch.compile yourself"
         _check_captured(layout, "compile is", f"nothing can compile them; {fix}")
         check_compiler(options.compiler, handler.device)
-    if options.cuda_graphs:
-        check_cuda_graphs(handler.device)
+    check_cuda_graphs(options.cuda_graphs, handler.device)
+    if options.cuda_graphs is True:
         lost = "what they do differently from minibatch to minibatch would be lost"
         _check_captured(layout, "cuda_graphs are", f"{lost}; leave cuda_graphs out")
     schedule = layout.schedule
@@ -144,9 +144,15 @@ def _make_stage(
     )
     evaluation = StageModule(graph, module, training=False, keep_output=True)
     # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.
-    replayed = options.cuda_graphs and not module.swaps
-    graph_pool = GraphPool(module, weights, options.seed) if replayed else None
+    replayed, auto = options.cuda_graphs and not module.swaps, options.cuda_graphs == AUTO_GRAPHS
+    if auto:
+        replayed = replayed and _may_replay(layout, device)
+    graph_pool = GraphPool(module, weights, options.seed, auto=auto) if replayed else None
     return Stage(graph, module, evaluation, weights, options.seed, graph_pool)
+
+
+def _may_replay(layout: Layout, device: torch.device) -> bool:
+    return device.type == "cuda" and layout.graph.trace.boundaries is None
 
 
 def _versions(schedule: Schedule, rank: int, stage: int) -> int:

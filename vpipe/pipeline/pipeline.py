@@ -79,7 +79,7 @@ class Pipeline:
             without one double it.
         compile: True, or the name of a backend other than inductor: torch.compile compiles the blocks.
         cuda_graphs: On a GPU, record a stage's work for a minibatch as CUDA graphs. Small minibatches are then no
-            longer as slow as their host (see docs/performance.md).
+            longer as slow as their host (see docs/performance.md). "auto": where that gains, and none on a CPU.
         clip_norm: The largest norm of the gradients.
         on_nonfinite: Reaction to a loss or gradient that is not finite: "stop" raises a NonFiniteError before the
             update, "skip" leaves the update out; None: it is not checked.
@@ -130,7 +130,7 @@ class Pipeline:
         policies: Sequence[str] | None = None,
         precision: str = "fp32",
         compile: bool | str = False,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         nonfinite_limit: tuple[int, int] = (10, 100),

@@ -21,6 +21,8 @@ class MeasuredGraphStage(MeasuredStage):
         super().__init__(*arguments)
         self._begun = False
         self._pools: dict[StageModule, GraphPool] = {}
+        # Of a stage one module runs at a time, so that the graphs of all can have the same memory.
+        self._memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._replayed: tuple[GraphPool, GraphSlot] | None = None
 
     def begin_rounds(self) -> None:
@@ -38,7 +40,8 @@ class MeasuredGraphStage(MeasuredStage):
         pool = self._pools[module]
         start = self.clock()
         taken = pool.take_slot(self.inputs, self.fields)
-        assert taken is not None
+        if taken is None:  # there was no memory for its graphs
+            return super().forward(module, swap)
         taken.forward(0)
         self._replayed = pool, taken
         return start, self.clock()
@@ -64,7 +67,7 @@ class MeasuredGraphStage(MeasuredStage):
 
     def _warm_pool(self, module: StageModule) -> GraphPool:
         """With graphs captured already, so that the first round is like the others."""
-        pool = GraphPool(module, self.weights, 0)
+        pool = GraphPool(module, self.weights, 0, memory=self._memory)
         super().forward(module)
         super().backward()
         super().weight_gradients()

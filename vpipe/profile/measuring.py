@@ -24,7 +24,7 @@ def profile(
     loss_fn: Callable[..., Tensor] | None = None,
     precision: str = "fp32",
     compile: bool | str = False,
-    cuda_graphs: bool = False,
+    cuda_graphs: bool | str = False,
     predict: bool = False,
     device: str | torch.device | None = None,
     ranks: int = 1,
@@ -46,7 +46,7 @@ def profile(
         loss_fn: The loss from the model's output and the other fields; without it the output has to contain the loss.
         precision: "fp32", "bf16" or "fp16".
         compile: True, or the name of a backend: with blocks that torch.compile has compiled.
-        cuda_graphs: With stages that run as CUDA graphs.
+        cuda_graphs: With stages that run as CUDA graphs; "auto": if they gain.
         predict: With `staleness=["predict"]` of `vpipe.Pipeline`, which takes time and memory.
         device: "cpu" or "cuda:0"; by default the GPU if there is one.
         ranks: On the CPU as many other processes compute meanwhile as other ranks of the host would.

@@ -24,10 +24,18 @@ from vpipe.profile.device import SLACK, measure_adding, measure_device
 from vpipe.profile.kinds import Shape, shapes
 from vpipe.profile.links import measure_link
 from vpipe.profile.measured_stage import MeasuredStage
-from vpipe.profile.rounds import NO_CALLS, block_times, call_times, measure_swapping, run_round, run_rounds
+from vpipe.profile.rounds import (
+    NO_CALLS,
+    block_times,
+    call_times,
+    host_is_slower,
+    measure_swapping,
+    run_round,
+    run_rounds,
+)
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype
-from vpipe.system.device import check_cuda_graphs
+from vpipe.system.device import AUTO_GRAPHS, check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
 MEMBERS = 2
@@ -41,7 +49,8 @@ class MeasuredModel:
     """One or two blocks of each of a model's kinds, to be measured round by round, with minibatches like the example.
 
     The model may be on `meta`: only these blocks are ever built. `compile` names a backend of torch.compile for them;
-    with `cuda_graphs` those on a GPU replay CUDA graphs.
+    with `cuda_graphs` those on a GPU replay CUDA graphs, with "auto" if that gains; where graphs find no memory, blocks
+    run eagerly.
 
     On a GPU kinds come as often as in the model, since they share its power and, with other ranks, its memory. There a
     single block may take the host longer to launch than the GPU to compute. A run of consecutive blocks is measured as
@@ -57,15 +66,13 @@ class MeasuredModel:
         optimizer: OptimizerFactory,
         precision: str = "fp32",
         compile: str | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | str = False,
         predict: bool = False,
         place: torch.device = HOST,
         run_length: int | None = None,
     ) -> None:
         """`run_length`: consecutive blocks that are measured as one stage; None: some on a GPU, none on the CPU."""
-        if cuda_graphs:
-            check_cuda_graphs(place)
-        self.graphs = cuda_graphs
+        check_cuda_graphs(cuda_graphs, place)
         self.place = place
         if run_length is None:
             run_length = RUN if place.type == "cuda" else 0
@@ -75,19 +82,25 @@ class MeasuredModel:
         fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
-        kind = MeasuredGraphStage if cuda_graphs else MeasuredStage
 
-        def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
-            return kind(stage, model, optimizer, dtype, values, fields, place, compile, predict)
+        def build(kind: type[MeasuredStage]) -> None:
+            def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
+                return kind(stage, model, optimizer, dtype, values, fields, place, compile, predict)
 
-        self.run: MeasuredStage | None = None
-        with torch.random.fork_rng(devices=[]):
-            self.kinds, self._kept, values = _set_up(self.graph, self.shapes, make)
-            if min(run_length, len(self.shapes)) > 1:
-                self.run = make(_commonest(self.graph, self.shapes, run_length), values)
-        self.stages = [single for same in self.kinds.values() for single in same]
-        if self.run is not None:
-            self.stages.append(self.run)
+            with torch.random.fork_rng(devices=[]):
+                self.kinds, self._kept, values = _set_up(self.graph, self.shapes, make)
+                self.run: MeasuredStage | None = None
+                if min(run_length, len(self.shapes)) > 1:
+                    self.run = make(_commonest(self.graph, self.shapes, run_length), values)
+            self.stages = [single for same in self.kinds.values() for single in same]
+            if self.run is not None:
+                self.stages.append(self.run)
+
+        self.graphs = cuda_graphs is True
+        build(MeasuredGraphStage if self.graphs else MeasuredStage)
+        if cuda_graphs == AUTO_GRAPHS and self.run is not None and host_is_slower(self.run):
+            self.graphs = True
+            build(MeasuredGraphStage)
         for measured in self.stages:
             measured.begin_rounds()
 

@@ -16,6 +16,7 @@ import torch
 from vpipe.cost import SWAP
 from vpipe.profile.measured_stage import Interval, MeasuredStage, seconds
 from vpipe.stage import StageModule
+from vpipe.stage.graph_choice import LaunchTimes
 from vpipe.stage.host_store import HostStore, make_store
 from vpipe.stage.swap import Swap
 
@@ -117,6 +118,20 @@ def _host_interval(stage: MeasuredStage, module: StageModule, store: HostStore) 
     end = perf_counter()
     stage.weights.skip()
     return start, end
+
+
+@torch.random.fork_rng(devices=[])
+def host_is_slower(stage: MeasuredStage) -> bool:
+    """Whether a GPU waits for its host, by the last of some minibatches: then CUDA graphs gain."""
+    if stage.device.type != "cuda":
+        return False
+    for _ in range(WARM + 1):
+        times = LaunchTimes(stage.device)
+        with times.timing():
+            stage.forward(stage.whole)
+            stage.backward()
+        stage.weights.skip()
+    return times.host_is_slower()
 
 
 class CallTimes(NamedTuple):

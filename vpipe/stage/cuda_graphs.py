@@ -27,7 +27,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 from torch import Generator, Tensor, nn
@@ -38,7 +38,9 @@ from vpipe.stage.random import RandomContext
 from vpipe.system.device_memory import Reserve, reserving
 
 if TYPE_CHECKING:
-    from torch.cuda import _POOL_HANDLE as Pool
+    from torch.cuda import _POOL_HANDLE
+
+Pool: TypeAlias = "_POOL_HANDLE"
 
 
 @cache
@@ -50,11 +52,11 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 class CaptureContext:
     """Shared by all graphs of a stage: capture stream, memory pool, a generator for each block that draws."""
 
-    def __init__(self, module: StageModule, seed: int) -> None:
+    def __init__(self, module: StageModule, seed: int, pool: Pool | None = None) -> None:
         self.module = module
         self.device = module.device
         self.stream = _capture_stream(self.device)
-        self.pool = torch.cuda.graph_pool_handle()
+        self.pool = torch.cuda.graph_pool_handle() if pool is None else pool
         self.reserve = Reserve()
         self._seed = seed
         index = torch.cuda.current_device() if self.device.index is None else self.device.index

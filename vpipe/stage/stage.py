@@ -12,6 +12,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from vpipe.graph import StageGraph
 from vpipe.stage import RandomContext, StageModule
+from vpipe.stage.graph_choice import LaunchTimes, timed
 from vpipe.stage.graph_pool import GraphPool, GraphSlot
 from vpipe.stage.held import Held, Hold
 from vpipe.stage.host_store import make_store
@@ -38,6 +39,7 @@ class InFlight:
     )  # the tensors that they hold, if `Stage.held` counts them
     swap: Swap | None = None
     slot: GraphSlot | None = None  # of the CUDA graphs that are replayed for it
+    times: LaunchTimes | None = None  # where it decides whether others are replayed
 
 
 class StageState(NamedTuple):
@@ -100,9 +102,11 @@ class Stage:
             name: tensor.detach().requires_grad_(self.graph.needs_gradient(name))
             for name, tensor in arrived.items()
         }
-        flight = InFlight(inputs, swap=Swap(self._store) if self._store else None)
+        swap, times = Swap(self._store) if self._store else None, pool.launch_times() if pool else None
+        flight = InFlight(inputs, swap=swap, times=times)
         context = RandomContext(self.seed, minibatch, flight.deferred, flight.swap, self.held)
-        outputs = self.module.forward(inputs, fields, context)  # no hooks: a call costs microseconds
+        with timed(times):
+            outputs = self.module.forward(inputs, fields, context)  # no hooks: a call costs microseconds
         if flight.swap:
             flight.swap.leave()
         # The edge, not the tensor: backward does not need the value of an output.
@@ -143,7 +147,8 @@ class Stage:
             inputs = flight.slot.backward(minibatch, gradients, seed_gradient)
         else:
             self.fetch(minibatch)
-            inputs = self._run_backward(flight, gradients, seed_gradient)
+            with timed(flight.times):
+                inputs = self._run_backward(flight, gradients, seed_gradient)
         flight.gradients.clear()
         self.optimizer.release(minibatch)
         return inputs
@@ -168,7 +173,7 @@ class Stage:
     def finish(self, minibatch: int) -> None:
         flight = self.in_flight.pop(minibatch)
         if self.graph_pool:
-            self.graph_pool.finish(flight.slot)
+            self.graph_pool.finish(flight.slot, flight.times)
 
     def take_gradient(self, parameter: nn.Parameter) -> Tensor:
         """The summed gradient of a parameter, for a caller that keeps it; zeros if there is none."""

@@ -22,6 +22,8 @@ LOCAL_RANK = (
     "JSM_NAMESPACE_LOCAL_RANK",  # LSF
 )
 """Variables in which launchers give a process its number among those of its host."""
+AUTO_GRAPHS = "auto"
+"""CUDA graphs where they gain and fit; none on a CPU."""
 
 
 def local_rank(environment: Mapping[str, str] = os.environ) -> int | None:
@@ -69,8 +71,10 @@ def _default(local_rank: int) -> str:
     return f"cuda:{local_rank % count}" if count else "cpu"
 
 
-def check_cuda_graphs(device: torch.device) -> None:
-    if device.type != "cuda":
+def check_cuda_graphs(wanted: bool | str, device: torch.device) -> None:
+    if wanted not in (False, True, AUTO_GRAPHS):
+        raise VPipeError(f"cuda_graphs is {wanted!r}: give True, False or {AUTO_GRAPHS!r}")
+    if wanted is True and device.type != "cuda":
         raise VPipeError(
             f"cuda_graphs are requested on the device {device}: leave them out, or train on a GPU"
         )

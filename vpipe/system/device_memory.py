@@ -12,7 +12,7 @@ from weakref import WeakSet
 
 import torch
 
-from vpipe.system.host_memory import most_used_by_process, used_by_process
+from vpipe.system.host_memory import most_used_by_process, total_memory, used_by_process
 
 _reserves: WeakSet[Reserve] = WeakSet()
 _earlier = 0  # the peak before the last graph was captured
@@ -42,6 +42,15 @@ def used_memory(device: torch.device) -> int:
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device) + _reserved()
     return used_by_process()
+
+
+def available_memory(device: torch.device) -> int:
+    """Bytes that this rank could still have: of its GPU, what its allocator keeps for graphs not among them."""
+    if device.type != "cuda":
+        return total_memory() - used_by_process()
+    free, total = torch.cuda.mem_get_info(device)
+    limit = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+    return min(free, limit - torch.cuda.memory_reserved(device)) + max(0, _free(device) - _reserved())
 
 
 def peak_memory(device: torch.device) -> int:

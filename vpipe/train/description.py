@@ -67,7 +67,8 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
         channels = sorted(set(pipe.handler.channel_names.values()))
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
     how = "compiled, " if config.compile else ""
-    how += "with CUDA graphs, " if config.cuda_graphs else ""
+    graphs = {True: "with CUDA graphs, ", "auto": "with CUDA graphs where they gain, "}
+    how += graphs.get(config.cuda_graphs, "")
     if read_compression(config.compress) != UNCOMPRESSED:
         found = pipe.handler.compression
         how += (
