@@ -19,25 +19,31 @@ _CAPTURING = threading.Lock()
 
 
 def capture_once(
-    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    **options: bool,
 ) -> ModelGraph:
     """The graph of this object, or of a model of the same configuration, captured when it is first asked for."""
-    key = _key(model, example_batch, loss_fn)
+    key = (*_key(model, example_batch, loss_fn), options.get("chunked_loss", True))
     with _CAPTURING:
         if key not in _made:
             _made[key] = (
-                capture(model, example_batch, loss_fn),
+                capture(model, example_batch, loss_fn, **options),
                 model,
             )  # an object that is kept keeps its id
     return _made[key][0]
 
 
 def capture_unknown(
-    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None = None,
+    **options: bool,
 ) -> ModelGraph:
     """The same, but what is captured now is not kept."""
-    known = _made.get(_key(model, example_batch, loss_fn))
-    return capture(model, example_batch, loss_fn) if known is None else known[0]
+    known = _made.get((*_key(model, example_batch, loss_fn), options.get("chunked_loss", True)))
+    return capture(model, example_batch, loss_fn, **options) if known is None else known[0]
 
 
 def capture_config(file: Path, keys: Mapping[str, Any] | None = None) -> None:

@@ -229,6 +229,7 @@ class UserPipeline(Pipeline):
                 optimizer=training.optimizer,
                 loss_fn=given.loss_fn,
                 precision=given.layout.precision,
+                chunked_loss=given.layout.chunked_loss,
                 compile=training.compile,
                 cuda_graphs=training.cuda_graphs,
                 predict=training.staleness.predict,

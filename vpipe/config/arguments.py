@@ -22,6 +22,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         "seed": config.seed,
         "partition": config.partition,
         "staleness": config.remedies,
+        "chunked_loss": config.chunked_loss,
     }
     if config.policies is None:
         arguments["recompute_ratio"] = config.ratio

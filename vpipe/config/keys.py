@@ -266,6 +266,11 @@ class RunConfig(_Keys):
     compile: StrictBool = False
     """Blocks are compiled by torch.compile when they first run, which takes a C++ compiler, or Triton on a GPU.
     Dropout then draws other masks than without it. Evaluation is not compiled."""
+    chunked_loss: StrictBool = True
+    """The head and the loss of a large vocabulary are computed for some tokens at a time, so that the logits of a
+    minibatch are never there as a whole: where the vocabulary is at least 4 times as large as a hidden state, and a
+    minibatch in bf16 or fp16 has at least as many targets as a hidden state numbers, or one in fp32 at least 2**26
+    logits. false: they are computed as the model does."""
     cuda_graphs: StrictBool | Literal["auto"] = False
     """On GPUs a stage's work for a minibatch is recorded as CUDA graphs and replayed: for small minibatches, whose
     kernels a GPU runs faster than its host launches them. It takes some more memory. Stages that swap, minibatches of

@@ -25,6 +25,7 @@ from vpipe.errors import CaptureError, VPipeError
 from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
 from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
+from vpipe.graph.head import find_heads
 from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.lengths import free_lengths
 from vpipe.graph.loss import LossModule
@@ -42,7 +43,11 @@ _EXPORTING = threading.Lock()
 
 
 def capture(
-    model: nn.Module, example_batch: Batch, loss_fn: Callable[..., Tensor] | None = None
+    model: nn.Module,
+    example_batch: Batch,
+    loss_fn: Callable[..., Tensor] | None = None,
+    *,
+    chunked_loss: bool = True,
 ) -> ModelGraph:
     """The model as a graph from the batch to its loss, with the blocks at which it can be cut.
 
@@ -51,6 +56,7 @@ def capture(
         example_batch: A minibatch: a dict (keys: parameters of `forward`), a sequence or one tensor.
         loss_fn: `loss_fn(output, *rest)` gets the fields that `forward` does not take. Without it the output has to
             contain the loss.
+        chunked_loss: Whether stages compute the head and the loss of a large vocabulary in pieces.
     """
     layout = BatchLayout(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)
@@ -63,6 +69,7 @@ def capture(
             free_lengths(trace, traced, images, lambda others: _trace_export(module, others))
     check = FieldCheck(layout, fields, trace)
     prune(trace)
+    trace.heads = find_heads(trace) if chunked_loss else ()
     return ModelGraph(model, trace, check)
 
 

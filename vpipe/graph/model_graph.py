@@ -135,4 +135,5 @@ def _fingerprint(trace: Trace, blocks: Sequence[Block], parameters: Mapping[str,
     ]
     lines += [f"{name} {tuple(i.shape)} {i.dtype} {i.requires_grad}" for name, i in parameters.items()]
     lines += [f"{block.name} {block.flops}" for block in blocks]
+    lines += [f"{head.loss.name} in pieces" for head in trace.heads]
     return hashlib.sha256("\n".join(lines).encode()).hexdigest()

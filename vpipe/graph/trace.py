@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx, nn
 
 if TYPE_CHECKING:
+    from vpipe.graph.head import Head
     from vpipe.graph.outputs import ModelOutput
 
 Size: TypeAlias = "int | sympy.Expr"
@@ -64,6 +65,8 @@ class Trace:
     """Field and dimension of the sizes that only the exporter has fixed (`lengths.py`)."""
     output: ModelOutput | None = None
     """How the model's output is made (`outputs.py`); None where that is not known."""
+    heads: tuple[Head, ...] = ()
+    """What stages compute in pieces (`head.py`)."""
 
     def nodes(self) -> Iterator[fx.Node]:
         """The operations in order, without placeholders and without the graph's output."""

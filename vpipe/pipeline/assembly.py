@@ -142,13 +142,15 @@ def _make_stage(
         model_names=[name for name, p in model.named_parameters() if p.requires_grad],
         predict=options.staleness.predict and not layout.schedule.synchronous,
     )
-    evaluation = StageModule(graph, module, training=False, keep_output=True)
+    with_output = StageModule(graph, module, training=False, keep_output=True)
+    in_pieces = graph.is_criterion and graph.trace.heads
+    evaluation = StageModule(graph, module, training=False) if in_pieces else with_output
     # Swapping copies on streams of its own at changing times, which no CUDA graph can hold.
     replayed, auto = options.cuda_graphs and not module.swaps, options.cuda_graphs == AUTO_GRAPHS
     if auto:
         replayed = replayed and _may_replay(layout, device)
     graph_pool = GraphPool(module, weights, options.seed, auto=auto) if replayed else None
-    return Stage(graph, module, evaluation, weights, options.seed, graph_pool)
+    return Stage(graph, module, evaluation, with_output, weights, options.seed, graph_pool)
 
 
 def _may_replay(layout: Layout, device: torch.device) -> bool:

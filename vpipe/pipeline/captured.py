@@ -22,30 +22,36 @@ _ahead: _Ahead | None = None
 
 
 def captured(
-    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    precision: str,
+    chunked_loss: bool,
 ) -> ModelGraph:
     """The model in this precision as a graph. A graph is never changed and holds no weights."""
-    if (
-        _ahead is not None
-        and _ahead.model is model
-        and _ahead.of == _facts(example_batch, loss_fn, precision)
-    ):
+    facts = _facts(example_batch, loss_fn, precision, chunked_loss)
+    if _ahead is not None and _ahead.model is model and _ahead.of == facts:
         return _ahead.graph
     dtype = compute_dtype(precision)
-    return capture(model if dtype is None else skeleton(model, dtype), example_batch, loss_fn)
+    own = model if dtype is None else skeleton(model, dtype)
+    return capture(own, example_batch, loss_fn, chunked_loss=chunked_loss)
 
 
 def capture_ahead(
-    model: nn.Module, example_batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str
+    model: nn.Module,
+    example_batch: Any,
+    loss_fn: Callable[..., Tensor] | None,
+    precision: str,
+    chunked_loss: bool,
 ) -> None:
     """Capture this model, which nobody changes from now on, for this process and its forks."""
     global _ahead
-    graph = captured(model, example_batch, loss_fn, precision)
-    _ahead = _Ahead(model, _facts(example_batch, loss_fn, precision), graph)
+    graph = captured(model, example_batch, loss_fn, precision, chunked_loss)
+    _ahead = _Ahead(model, _facts(example_batch, loss_fn, precision, chunked_loss), graph)
 
 
-def _facts(batch: Any, loss_fn: Callable[..., Tensor] | None, precision: str) -> tuple[Any, ...]:
+def _facts(batch: Any, *others: Any) -> tuple[Any, ...]:
     """What a graph depends on besides the model. Sizes count: the work of blocks is that of the example."""
     leaves, tree = pytree.tree_flatten(batch)
     sizes = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-    return str(tree), sizes, loss_fn, precision
+    return str(tree), sizes, *others

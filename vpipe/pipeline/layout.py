@@ -87,6 +87,7 @@ class LayoutOptions:
     recompute_ratio: Sequence[float] | float
     policies: Sequence[str] | None
     precision: str
+    chunked_loss: bool
 
 
 def make_layout(
@@ -97,7 +98,7 @@ def make_layout(
     options: LayoutOptions,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
-    graph = captured(model, example_batch, loss_fn, options.precision)
+    graph = captured(model, example_batch, loss_fn, options.precision, options.chunked_loss)
     plain, for_count = _schedule(options, ranks)
     partition = _partition(options.partition, graph, plain)
     stage_graphs = graph.stages(partition)

@@ -80,6 +80,8 @@ class Pipeline:
         compile: True, or the name of a backend other than inductor: torch.compile compiles the blocks.
         cuda_graphs: On a GPU, record a stage's work for a minibatch as CUDA graphs. Small minibatches are then no
             longer as slow as their host (see docs/performance.md). "auto": where that gains, and none on a CPU.
+        chunked_loss: Compute the head and the loss of a large vocabulary for some tokens at a time, so that the logits
+            of a minibatch are never there as a whole.
         clip_norm: The largest norm of the gradients.
         on_nonfinite: Reaction to a loss or gradient that is not finite: "stop" raises a NonFiniteError before the
             update, "skip" leaves the update out; None: it is not checked.
@@ -131,6 +133,7 @@ class Pipeline:
         precision: str = "fp32",
         compile: bool | str = False,
         cuda_graphs: bool | str = False,
+        chunked_loss: bool = True,
         clip_norm: float | None = None,
         on_nonfinite: str | None = None,
         nonfinite_limit: tuple[int, int] = (10, 100),
@@ -162,6 +165,7 @@ class Pipeline:
             recompute_ratio=recompute_ratio,
             policies=policies,
             precision=precision,
+            chunked_loss=chunked_loss,
         )
         training_options = TrainingOptions(
             optimizer=optimizer,

@@ -25,6 +25,7 @@ def profile(
     precision: str = "fp32",
     compile: bool | str = False,
     cuda_graphs: bool | str = False,
+    chunked_loss: bool = True,
     predict: bool = False,
     device: str | torch.device | None = None,
     ranks: int = 1,
@@ -47,6 +48,7 @@ def profile(
         precision: "fp32", "bf16" or "fp16".
         compile: True, or the name of a backend: with blocks that torch.compile has compiled.
         cuda_graphs: With stages that run as CUDA graphs; "auto": if they gain.
+        chunked_loss: With the head and the loss of a large vocabulary computed in pieces, as a Pipeline does.
         predict: With `staleness=["predict"]` of `vpipe.Pipeline`, which takes time and memory.
         device: "cpu" or "cuda:0"; by default the GPU if there is one.
         ranks: On the CPU as many other processes compute meanwhile as other ranks of the host would.
@@ -64,6 +66,7 @@ def profile(
         precision=precision,
         compile=backend,
         cuda_graphs=cuda_graphs,
+        chunked_loss=chunked_loss,
         predict=predict,
         place=place,
     )

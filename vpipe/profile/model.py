@@ -67,6 +67,7 @@ class MeasuredModel:
         precision: str = "fp32",
         compile: str | None = None,
         cuda_graphs: bool | str = False,
+        chunked_loss: bool = True,
         predict: bool = False,
         place: torch.device = HOST,
         run_length: int | None = None,
@@ -77,7 +78,7 @@ class MeasuredModel:
         if run_length is None:
             run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
-        self.graph = captured(model, example_batch, loss_fn, precision)
+        self.graph = captured(model, example_batch, loss_fn, precision, chunked_loss)
         fields = self.graph.batch_fields(example_batch)
         fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
         self.batch_size = int(count_samples(fields))

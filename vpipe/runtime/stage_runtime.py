@@ -259,7 +259,7 @@ class StageRuntime(StageIdentity):
     def evaluate_forward(self, stage: Stage, minibatch: Minibatch) -> None:
         fields = self.feed.fields(minibatch)
         with self.handler.world.exclusive:
-            outputs = stage.evaluate(minibatch.number, fields)
+            outputs = stage.evaluate(minibatch.number, fields, keep_output=self.kept is not None)
         if self.kept is not None:
             self.kept |= {(minibatch.number, name): tensor for name, tensor in outputs.items()}
         if stage.graph.is_criterion:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+import operator
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,10 +13,12 @@ from torch import fx, nn
 from torch.fx.node import map_aggregate
 
 from vpipe.graph import StageGraph
+from vpipe.graph.head import VIEWS, Head
 from vpipe.graph.inplace import operator_name, written
 from vpipe.graph.opaque import ModuleCall
 from vpipe.graph.ownership import bound_arguments, is_random
 from vpipe.graph.trace import Input, Kind
+from vpipe.stage import head_loss
 from vpipe.stage.compiled import BLOCK, SPEC, compile_regions
 from vpipe.stage.split import split_product
 
@@ -56,8 +59,8 @@ def build_segment(
 ) -> Segment:
     """A function of the operations of some blocks; a part without block index draws no random numbers."""
     trace = stage.trace
-    builder = _Builder(stage, options)
     own = {node for _, nodes in parts for node in nodes}
+    builder = _Builder(stage, options, own, outputs)
     read = dict.fromkeys(arg for _, nodes in parts for node in nodes for arg in node.all_input_nodes)
     inputs = [node for node in read if node not in own and node.op != "get_attr"]
     for node in inputs:
@@ -81,10 +84,15 @@ def build_segment(
 class _Builder:
     """A new graph to which captured operations are copied, changed as the options say."""
 
-    def __init__(self, stage: StageGraph, options: Options) -> None:
+    def __init__(
+        self, stage: StageGraph, options: Options, own: set[fx.Node], outputs: Iterable[fx.Node]
+    ) -> None:
         self.trace = stage.trace
         self.clusters = stage.ownership.clusters
         self.options = options
+        self.trained = stage.ownership.differentiable if options.training else frozenset()
+        whole = (head for head in self.trace.heads if head.nodes <= own)
+        self.heads = [head for head in whole if head.nodes.isdisjoint({*outputs} - {head.loss})]
         self.graph = fx.Graph()
         self.context = self.graph.placeholder("context")
         self.copies: dict[fx.Node, fx.Node] = {}
@@ -111,6 +119,11 @@ class _Builder:
         return not node.users and any(self.trace.kind(buffer) is Kind.BUFFER for buffer in buffers)
 
     def _add(self, node: fx.Node) -> None:
+        head = next((head for head in self.heads if node in head.nodes), None)
+        if head is not None:
+            if node is head.loss:
+                self._add_head(head)
+            return
         if node.op == "get_attr":
             self._copy_body(node)
             return
@@ -128,6 +141,36 @@ class _Builder:
             }
             split_product(copied, trained, self.context)
         self.copies[node] = copied
+
+    def _add_head(self, head: Head) -> None:
+        """Product and loss in pieces (`head_loss.py`); the tokens are rearranged before as the logits would be."""
+
+        def call(target: Any, *args: Any) -> fx.Node:
+            node = self.graph.call_function(target, args)
+            node.meta = {BLOCK: self._block, SPEC: self.spec(head.loss)}
+            return node
+
+        hidden = self.copies[head.hidden]
+        for move in head.moves:
+            args: Any = fx.map_arg(move.args[1:], self.copies.__getitem__)
+            if operator_name(move) in VIEWS:
+                args = ([*args[0][:-1], head.size],)
+            hidden = call(move.target, hidden, *args)
+        arguments = (
+            call(torch.ops.aten.reshape.default, hidden, [-1, head.size]),
+            self.copies[head.weight],
+            None if head.bias is None else self.copies[head.bias],
+            call(torch.ops.aten.reshape.default, self.copies[head.target], [-1]),
+            *(head.scale, head.cap, head.smoothing, head.ignored, head.mean),
+            torch.float32 if head.dtype.itemsize == 2 else head.dtype,
+        )
+        gradients = head.hidden in self.trained, not self.trained.isdisjoint((head.weight, head.bias))
+        if any(gradients) and self.trace.specs[head.weight].dtype in head_loss.HALF:
+            made = call(torch.ops.vpipe.head_loss_and_gradients.default, *arguments, *gradients)
+            loss = call(operator.getitem, made, 0)
+        else:
+            loss = call(torch.ops.vpipe.head_loss.default, *arguments)
+        self.copies[head.loss] = call(torch.ops.aten.to.dtype, loss, self.trace.specs[head.loss].dtype)
 
     def _copy_body(self, node: fx.Node) -> None:
         """Copy a graph that no_grad or autocast wraps, changed like the graph around it."""

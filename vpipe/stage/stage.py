@@ -50,13 +50,17 @@ class StageState(NamedTuple):
 
 
 class Stage:
-    """Forward and backward of one stage. Knows no rank, no schedule and no channel."""
+    """Forward and backward of one stage. Knows no rank, no schedule and no channel.
+
+    `evaluation` computes the loss alone, `with_output` what the model's output is made of, too.
+    """
 
     def __init__(
         self,
         graph: StageGraph,
         module: StageModule,
         evaluation: StageModule,
+        with_output: StageModule,
         optimizer: OptimizerWithWeightStashing,
         seed: int,
         graph_pool: GraphPool | None = None,
@@ -65,6 +69,7 @@ class Stage:
         self.index = graph.index
         self.module = module
         self.evaluation = evaluation
+        self.with_output = with_output
         self.optimizer = optimizer
         self.seed = seed
         self.graph_pool = graph_pool
@@ -116,12 +121,15 @@ class Stage:
         self.in_flight[minibatch] = flight
         return {name: tensor.detach() for name, tensor in outputs.items()}
 
-    def evaluate(self, minibatch: int, fields: dict[str, Tensor]) -> dict[str, Tensor]:
+    def evaluate(
+        self, minibatch: int, fields: dict[str, Tensor], *, keep_output: bool = False
+    ) -> dict[str, Tensor]:
         """Run the blocks with the newest weights, for the outputs alone."""
+        module = self.with_output if keep_output else self.evaluation
         self.optimizer.load_new_params()
         with torch.no_grad():
             context = RandomContext(self.seed, minibatch, [])
-            return self.evaluation(self.arrived.pop(minibatch, {}), fields, context)
+            return module(self.arrived.pop(minibatch, {}), fields, context)
 
     def gradient_arrived(self, minibatch: int, value: str, reader: int, gradient: Tensor) -> None:
         self.in_flight[minibatch].gradients.setdefault(value, {})[reader] = gradient

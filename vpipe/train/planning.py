@@ -43,9 +43,10 @@ if TYPE_CHECKING:
 MEASURED = (
     "model_type", "model", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
     "batch_size", "sequence_length", "optimizer_groups", "precision", "compile", "cuda_graphs",
+    "chunked_loss",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 5
+METHOD = 6
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 WORTH = 1.02
 """How many times as fast another number of stages than the requested one must be."""

@@ -51,7 +51,7 @@ def preload(config: RunConfig, phases: Phases) -> None:
                 announce("capturing the model")
                 with suppress(VPipeError):
                     work = build_workload(config, "meta")
-                    capture_ahead(work.model, work.batch, work.loss_fn, config.precision)
+                    capture_ahead(work.model, work.batch, work.loss_fn, config.precision, config.chunked_loss)
                     _prepared = _Prepared(_model_of(config), work.model)
 
 

@@ -75,6 +75,7 @@ def measured_model(config: RunConfig) -> MeasuredModel:
         work.loss_fn,
         optimizer=make_optimizer_factory(config),
         precision=config.precision,
+        chunked_loss=config.chunked_loss,
         compile="inductor" if config.compile else None,
         cuda_graphs=config.cuda_graphs,
         predict=config.remedies.predict,
