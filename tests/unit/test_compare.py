@@ -23,6 +23,7 @@ from vpipe.cli.compare import (
     split_values,
     variants,
 )
+from vpipe.cli.loss_plot import text_plot
 from vpipe.config import RunConfig
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.record.events import Events
@@ -189,6 +190,42 @@ def test_variants_are_run_in_turns_and_linked_in_one_report(
     page = tmp_path / "runs" / "comparison-5.html"
     assert said.err.endswith(f"report {page}\n")
     assert '"name":"schedule gpipe"' in page.read_text()
+
+
+def test_runs_that_are_over_are_compared_by_loss_over_samples_and_time(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second run makes an update in half the time, but needs twice as many samples."""
+    monkeypatch.setattr("vpipe.cli.compare.find_spec", lambda name: None)
+    falling = {"one": (100.0, 0.2), "two": (200.0, 0.1)}
+    for name, (speed, slope) in falling.items():
+        (tmp_path / name).mkdir()
+        losses = [[update, 5.0 - slope * update] for update in range(20)]
+        (tmp_path / name / "summary.json").write_text(json.dumps(result("", speed, losses=losses)))
+    both = [tmp_path / name for name in falling]
+    compare_runs(both, [], [], None, as_json=True)
+    one, two = json.loads(capsys.readouterr().out)
+    goal = 3.15  # of the second run: the mean of its last two losses
+    assert (one["label"], two["label"]) == ("one", "two")
+    assert one["to_loss"] == pytest.approx({"loss": goal, "updates": 11, "samples": 176, "seconds": 1.76})
+    assert two["to_loss"] == pytest.approx({"loss": goal, "updates": 20, "samples": 320, "seconds": 1.6})
+    compare_runs(both, [], [], None, as_json=False)
+    said = capsys.readouterr().out
+    assert "Until the loss was 3.15" in said
+    assert "1.6 s *" in said
+    with pytest.raises(ConfigError, match="--set and --sweep are for files"):
+        compare_runs(both, [], ["seed=1,2"], None, as_json=False)
+    (tmp_path / "two" / "summary.json").write_text("{}")
+    with pytest.raises(ConfigError, match=r"two: it has no summary.json: name the folder of a run that came"):
+        compare_runs(both, [], [], None, as_json=False)
+
+
+def test_curves_in_the_terminal() -> None:
+    lines = text_plot([[(0.0, 2.0), (72.0, 1.0)], [(0.0, 2.0), (72.0, 2.0)]], "samples")
+    assert lines[0] == "2.000 │####" + "b" * 68
+    assert lines[1:3] == ["      │    aaaaaa", "      │          aaaaaaa"]
+    assert lines[11] == "1.000 │" + " " * 68 + "aaaa"
+    assert lines[13].split() == ["0", "samples", "72"]
 
 
 def test_quartiles_are_those_of_the_updates(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import pytest
 
 from vpipe.cli.convergence import _cases, _remedies, _schedules, table
 from vpipe.errors import VPipeError
+from vpipe.observe.loss_curves import smoothed
 from vpipe.train.convergence import LossCurve
 
 CONFIG = """
@@ -65,7 +66,7 @@ def test_mistakes(file: Path, schedules: str, staleness: str | None, message: st
 def test_figures_of_a_curve() -> None:
     curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 1.0, (3, 2), (1, 0), 0.5)
     assert curve.final == 1.5  # of the last two
-    assert curve.smoothed()[:3] == [20.0, 19.5, 18.5]
+    assert smoothed(curve.losses)[:3] == [20.0, 19.5, 18.5]
     assert curve.samples_to(18.5) == 12
     assert curve.samples_to(1.0) is None
     sooner = LossCurve(tuple(float(20 - 2 * n) for n in range(20)), 4, 1.0, (3, 2), (0, 0), 0.0)

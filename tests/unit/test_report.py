@@ -433,6 +433,7 @@ def test_curves_that_coincide_are_named_and_the_page_has_no_width_of_its_own(tmp
         folder = make_run(tmp_path / f"run{number}", minibatches=30)
         (folder / "config.yml").write_text(f"schedule: {schedule}\n")
         summary = json.loads((folder / "summary.json").read_text())
+        summary |= {"samples_per_s": 8.0, "seconds_per_update": 0.5}
         summary["losses"] = [[update, 3.0 - update / 20] for update in range(20)]
         (folder / "summary.json").write_text(json.dumps(summary))
     report([tmp_path / "run0", tmp_path / "run1"], page)
@@ -442,12 +443,17 @@ def test_curves_that_coincide_are_named_and_the_page_has_no_width_of_its_own(tmp
       const chart = document.querySelector("[data-memory] svg"), box = chart.getBoundingClientRect();
       chart.dispatchEvent(new PointerEvent("pointermove", { clientX: box.left + box.width / 2 }));
       const memory = document.querySelector("[data-memory] figcaption").textContent;
+      const axis = () => byId("loss").querySelectorAll(".axis")[0].textContent, updates = axis();
+      byId("across").value = "seconds"; byId("across").dispatchEvent(new Event("input"));
+      const seconds = axis();
+      byId("across").value = "updates";
       byId("theme").click(); byId("theme").click();
       document.body.style.width = "360px";
       redraw(); showCurves(DATA.runs, 0);
       const boxes = [...document.querySelectorAll("section, svg, canvas")].map((each) => each.getBoundingClientRect());
       const reach = Math.max(...boxes.map((each) => each.width));
-      return { note: document.querySelector(".coincide").textContent, before, after: paths(), memory, reach,
+      return { note: document.querySelector(".coincide").textContent, axes: [updates, seconds], before, after: paths(),
+        memory, reach,
         dark: colour("card"), axis: [...byId("loss").querySelectorAll(".axis")].map((each) => each.textContent),
         marks: [mark(6.4e6, ticks(6.3e6, 6.5e6, 1).step, 6.5e6), mark(0, 5e5, 1e6),
           byteMark(byteTicks(3e6, 4)[1], 3e6)] };
@@ -458,5 +464,6 @@ def test_curves_that_coincide_are_named_and_the_page_has_no_width_of_its_own(tmp
     assert re.fullmatch(r"rank 0 [\d.]+ (B|KiB) at [\d.]+ ms", result["memory"])
     assert result["dark"] == DARK["card"]
     assert result["axis"] == ["updates", "loss"]
+    assert result["axes"] == ["updates", "seconds"]
     assert result["marks"] == ["6.4 s", "0.0 s", "1 MiB"]
     assert result["reach"] <= 360

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import math
 import os
 import sys
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
@@ -17,27 +15,34 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
+from vpipe.cli.compare_plot import plot
+from vpipe.cli.loss_plot import figures_to, goal_of, loss_plots, loss_run, loss_table
 from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import rank_arguments, read_settings
 from vpipe.errors import ConfigError, VPipeError, printable
 from vpipe.launch.mps import gpus_of
-from vpipe.schedule.palette import SERIES_LIGHT
-from vpipe.system.console import announce, warn
-from vpipe.system.files import LARGE, read_json
+from vpipe.system.console import announce, show, warn
+from vpipe.system.files import LARGE, exists, is_folder, read_json
 from vpipe.system.host_memory import busy_cores, usable_cores
 
 if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
     from vpipe.config import RunConfig
 
 GIB = 2**30
-STYLES = ("-", "--", ":")
-"""Of curves; where the colours are used up, they are repeated with the next one."""
-
 BUSY = 0.15
 """Share of a machine's cores that others may keep busy before a comparison warns."""
+
+SHOWN = (
+    "samples_per_s",
+    "seconds_per_update",
+    "communication_share",
+    "bubble_share",
+    "of_limit",
+    "peak_memory",
+    "losses",
+)
+"""What a run's summary must have to be compared."""
 
 Result = dict[str, Any]
 """A run's `summary.json`, its `label`, the `quartiles` of its samples/s from update to update, and `turns`: the
@@ -54,21 +59,48 @@ class Variant:
 
 
 def compare_runs(
-    configs: Sequence[Path],
+    paths: Sequence[Path],
     settings: Sequence[str],
     sweeps: Sequence[str],
     picture: Path | None,
     as_json: bool,
     turns: int = 1,
 ) -> None:
-    """Train the variants in turns, each in its own ranks, and print their figures."""
+    """Train the variants of files in turns, and print their figures, and those of runs that are over."""
     from vpipe.observe.report import write_report
-    from vpipe.train.run import launch
 
     can_plot = find_spec("matplotlib") is not None
     if picture is not None and not can_plot:
         raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
-    chosen = variants(configs, sweeps, settings)
+    folders = [path for path in paths if is_folder(path)]
+    files = [path for path in paths if path not in folders]
+    made = [(past_run(folder, paths), folder) for folder in folders]
+    if files or not folders:
+        made += _train(variants(files, sweeps, settings), turns)
+    elif settings or sweeps:
+        raise ConfigError(
+            "--set and --sweep are for files of configurations: runs that are over cannot change"
+        )
+    results = with_time_to_loss([result for result, _ in made])
+    print_result(results, comparison_table(results), as_json)
+    drawn = [run for run in map(loss_run, results) if run is not None]
+    if len(drawn) > 1 and not as_json:
+        print(f"\n{loss_plots(drawn)}\n")
+        show(loss_table(drawn))
+    last = made[-1][1]
+    if can_plot:
+        picture = picture or last.parent / f"comparison-{last.name}.png"
+        plot(results, picture)
+        print(printable(f"picture {picture}"), file=sys.stderr)
+    page = last.parent / f"comparison-{last.name}.html"
+    write_report([folder for _, folder in made], page)
+    print(printable(f"report {page}"), file=sys.stderr)
+
+
+def _train(chosen: Sequence[Variant], turns: int) -> list[tuple[Result, Path]]:
+    """Each variant in turns, each time in ranks of its own; of each the turn that counts, with its folder."""
+    from vpipe.train.run import launch
+
     # All are read before anything is trained.
     runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]
     made: list[list[tuple[Result, Path]]] = [[] for _ in chosen]
@@ -82,16 +114,32 @@ def compare_runs(
             made[number].append(
                 (summary | {"label": variant.label, "quartiles": speed_quartiles(folder, summary)}, folder)
             )
-    chosen_runs = [middle(each) for each in made]
-    results = [result for result, _ in chosen_runs]
-    print_result(results, comparison_table(results), as_json)
-    if can_plot:
-        picture = picture or folder.parent / f"comparison-{folder.name}.png"
-        plot(results, picture)
-        print(printable(f"picture {picture}"), file=sys.stderr)
-    page = folder.parent / f"comparison-{folder.name}.html"
-    write_report([folder for _, folder in chosen_runs], page)
-    print(printable(f"report {page}"), file=sys.stderr)
+    return [middle(each) for each in made]
+
+
+def past_run(folder: Path, paths: Sequence[Path]) -> Result:
+    """The result of a run that is over; `paths` are all that are compared."""
+    file = folder / "summary.json"
+    found = read_json(file, most=LARGE) if exists(file) else {}
+    summary = found if isinstance(found, dict) else {}
+    missing = [key for key in SHOWN if summary.get(key) is None]
+    if missing:
+        what = f"{missing[0]} is missing in its summary.json" if summary else "it has no summary.json"
+        raise ConfigError(f"{folder}: {what}: name the folder of a run that came to its end")
+    name = _names([path.absolute() for path in paths])[list(paths).index(folder)]
+    label = printable(" ".join([name, *filter(None, [summary.get("schedule")])]))
+    return summary | {"label": label, "quartiles": speed_quartiles(folder, summary)}
+
+
+def with_time_to_loss(results: list[Result]) -> list[Result]:
+    """The results, with when each reached the highest of their losses at the end, as `to_loss`."""
+    runs = [loss_run(result) for result in results]
+    known = [run for run in runs if run is not None]
+    goal = goal_of(known) if known else 0.0
+    return [
+        result if run is None else result | {"to_loss": figures_to(run, goal)}
+        for result, run in zip(results, runs, strict=True)
+    ]
 
 
 def middle(turns: Sequence[tuple[Result, Path]]) -> tuple[Result, Path]:
@@ -222,87 +270,3 @@ def caption(results: Sequence[Result]) -> str | None:
     if len(known) == len(results) and max(low for low, _ in known) <= min(high for _, high in known):
         text += f"; {'turns' if turns > 1 else 'quartiles'} of all overlap: the differences may be chance"
     return text
-
-
-def plot(results: Sequence[Result], path: Path) -> None:
-    """Draw the results into a PNG file."""
-    # Between two dollars matplotlib reads a formula.
-    results = [result | {"label": result["label"].replace("$", r"\$")} for result in results]
-    lines = sum(len(result["label"].split()) for result in results)
-    with draw(path, 2, height=max(4.0, 1.2 + 0.2 * (lines + len(results))), widths=(1, 1.2)) as (left, right):
-        _throughput(left, results)
-        _losses(right, results)
-
-
-@contextmanager
-def draw(path: Path, parts: int, height: float = 4.5, widths: Sequence[float] = ()) -> Iterator[list[Axes]]:
-    """The parts of a picture, side by side; it is written to a PNG file when they are drawn."""
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise VPipeError("a picture needs the package matplotlib: pip install 'vpipe[plot]'") from None
-
-    # Not pyplot, which has global state and may open a window.
-    figure = Figure(figsize=(11, height), dpi=150, layout="constrained")
-    FigureCanvasAgg(figure)
-    drawn = list(figure.subplots(1, parts, width_ratios=widths or None, squeeze=False)[0])
-    yield drawn
-    for axes in drawn:
-        axes.spines[["top", "right"]].set_visible(False)
-    try:
-        figure.savefig(path, format="png")
-    except OSError as error:
-        raise VPipeError(f"{path}: the plot cannot be written: {error.strerror or error}") from None
-
-
-def _throughput(axes: Axes, results: Sequence[Result]) -> None:
-    speeds = [result["samples_per_s"] for result in results]
-    slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
-    for row, speed in enumerate(speeds):
-        look = curve_look(row)
-        hatch = None if look["linestyle"] == STYLES[0] else "//"
-        bar = axes.barh(
-            row, speed, height=0.62, color=look["color"], hatch=hatch, edgecolor="white", linewidth=0
-        )
-        ratio = f"  ({speed / slowest:.2f}x)" if slowest > 0 and len(results) > 1 else ""
-        weight = "bold" if speed == fastest > slowest else "normal"
-        axes.bar_label(bar, [f"{speed:,.1f}{ratio}"], padding=4, fontsize=9, fontweight=weight)
-    axes.set_yticks(
-        range(len(results)), [result["label"].replace(" ", "\n") for result in results], fontsize=9
-    )
-    axes.invert_yaxis()  # the first run on top, as in the table
-    axes.set_xlim(0, 1.35 * fastest or 1.0)
-    axes.set_title("Throughput")
-    axes.set_xlabel("samples a second")
-    axes.tick_params(axis="y", length=0)
-
-
-def _losses(axes: Axes, results: Sequence[Result]) -> None:
-    """Against samples, not updates: synchronous updates have many minibatches, asynchronous ones one."""
-    for row, result in enumerate(results):
-        samples = round(result["samples_per_s"] * result["seconds_per_update"])
-        curve = [
-            ((update + 1) * samples, loss)
-            for update, loss in result["losses"]
-            if loss is not None and math.isfinite(loss)
-        ]
-        if curve:
-            marker = "o" if len(curve) == 1 else None
-            axes.plot(
-                *zip(*curve, strict=True),
-                label=result["label"],
-                linewidth=1.8,
-                marker=marker,
-                **curve_look(row),
-            )
-    axes.set_title("Loss")
-    axes.set_xlabel("samples seen")
-    axes.grid(axis="y", alpha=0.25)
-    if axes.lines:
-        axes.legend(frameon=False, fontsize=9)
-
-
-def curve_look(row: int) -> dict[str, Any]:
-    style = STYLES[row // len(SERIES_LIGHT) % len(STYLES)]
-    return {"color": SERIES_LIGHT[row % len(SERIES_LIGHT)], "linestyle": style}

@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from vpipe.cli.compare import curve_look, draw, split_values
+from vpipe.cli.compare import split_values
+from vpipe.cli.compare_plot import curve_look, draw
 from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import read_settings

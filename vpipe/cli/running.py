@@ -175,7 +175,9 @@ def evaluate(
 
 @app.command()
 def compare(
-    configs: Annotated[list[Path], typer.Argument(help="The runs' YAML files.")],
+    configs: Annotated[
+        list[Path], typer.Argument(help="The runs' YAML files; or folders of runs that are over.")
+    ],
     settings: Settings = None,
     sweep: Annotated[
         list[str] | None, typer.Option(help="A key with several values, such as batch_size=8,16,32.")
@@ -188,7 +190,7 @@ def compare(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Run several configurations one after the other on the same data, and compare them."""
+    """Run several configurations one after the other on the same data, and compare speed and loss."""
     from vpipe.cli.compare import compare_runs
 
     compare_runs(configs, settings or [], sweep or [], plot, as_json, turns)

@@ -12,7 +12,6 @@ import sys
 from dataclasses import asdict, dataclass
 from itertools import tee
 from pathlib import Path
-from statistics import fmean
 from tempfile import NamedTemporaryFile
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +23,7 @@ from vpipe.config.file import read_config, resolved_yaml
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.launch.rank import end_with_launcher
+from vpipe.observe.loss_curves import final_loss, reached
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.threads import run_ranks
 from vpipe.schedule.facts import holdings, mean_delay, sample
@@ -37,8 +37,6 @@ if TYPE_CHECKING:
 
 TIMEOUT = 3600.0
 """Seconds that a rank waits for another: all compute in turn."""
-LAST_SHARE = 0.1
-"""The loss at the end is the mean over this share of the updates."""
 
 
 @dataclass(frozen=True)
@@ -58,25 +56,12 @@ class LossCurve:
 
     @property
     def final(self) -> float:
-        count = max(1, round(LAST_SHARE * len(self.losses)))
-        return fmean(self.losses[-count:])
-
-    def smoothed(self) -> list[float]:
-        """At each update the mean over so many updates as the loss at the end is a mean of."""
-        width = max(1, round(LAST_SHARE * len(self.losses)))
-        total, result = 0.0, []
-        for number, loss in enumerate(self.losses):
-            total += loss - (self.losses[number - width] if number >= width else 0.0)
-            result.append(total / min(width, number + 1))
-        return result
+        return final_loss(self.losses)
 
     def samples_to(self, loss: float) -> int | None:
         """How many samples it took until the mean loss was this low; None: it never was."""
-        width = max(1, round(LAST_SHARE * len(self.losses)))
-        for number, mean in enumerate(self.smoothed()):
-            if mean <= loss and number + 1 >= width:
-                return (number + 1) * self.samples
-        return None
+        place = reached(self.losses, loss)
+        return None if place is None else (place + 1) * self.samples
 
     def slowdown(self, other: LossCurve) -> float | None:
         """How many times as many samples as the other it needs, to the higher of their losses at the end."""

@@ -1,5 +1,5 @@
 "use strict";
-// Curves over updates, memory over time, and bars of memory.
+// Curves over updates, samples or time, memory over time, and bars of memory.
 
 const CHART = { width: 600, height: 270, left: 56, right: 12, top: 24, bottom: 40 };
 const SMALL = { width: 300, height: 165, left: 62, right: 10, top: 22, bottom: 36 };
@@ -65,8 +65,8 @@ function coinciding(series, height) {
   return groups.filter((group) => group.length > 1);
 }
 
-/** `series` are {name, colour, points: [[update, value]], dots}; empty ones are left out. */
-function showChart(figure, title, unit, series, smoothing = 0) {
+/** `series` are {name, colour, points: [[update, value]], dots}; empty ones are left out. `across` names updates, or what stands for them. */
+function showChart(figure, title, unit, series, across, smoothing = 0) {
   series = series
     .map((each) => ({ ...each, points: each.points.filter((point) => known(point[1])) }))
     .filter((each) => each.points.length);
@@ -81,7 +81,7 @@ function showChart(figure, title, unit, series, smoothing = 0) {
   const levels = ticks(low, high, 5);
   const { chart, x, y } = frame(
     size,
-    { title: "updates", from: first, to: last, marks: ticks(first, last, size.width / 100).filter(Number.isInteger), show: number },
+    { title: across, from: first, to: last, marks: ticks(first, last, size.width / 100).filter(Number.isInteger), show: number },
     { title: unit, from: low, to: high, marks: levels, show: (value) => markOf(value, levels.step) },
   );
   const together = coinciding(series, high - low);
@@ -123,7 +123,7 @@ function follow(chart, size, series, values, x, first, last) {
     const wanted = first + Math.min(1, Math.max(0, share)) * (last - first);
     series.forEach(({ points }, place) => {
       const near = points.reduce((a, b) => (Math.abs(b[0] - wanted) < Math.abs(a[0] - wanted) ? b : a));
-      values[place].textContent = ` ${number(near[1])} (${near[0]})`;
+      values[place].textContent = ` ${number(near[1])} (${number(near[0])})`;
       if (!place) for (const end of ["x1", "x2"]) cross.setAttribute(end, x(near[0]));
     });
     cross.setAttribute("visibility", "visible");
@@ -134,9 +134,19 @@ function follow(chart, size, series, values, x, first, last) {
   });
 }
 
+/** What an update is worth on an axis; undefined where a run does not say it. Time is without start, evaluations and saves. */
+const WORTH = {
+  updates: () => 1,
+  samples: ({ samples_per_s: speed, seconds_per_update: seconds }) => Math.round(speed * seconds) || undefined,
+  seconds: ({ seconds_per_update: seconds }) => seconds || undefined,
+};
+
 /** Loss and throughput: of one run with its evaluations, of several runs on one scale. */
 function showCurves(runs, chosen) {
-  const together = (key) => runs.map((run, place) => ({ name: run.name, points: run[key], colour: `var(--series-${place % 6})` }));
+  byId("axis").hidden = !runs.every((each) => WORTH.samples(each.summary));
+  const across = byId("axis").hidden ? "updates" : byId("across").value;
+  const points = (run, key) => run[key].map(([update, value]) => [update * WORTH[across](run.summary), value]);
+  const together = (key) => runs.map((run, place) => ({ name: run.name, points: points(run, key), colour: `var(--series-${place % 6})` }));
   const run = runs[chosen];
   const alone = runs.length === 1;
   byId("curves").hidden = false; // hidden, it has no width
@@ -145,13 +155,13 @@ function showCurves(runs, chosen) {
   byId("smoother").hidden = !runs.some((each) => each.losses.length >= SMOOTHED);
   showChart(byId("loss"), "Loss", "loss", alone
     ? [
-        { name: "training", points: run.losses, colour: "var(--series-0)" },
-        { name: "evaluation", points: run.evaluations, colour: "var(--series-1)", dots: true },
+        { name: "training", points: points(run, "losses"), colour: "var(--series-0)" },
+        { name: "evaluation", points: points(run, "evaluations"), colour: "var(--series-1)", dots: true },
       ]
-    : together("losses"), smoothing);
+    : together("losses"), across, smoothing);
   showChart(byId("throughput"), "Throughput, mean so far", "samples a second", alone
-    ? [{ name: "", points: run.throughput, colour: "var(--series-2)" }]
-    : together("throughput"));
+    ? [{ name: "", points: points(run, "throughput"), colour: "var(--series-2)" }]
+    : together("throughput"), across);
   byId("curves").hidden = byId("loss").hidden && byId("throughput").hidden;
 }
 

@@ -196,7 +196,7 @@ window.addEventListener("resize", () => {
   redraw();
   showCurves(DATA.runs, shown);
 });
-byId("smoothing").addEventListener("input", () => showCurves(DATA.runs, shown));
+for (const choice of ["smoothing", "across"]) byId(choice).addEventListener("input", () => showCurves(DATA.runs, shown));
 showLegend();
 showComparison(DATA.runs);
 prepareStacked(DATA.runs);
