@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 from collections import Counter
 from collections.abc import Sequence
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING
@@ -23,7 +22,6 @@ from vpipe.launch.rank import end_with_launcher, start_heartbeat
 from vpipe.system.console import announce
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
-from vpipe.train.preload import preload
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -47,7 +45,6 @@ def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) 
                 heartbeat_limit=config.heartbeat_limit,
                 patience=config.timeout,
                 gpus=gpus,
-                prepare=None if config.code else partial(preload, config),
             )
         )
         return read_profile(output)

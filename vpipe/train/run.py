@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +32,7 @@ from vpipe.system.host_memory import total_memory
 from vpipe.system.start import Phases, process_began
 from vpipe.system.units import show_bytes
 from vpipe.train.carried import carried_files
-from vpipe.train.preload import preload
+from vpipe.train.preload import preparation
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -194,7 +193,7 @@ def _ranks_here(
         patience=config.timeout,
         gpus=gpus_of(config),
         phases=phases,
-        prepare=None if config.code or config.container else partial(preload, config),
+        prepare=preparation(config),
     )
 
 
