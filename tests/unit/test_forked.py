@@ -104,7 +104,7 @@ def test_a_process_that_has_opened_a_gpu_is_not_forked(
 def test_the_model_is_captured_once_for_all_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
 
-    def capture(model: nn.Module, *rest: object) -> ModelGraph:
+    def capture(model: nn.Module, *rest: object, chunked_loss: bool) -> ModelGraph:
         captures.append(model)
         return object()  # type: ignore[return-value]
 
@@ -124,13 +124,14 @@ def test_the_model_is_captured_once_for_all_forks(monkeypatch: pytest.MonkeyPatc
 
 
 def test_a_graph_of_other_sizes_precision_or_model_is_not_taken(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(captured, "capture", lambda *given: object())
+    monkeypatch.setattr(captured, "capture", lambda *given, **options: object())
     monkeypatch.setattr(captured, "_ahead", None)
     model, batch = nn.Linear(2, 2), {"input": torch.zeros(3, 2)}
-    captured.capture_ahead(model, batch, None, "fp32")
-    graph = captured.captured(model, batch, None, "fp32")
-    assert captured.captured(model, {"input": torch.ones(3, 2)}, None, "fp32") is graph
-    assert captured.captured(model, {"input": torch.zeros(4, 2)}, None, "fp32") is not graph
-    assert captured.captured(model, batch, None, "bf16") is not graph
-    assert captured.captured(nn.Linear(2, 2), batch, None, "fp32") is not graph
-    assert captured.captured(model, batch, lambda output: output.sum(), "fp32") is not graph
+    captured.capture_ahead(model, batch, None, "fp32", True)
+    graph = captured.captured(model, batch, None, "fp32", True)
+    assert captured.captured(model, {"input": torch.ones(3, 2)}, None, "fp32", True) is graph
+    assert captured.captured(model, {"input": torch.zeros(4, 2)}, None, "fp32", True) is not graph
+    assert captured.captured(model, batch, None, "bf16", True) is not graph
+    assert captured.captured(model, batch, None, "fp32", False) is not graph
+    assert captured.captured(nn.Linear(2, 2), batch, None, "fp32", True) is not graph
+    assert captured.captured(model, batch, lambda output: output.sum(), "fp32", True) is not graph

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 MODEL = (
     "model_type", "hidden_size", "num_layers", "num_heads", "intermediate_size", "vocab_size", "dropout",
-    "batch_size", "sequence_length", "documents", "precision",
+    "batch_size", "sequence_length", "documents", "precision", "chunked_loss",
 )  # fmt: skip
 """The keys that a named model and its batches depend on, besides `model`."""
 
