@@ -7,12 +7,13 @@ by one with everything kept elsewhere, since what a rank holds depends on its ow
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import combinations, pairwise, product
+from dataclasses import replace
+from itertools import accumulate, combinations, pairwise, permutations, product
 from math import inf
 from random import Random
 from typing import NamedTuple
 
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
+from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile
 from vpipe.schedule import kind_of
 from vpipe.simulate import Simulation, simulate
 
@@ -50,7 +51,9 @@ def layouts(problem: Problem) -> Iterator[Plan]:
                 continue
             # 2BW is planned for one interval, that of a stage on each rank.
             interval = ranks if problem.schedule == "2bw" else None
-            for partition in compositions(problem.blocks, stages):
+            for partition, placement in product(
+                compositions(problem.blocks, stages), placements(problem, replicas)
+            ):
                 yield Plan(
                     partition,
                     ("keep",) * problem.blocks,
@@ -59,7 +62,21 @@ def layouts(problem: Problem) -> Iterator[Plan]:
                     problem.minibatches,
                     kind.chunks if kind.chunks > 1 else None,
                     interval,
+                    placement=placement,
                 )
+
+
+def placements(problem: Problem, replicas: tuple[int, ...]) -> list[tuple[tuple[int, ...], ...]]:
+    """Ranks in every order, once for each way to put replicas on hosts."""
+    hosts = problem.profile.hosts
+    if hosts is None:
+        return [()]
+    found = {}
+    for ranks in permutations(range(problem.ranks)):
+        ends = list(accumulate(replicas))
+        placed = tuple(ranks[end - count : end] for end, count in zip(ends, replicas, strict=True))
+        found[tuple(hosts.host_of(rank) for rank in ranks)] = placed
+    return list(found.values())
 
 
 def seconds_of(simulation: Simulation) -> float:
@@ -92,6 +109,7 @@ def plan_with(plan: Plan, policies: tuple[str, ...]) -> Plan:
         plan.minibatches,
         plan.chunks,
         plan.update_interval,
+        placement=plan.placement,
     )
 
 
@@ -105,7 +123,7 @@ class Held:
     def fitting(self, plan: Plan, stage: int) -> list[tuple[str, ...]]:
         """Without those that others are better than, or as good, in seconds and in bytes that are copied."""
         start = sum(plan.partition[:stage])
-        key = (plan.replicas, stage, start, plan.partition[stage])
+        key = (plan.replicas, plan.placement, stage, start, plan.partition[stage])
         if key not in self.known:
             self.known[key] = list(self.search(plan, stage, start))
         return self.known[key]
@@ -113,6 +131,7 @@ class Held:
     def search(self, plan: Plan, stage: int, start: int) -> Iterator[tuple[str, ...]]:
         profile = self.problem.profile
         own, rank = profile.blocks[start : start + plan.partition[stage]], sum(plan.replicas[:stage])
+        rank = plan.placement[stage][0] if plan.placement else rank
 
         def price(policies: tuple[str, ...]) -> tuple[float, int]:
             """Seconds that are added, and bytes that are copied."""
@@ -137,6 +156,22 @@ class Held:
 LINKS = (1e12, 300.0, 60.0, 12.0)
 """Bytes a second, of messages of up to 60 bytes where a block takes about 3 s: free to slower than compute."""
 SCHEDULES = ("1f1b", "gpipe", "zb-h1", "interleaved", "zb-v", "pipedream", "2bw")
+
+
+SLOWER = (1.0, 3.0, 10.0, 100.0)
+"""Times slower is a link between hosts than one inside."""
+
+
+def on_hosts(random: Random, problem: Problem, sizes: tuple[int, ...]) -> Problem:
+    """The same with ranks on hosts, so many on each, in any order."""
+    ranks = list(range(sum(sizes)))
+    random.shuffle(ranks)
+    ends = list(accumulate(sizes))
+    own = tuple(tuple(ranks[end - size : end]) for end, size in zip(ends, sizes, strict=True))
+    inside = problem.profile.link
+    network = LinkCost(inside.bandwidth / random.choice(SLOWER), random.choice([0.0, 0.3]))
+    profile = replace(problem.profile, hosts=Hosts(own, network))
+    return problem._replace(profile=profile, ranks=len(ranks))
 
 
 def drawn(random: Random, schedule: str, blocks: range, ranks: range, capped: bool) -> Problem:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import comb, inf, prod
@@ -26,10 +26,13 @@ from vpipe.plan.frontier import FEW, PolicyChoice, policy_choice, policy_choices
 from vpipe.plan.loads import planned_interval, schedule_loads, stated_interval
 from vpipe.plan.model import Load, Slice
 from vpipe.plan.paths import Bounds, Cuts, Paths, PipelineFacts, all_cuts, compositions
+from vpipe.plan.placed_links import any_links, placed_links
+from vpipe.plan.placements import placements
 from vpipe.plan.result import PlanResult, assemble, simulated_seconds
 from vpipe.plan.sums import Floats
 from vpipe.plan.task import Task
-from vpipe.schedule import Deadlock, Schedule
+from vpipe.schedule import Deadlock, Schedule, ScheduleKind
+from vpipe.schedule.program import Placement
 from vpipe.schedule.staircase import depths
 
 MOST = 20_000
@@ -37,6 +40,8 @@ MOST = 20_000
 EFFORT = 200_000
 """Actions that may be simulated; each simulation counts as `EACH` more."""
 EACH = 600
+PLACED = 4
+"""Times as much where ranks are on several hosts."""
 WORTH = 1.01
 NOISE = 0.95
 """What an asynchronous simulation may be below the time of an endless run."""
@@ -47,11 +52,13 @@ COMBINED = 24
 
 @dataclass(frozen=True)
 class PlanShape:
-    """A schedule with its replicas and its depth; the blocks of its stages are still open."""
+    """A schedule with its replicas, its depth and its ranks; the blocks of its stages are still open."""
 
     task: Task
     replicas: tuple[int, ...]
     depth: tuple[int, ...] | None = None
+    placement: Placement | None = None
+    """The ranks of each stage; None: they are still open."""
 
     @cached_property
     def interval(self) -> int | None:
@@ -61,15 +68,9 @@ class PlanShape:
 
     @cached_property
     def schedule(self) -> Schedule:
-        task = self.task
-        minibatches = task.simulated if task.kind.synchronous else None
-        return task.kind.build(
-            len(self.replicas),
-            minibatches,
-            replicas=self.replicas,
-            update_interval=self.interval,
-            depth=self.depth,
-        )
+        """With ranks numbered stage by stage."""
+        minibatches = self.task.simulated if self.task.kind.synchronous else None
+        return _built(self.task.kind, self.replicas, minibatches, self.interval, self.depth)
 
     @cached_property
     def loads(self) -> tuple[Load, ...]:
@@ -91,8 +92,12 @@ class PlanShape:
 
     @cached_property
     def any_depth(self) -> PipelineFacts:
-        kind, interval = self.task.kind, self.schedule.update_interval
-        return PipelineFacts(kind.synchronous, kind.splits_backward, interval, self.replicas, None)
+        kind, interval, profile = self.task.kind, self.schedule.update_interval, self.task.profile
+        if self.placement is None:
+            links = any_links(profile, self.replicas)
+        else:
+            links = placed_links(profile, self.placement, interval if kind.synchronous else None)
+        return PipelineFacts(kind.synchronous, kind.splits_backward, interval, self.replicas, None, links)
 
     @property
     def worth(self) -> float:
@@ -108,8 +113,19 @@ class PlanShape:
         return found
 
 
+@lru_cache(maxsize=512)
+def _built(
+    kind: ScheduleKind,
+    replicas: tuple[int, ...],
+    minibatches: int | None,
+    interval: int | None,
+    depth: tuple[int, ...] | None,
+) -> Schedule:
+    return kind.build(len(replicas), minibatches, replicas=replicas, update_interval=interval, depth=depth)
+
+
 class Entry(NamedTuple):
-    """A partition in the order of the search."""
+    """A partition in the order of the search; a shape without ranks stands for all placements."""
 
     key: float
     least: float
@@ -139,12 +155,13 @@ class SimulatedSearch:
         self.paths = Paths(task.profile)
         self.known: dict[tuple[int, int, Load], list[PolicyChoice]] = {}
         self.tried: dict[tuple[object, ...], float] = {}
-        self.made: dict[tuple[tuple[int, ...], tuple[int, ...]], PlanShape] = {}
-        """By replicas and depth."""
+        self.made: dict[tuple[object, ...], PlanShape] = {}
+        """By replicas, depth and placement."""
         self.effort = EFFORT
         self.best: Found | None = None
         self.doubted = inf
-        """The least bound of a partition whose policies were not all looked at."""
+        """The least bound of a partition of which not all policies, or placements, were looked at."""
+        self.placed: dict[tuple[int, ...], tuple[list[Placement], bool]] = {}
 
     def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
         """`starts`: plans by sums; `limit`: a plan that takes longer is of no use."""
@@ -152,7 +169,11 @@ class SimulatedSearch:
         self.limit = inf if self.task.simulated < self.task.update else limit * WORTH / ROUNDING**3 + 1e-12
         for start in starts:
             self.begin(start)
-        proven = self.in_order(self.entries()) if self.count() <= MOST else self.climb()
+        if self.count() <= MOST:
+            self.effort *= 1 if self.task.profile.hosts is None else PLACED
+            proven = self.in_order(self.entries())
+        else:
+            proven = self.climb()
         if self.best is None:
             return None
         gap = self.best.seconds / proven - 1 if proven else inf
@@ -161,12 +182,32 @@ class SimulatedSearch:
     def shapes(self) -> Iterator[PlanShape]:
         task = self.task
         if task.kind.table is not None:
-            yield PlanShape(task, tuple(map(len, task.kind.table.placement)))
+            yield self.shape(tuple(map(len, task.kind.table.placement)))
             return
         for stages in task.counts:
             for replicas in compositions(task.ranks, stages):
                 if task.allows(replicas):
-                    yield PlanShape(task, replicas)
+                    yield self.shape(replicas)
+
+    def shape(
+        self,
+        replicas: tuple[int, ...],
+        depth: tuple[int, ...] | None = None,
+        placement: Placement | None = None,
+    ) -> PlanShape:
+        """One object for each: what it computes is kept. Where there is one placement only, it has that."""
+        if placement is None and len(self.placements(replicas)[0]) == 1:
+            placement = self.placements(replicas)[0][0]
+        made = PlanShape(self.task, replicas, depth, placement)
+        return self.made.setdefault((replicas, depth, placement), made)
+
+    def placements(self, replicas: tuple[int, ...]) -> tuple[list[Placement], bool]:
+        """Those to try, and whether these are all; a table has its own."""
+        if replicas not in self.placed:
+            table = self.task.kind.table
+            found = placements(self.task.profile, replicas) if table is None else ([table.placement], True)
+            self.placed[replicas] = found
+        return self.placed[replicas]
 
     def count(self) -> int:
         """Partitions with all replicas, at most."""
@@ -207,17 +248,32 @@ class SimulatedSearch:
             key, _, entry = heappop(heap)
             if key >= min(self.limit, self.value) * ROUNDING:
                 break
-            if entry.open_depth:
-                for other in self.other_depths(entry.shape, entry.cuts):
-                    for more in self.of_shape(other, entry.cuts[None, :], other.facts, False):
-                        number += 1
-                        heappush(heap, (more.key, number, more))
+            if entry.shape.placement is not None and not entry.open_depth:
+                self.settle(entry.shape, entry.cuts, entry.least)
                 continue
-            self.settle(entry.shape, entry.cuts, entry.least)
+            for more in self.expand(entry):
+                number += 1
+                heappush(heap, (more.key, number, more))
         if self.effort > 0:
             return min(self.doubted, inf if self.best is None else self.best.seconds)
         left = min((entry.least for _, _, entry in heap), default=inf)
         return min(left, self.doubted, inf if self.best is None else self.best.seconds)
+
+    def expand(self, entry: Entry) -> Iterator[Entry]:
+        """The placements or, of a shape that has one, the depths that an entry stands for."""
+        shape, cuts = entry.shape, entry.cuts[None, :]
+        if shape.placement is not None:
+            for other in self.other_depths(shape, entry.cuts):
+                yield from self.of_shape(other, cuts, other.facts, False)
+            return
+        found, complete = self.placements(shape.replicas)
+        if not complete:
+            self.doubted = min(self.doubted, entry.least)
+        for placement in found:
+            placed = self.shape(shape.replicas, shape.depth, placement)
+            yield from self.of_shape(
+                placed, cuts, placed.any_depth if entry.open_depth else placed.facts, entry.open_depth
+            )
 
     def other_depths(self, shape: PlanShape, cuts: Cuts) -> Iterator[PlanShape]:
         """Deeper ones, and where memory is short less deep ones; none if the usual one does not fit.
@@ -231,9 +287,7 @@ class SimulatedSearch:
         for depth in self.paths.depths(shape.any_depth, cuts):
             deeper = any(ahead > own for ahead, own in zip(depth, usual, strict=True))
             if list(depth) != usual and (deeper or short):
-                yield self.made.setdefault(
-                    (shape.replicas, depth), PlanShape(shape.task, shape.replicas, depth)
-                )
+                yield self.shape(shape.replicas, depth, shape.placement)
 
     # One partition
 
@@ -276,8 +330,12 @@ class SimulatedSearch:
         return self.best is not before
 
     def begin(self, start: PlanResult) -> None:
-        """Simulate a plan by sums, with its own policies, and the best ones for its partition."""
-        shape, cuts = PlanShape(self.task, start.replicas), np.cumsum((0, *start.partition))
+        """Simulate a plan by sums, with its own policies, and the best ones for its partition; with ranks for which
+        its bound is least."""
+        cuts = np.cumsum((0, *start.partition))
+        key, shape = self.by_bound(self.shape(start.replicas), cuts)[0]
+        if key >= self.value * ROUNDING:
+            return
         own, profile, memory = start.to_plan().stage_policies(), self.task.profile, self.task.memory
         pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
         chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
@@ -300,6 +358,8 @@ class SimulatedSearch:
             before = self.best
             for stage, own in enumerate(choices):
                 for choice in own:
+                    if self.effort <= 0:
+                        return
                     assert self.best is not None
                     chosen = list(self.best.choices)
                     chosen[stage] = choice
@@ -310,6 +370,7 @@ class SimulatedSearch:
         key = (
             shape.replicas,
             shape.depth,
+            shape.placement,
             cuts.tobytes(),
             tuple((one.longer, one.copied) for one in choices),
         )
@@ -334,13 +395,32 @@ class SimulatedSearch:
             PositionHolding((piece,), [choice.policies], choice.memory, 0.0)
             for piece, choice in zip(shape.slices(found.cuts), found.choices, strict=True)
         ]
-        made = assemble(self.task, None, shape.interval, holdings)
+        made = assemble(self.task, None, shape.interval, holdings, shape.placement)
         return replace(made, depth=shape.depth or (), seconds=found.seconds)
 
     # From a start
 
+    def by_bound(self, shape: PlanShape, cuts: Cuts) -> list[tuple[float, PlanShape]]:
+        """Its placements and their bounds, the least first."""
+        found = [self.shape(shape.replicas, shape.depth, one) for one in self.placements(shape.replicas)[0]]
+        keyed = [(float(self.keys(self.paths.bounds(one.facts, cuts[None, :]))[0]), one) for one in found]
+        return sorted(((key * one.worth, one) for key, one in keyed), key=lambda pair: pair[0])
+
+    def other_placements(self) -> None:
+        """Simulate the best plan with other ranks, in the order of their bounds."""
+        assert self.best is not None
+        shape, cuts = self.best.shape, np.array(self.best.cuts)
+        others = self.by_bound(shape, cuts)
+        self.effort += EFFORT if len(others) > 1 else 0
+        for key, other in others:
+            if key >= self.value * ROUNDING or self.effort <= 0:
+                break
+            self.simulate(other, cuts, self.best.choices)
+
     def climb(self) -> float:
-        """Improve the best plan cut by cut, then by its depth."""
+        """Improve the best plan by its placement, cut by cut, then by its depth."""
+        if self.best is not None:
+            self.other_placements()
         improved = True
         while improved and self.best is not None and self.effort > 0:
             improved = False
@@ -356,11 +436,12 @@ class SimulatedSearch:
                     break
         if self.best is not None and self.task.kind.any_depth:
             cuts = np.array(self.best.cuts)
-            for other in self.other_depths(PlanShape(self.task, self.best.shape.replicas), cuts):
+            plain = self.shape(self.best.shape.replicas, None, self.best.shape.placement)
+            for other in self.other_depths(plain, cuts):
                 bound = self.keys(self.paths.bounds(other.facts, cuts[None, :]))[0] * other.worth
                 if bound < self.value * ROUNDING and self.effort > 0:
                     self.settle(other, cuts)
-        facts = PlanShape(self.task, (1,) * min(self.blocks, self.task.ranks)).any_depth
+        facts = self.shape((1,) * min(self.blocks, self.task.ranks)).any_depth
         return self.paths.of_any_partition(facts, self.task.ranks)
 
 

@@ -2,33 +2,39 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from math import comb, inf
 from typing import NamedTuple
 
 import numpy as np
 
-from vpipe.plan.by_simulation import EACH, EFFORT, MOST, ROUNDING, neighbours
+from vpipe.plan.by_simulation import EACH, EFFORT, MOST, PLACED, ROUNDING, neighbours
 from vpipe.plan.chunks import ChunkHoldings, PositionHolding
 from vpipe.plan.paths import Cuts, Paths, PipelineFacts, all_cuts
+from vpipe.plan.placed_links import placed_links
+from vpipe.plan.placements import placements
 from vpipe.plan.result import PlanResult, assemble, simulated_seconds
 from vpipe.plan.sums import Floats
 from vpipe.plan.task import Task, divisors, schedule_of, weights_alone
 from vpipe.schedule import Schedule
+from vpipe.schedule.program import Placement, renumbered
 
 
 class _Layout(NamedTuple):
-    """A schedule over so many positions, and what its ranks would hold."""
+    """A schedule over so many positions, what its ranks would hold, and which ranks those are."""
 
     schedule: Schedule
     holdings: ChunkHoldings
+    placement: Placement | None
+    """Of each position; None: as a table has it."""
 
 
 class ChunkedSearch:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.paths = Paths(task.profile)
-        self.effort = EFFORT
+        self.effort = EFFORT * (1 if task.profile.hosts is None else PLACED)
         self.best: PlanResult | None = None
         self.proven = inf
         """What no partition can be faster than that was not looked at."""
@@ -41,15 +47,29 @@ class ChunkedSearch:
             blocks, stages = len(task.profile.blocks), schedule.num_stages
             if weights_alone(task, positions) > task.memory or stages > blocks:
                 continue
-            layout = _Layout(schedule, ChunkHoldings(task.profile, schedule, task.memory))
-            if comb(blocks - 1, stages - 1) <= MOST:
-                self.in_order(layout, all_cuts(blocks, stages))
-            else:
-                self.climb(layout)
+            holdings = ChunkHoldings(task.profile, schedule, task.memory)
+            few = comb(blocks - 1, stages - 1) <= MOST
+            start = None if few else self.start(holdings)
+            found, complete = self.placements(schedule)
+            if not complete or not few:
+                self.proven = min(self.proven, self.of_any_partition(schedule))
+            for placement in found:
+                placed = schedule if placement is None else renumbered(schedule, placement)
+                layout = _Layout(placed, holdings, placement)
+                if few:
+                    self.in_order(layout, all_cuts(blocks, stages))
+                elif start is not None and (self.effort > 0 or placement is found[0]):
+                    self.climb(layout, start)
         if self.best is None:
             return None
         gap = self.best.seconds / self.proven - 1
         return replace(self.best, gap=gap if gap > 1e-6 else None)
+
+    def placements(self, schedule: Schedule) -> tuple[Sequence[Placement | None], bool]:
+        if self.task.kind.table is not None:
+            return [None], True
+        replicas = [len(ranks) for ranks in dict.fromkeys(schedule.placement)]
+        return placements(self.task.profile, replicas)
 
     @property
     def value(self) -> float:
@@ -65,14 +85,17 @@ class ChunkedSearch:
                 break
             self.settle(layout, cuts[place])
 
-    def climb(self, layout: _Layout) -> None:
-        found = layout.holdings.search()
-        self.proven = min(self.proven, self.of_any_partition(layout.schedule))
+    def start(self, holdings: ChunkHoldings) -> Cuts | None:
+        """The cuts that sums find; None: nothing fits."""
+        found = holdings.search()
         if any(holding.missing for holding in found):
-            return
+            return None
         starts = sorted(piece.start for holding in found for piece in holding.slices)
-        cuts = np.array([*starts, len(self.task.profile.blocks)])
-        improved = self.settle(layout, cuts)
+        return np.array([*starts, len(self.task.profile.blocks)])
+
+    def climb(self, layout: _Layout, cuts: Cuts) -> None:
+        bound = self.bounds(layout.schedule, cuts[None, :])[0]
+        improved = bound < self.value * ROUNDING and self.settle(layout, cuts)
         while improved and self.effort > 0:
             improved = False
             near = neighbours(cuts)
@@ -95,7 +118,7 @@ class ChunkedSearch:
         shared = task.profile.device.shared_by > 1 < task.profile.device.crowding
         self.effort -= (EACH + 2 * task.simulated * schedule.num_stages) * (3 if shared else 1)
         interval = None if task.kind.synchronous else schedule.update_interval
-        result = assemble(task, len(found[0].slices), interval, found)
+        result = assemble(task, len(found[0].slices), interval, found, layout.placement)
         result = replace(result, seconds=simulated_seconds(task, result, task.simulated))
         if result.seconds > self.value / ROUNDING or (
             self.best and result.seconds >= self.best.seconds * ROUNDING
@@ -107,9 +130,9 @@ class ChunkedSearch:
     def facts(self, schedule: Schedule) -> PipelineFacts:
         kind = self.task.kind
         minibatches = self.task.simulated if kind.synchronous else schedule.update_interval
-        return PipelineFacts(
-            kind.synchronous, kind.splits_backward, minibatches, tuple(map(len, schedule.placement)), None
-        )
+        counts = tuple(map(len, schedule.placement))
+        links = placed_links(self.task.profile, schedule.placement, minibatches if kind.synchronous else None)
+        return PipelineFacts(kind.synchronous, kind.splits_backward, minibatches, counts, None, links)
 
     def bounds(self, schedule: Schedule, cuts: Cuts) -> Floats:
         """The work of the busiest rank, and the way of one minibatch through all stages and back."""
@@ -121,12 +144,12 @@ class ChunkedSearch:
             own = [stage for stage, holders in enumerate(schedule.placement) if holders == ranks]
             busy = work[:, own].sum(axis=1) * facts.own(own[0]) if facts.synchronous else 0.0
             least = np.maximum(least, busy + times.update[:, own].sum(axis=1))
-        moved = [one != other for one, other in zip(schedule.placement, schedule.placement[1:], strict=False)]
-        there = (times.forward + times.backward).sum(axis=1)
-        if not self.paths.busy:
-            there = there + 2 * (times.hop * np.array(moved, dtype=float)).sum(axis=1)
         if facts.synchronous:
-            least = np.maximum(least, there)
+            least = np.maximum(
+                least, (times.forward + times.backward).sum(axis=1) + 2 * times.hop.sum(axis=1)
+            )
+            if times.carried.shape[1]:
+                least = np.maximum(least, facts.minibatches * times.carried.max(axis=1))
         return np.asarray(self.paths.alone * least / facts.minibatches)
 
     def of_any_partition(self, schedule: Schedule) -> float:

@@ -88,7 +88,7 @@ def in_line(schedule: Schedule) -> bool:
     return in_order(schedule.placement)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=512)
 def schedule_loads(schedule: Schedule) -> tuple[Load, ...]:
     """The load of each stage, read from the programs."""
     shown, interval, fresh = sample(schedule), schedule.update_interval, fresh_gradients(schedule)

@@ -57,6 +57,8 @@ from vpipe.cost import (
     input_bytes,
     update_bytes,
 )
+from vpipe.cost.costs import MOST_BUCKETS
+from vpipe.simulate.network import reduction
 
 
 class Load(NamedTuple):
@@ -219,8 +221,14 @@ def update_seconds(profile: Profile, piece: Slice) -> float:
 
 
 def reduce_seconds(profile: Profile, replicas: int, count: float) -> float:
-    """One replica's part in adding up the gradients of all."""
-    return all_reduce_seconds([profile.link] * (replicas - 1), count)
+    """One replica's part in adding up the gradients of all: on one host, if one has room for them."""
+    hosts = profile.hosts
+    if hosts is None or replicas == 1:
+        return all_reduce_seconds([profile.link] * (replicas - 1), count)
+    ranks = [rank for own in sorted(hosts.ranks, key=len, reverse=True) for rank in own][:replicas]
+    parts = [reduction(profile, ranks, rank, count) for rank in ranks]
+    # At least one of some buckets is still to be sent when the last backward has ended.
+    return min(part.seconds + part.route.seconds / MOST_BUCKETS + part.route.latency for part in parts)
 
 
 def copy_seconds(profile: Profile, piece: Slice) -> tuple[float, float]:

@@ -93,7 +93,7 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
     if limit < inf:
         limit *= task.profile.device.crowding
         # The model's time of a link is not a floor of a simulation's, in which replicas have links of their own.
-        limit = inf if task.profile.links or task.profile.hosts or costs.cuts.max() > limit else limit
+        limit = inf if task.profile.links or costs.cuts.max() > limit else limit
     stages = search(costs, blocks, limit=limit)
     if stages is None:
         return None

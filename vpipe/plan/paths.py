@@ -17,14 +17,15 @@ busiest rank sets the pace; that trip / n does as well is true of endless runs o
 from __future__ import annotations
 
 from itertools import combinations
-from math import ceil, lcm
+from math import ceil
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from vpipe.cost import Profile
-from vpipe.plan.model import reduce_seconds
+from vpipe.cost.costs import MOST_BUCKETS
+from vpipe.plan.placed_links import PlacedLinks
 from vpipe.plan.sums import Floats
 from vpipe.schedule.kind import too_shallow
 
@@ -48,6 +49,7 @@ class PipelineFacts(NamedTuple):
     replicas: tuple[int, ...]
     in_flight: tuple[int, ...] | None
     """Of a rank of each stage; None: as many as it likes."""
+    links: PlacedLinks
 
     def own(self, stage: int) -> int:
         """Minibatches of a rank in a synchronous update."""
@@ -71,9 +73,21 @@ class StageTimes(NamedTuple):
     weights: Floats
     """The weight gradient of a split backward."""
     update: Floats
+    near: Floats
+    """A rank's own part in adding up gradients."""
+    far: Floats
+    """Then its part that goes to other hosts."""
+    card: Floats
+    """The same of all ranks of a host together."""
     hop: Floats
     """A message across the cut behind the stage."""
     trip: Floats
+    carried: Floats
+    """By partition and card: messages of a minibatch."""
+    reduced: Floats
+    """The same of the reductions of an update."""
+    sizes: Floats
+    """Bytes of a message across the cut behind the stage."""
 
 
 class Paths:
@@ -91,16 +105,11 @@ class Paths:
                 [block.update for block in blocks],
             )
         )
-        links = [profile.link, *profile.links.values()]
-        if profile.hosts is not None:
-            links += [profile.hosts.link, *profile.hosts.links.values()]
-        self.busy = all(link.sender_busy for link in links)
-        latency, byte = min(link.latency for link in links), min(1 / link.bandwidth for link in links)
-        latency = 0.0 if profile.hosts else latency  # it holds up no card
-        differ = any(link.sender_busy for link in links) and not self.busy
-        sizes = np.array([0, *(block.boundary_bytes for block in blocks)])
-        self.hop = np.zeros(len(sizes)) if differ else latency + sizes * byte
-        """By the block behind the cut."""
+        self.sizes = np.array([0, *(block.boundary_bytes for block in blocks)], dtype=float)
+        """Of a message, by the block behind the cut."""
+        parameters = np.cumsum([0, *(block.parameter_bytes for block in blocks)], dtype=float)
+        self.parameters = parameters
+        self.shared = float(sum(tie.bytes * (len(tie.blocks) - 1) for tie in profile.tied))
         device = profile.device
         self.alone = 1 / device.crowding if device.shared_by > 1 else 1.0
         """The share of a measured time that is left where no other rank computes at the same time."""
@@ -116,15 +125,35 @@ class Paths:
             backward, weights = own, backward - own + overhead
         if longer is not None:
             backward = backward + longer
-        hop = self.hop[stops[:, :-1]]
-        if self.busy:
-            forward[:, :-1] += hop
-            backward[:, 1:] += hop
-            hop = np.zeros_like(hop)
+        sizes, links = self.sizes[stops[:, :-1]], facts.links
+        hop = sizes * np.array([cut.byte for cut in links.cuts]) + np.array(
+            [cut.latency for cut in links.cuts]
+        )
+        busy = hop * np.array([cut.busy for cut in links.cuts], dtype=float)
+        forward[:, :-1] += busy
+        backward[:, 1:] += busy
+        hop = hop - busy
         trip = forward + backward
         for stage in range(trip.shape[1] - 2, -1, -1):
             trip[:, stage] += trip[:, stage + 1] + 2 * hop[:, stage]
-        return StageTimes(forward, backward, weights, self.update[stops] - self.update[starts], hop, trip)
+        parameters = np.maximum(0.0, self.parameters[stops] - self.parameters[starts] - self.shared)
+        near, byte, latency, far, most, card = np.array([(*one.near, *one[1:]) for one in links.reductions]).T
+        # Some of it may be sent while the last backward runs, all but one bucket.
+        beside = (1 - 1 / MOST_BUCKETS) * (weights if facts.split else backward)
+        return StageTimes(
+            forward=forward,
+            backward=backward,
+            weights=weights,
+            update=self.update[stops] - self.update[starts],
+            near=near + byte * parameters,
+            far=latency + far * parameters - np.minimum(beside, (1 - 1 / MOST_BUCKETS) * far * parameters),
+            card=card * parameters - np.minimum(beside, (1 - 1 / MOST_BUCKETS) * most * parameters),
+            hop=hop,
+            trip=trip,
+            carried=sizes @ links.cards.T,
+            reduced=parameters @ links.reduced.T,
+            sizes=sizes,
+        )
 
     def bounds(self, facts: PipelineFacts, cuts: Cuts, longer: Floats | None = None) -> Bounds:
         times = self.times(facts, cuts, longer)
@@ -133,20 +162,24 @@ class Paths:
 
     @staticmethod
     def _steady(facts: PipelineFacts, times: StageTimes) -> Bounds:
-        counts = np.array(facts.replicas, dtype=float)
-        work = (times.forward + times.backward + times.weights) / counts + times.update / facts.minibatches
-        least = expected = work.max(axis=1)
+        counts, interval = np.array(facts.replicas, dtype=float), facts.minibatches
+        work = (times.forward + times.backward + times.weights) / counts + times.update / interval
+        least = work.max(axis=1)
+        # The replicas of a stage wait for the end of a reduction.
+        expected = (work + (times.near + times.far) / interval).max(axis=1)
         if facts.in_flight is not None:
             around = times.trip / counts / np.array(facts.in_flight)
             expected = np.maximum(expected, around.max(axis=1))
-        for stage in range(len(counts) - 1):
-            lines = lcm(facts.replicas[stage], facts.replicas[stage + 1])
-            expected = np.maximum(expected, times.hop[:, stage] / lines)
+        for stage, cut in enumerate(facts.links.cuts):
+            for share, held, byte in cut.held:
+                expected = np.maximum(expected, share * (held + byte * times.sizes[:, stage]))
+        if times.carried.shape[1]:
+            expected = np.maximum(expected, (times.carried + times.reduced / interval).max(axis=1))
         return Bounds(least, expected)
 
-    def _synchronous(self, facts: PipelineFacts, times: StageTimes) -> Bounds:
+    @staticmethod
+    def _synchronous(facts: PipelineFacts, times: StageTimes) -> Bounds:
         least = before = np.zeros(len(times.trip))
-        last = len(facts.replicas) - 1
         for stage, replicas in enumerate(facts.replicas):
             own = facts.own(stage)
             flying = own if facts.in_flight is None else min(own, facts.in_flight[stage])
@@ -155,16 +188,20 @@ class Paths:
             waits = np.maximum((rounds + 1) * trip + rest * f, trip + (own - 1) * b + (own - flying) * f)
             inputs = np.maximum(own * (f + b), waits)
             ended = np.maximum(own * (f + b + w), trip - b + own * (b + w) + (own - flying) * f)
-            reduced = (
-                0.0 if self.profile.links or self.profile.hosts else reduce_seconds(self.profile, replicas, 0)
-            )
-            least = np.maximum(least, np.maximum(inputs, ended) + times.update[:, stage] + reduced)
+            ended = np.maximum(inputs, ended) + times.far[:, stage]
+            # The reductions of all ranks of a host go over one card, from when the first of them begins.
+            fewest = facts.minibatches // replicas * (f + b + w)
+            ended = np.maximum(ended, fewest + times.card[:, stage]) + times.near[:, stage]
+            least = np.maximum(least, ended + times.update[:, stage])
             if stage:
                 least = np.maximum(least, before + inputs + times.weights[:, 0] + times.update[:, 0])
-            if stage < last:
-                carried = facts.minibatches // lcm(replicas, facts.replicas[stage + 1])
-                least = np.maximum(least, before + trip + max(0, carried - 1) * times.hop[:, stage])
+            if stage < len(facts.links.cuts):
+                for share, held, byte in facts.links.cuts[stage].held:
+                    more = max(0.0, share * facts.minibatches - 1) * (held + byte * times.sizes[:, stage])
+                    least = np.maximum(least, before + trip + more)
                 before = before + f + b + 2 * times.hop[:, stage]
+        if times.carried.shape[1]:  # all messages are there before the first stage's last backward
+            least = np.maximum(least, facts.minibatches * times.carried.max(axis=1))
         least = least / facts.minibatches
         return Bounds(least, least)
 

@@ -11,6 +11,7 @@ from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.model import Slice, StageMemory, Time, stage_time
 from vpipe.plan.task import Task
 from vpipe.schedule import ScheduleKind
+from vpipe.schedule.program import Placement, in_order
 from vpipe.simulate import simulate
 from vpipe.simulate.arrange import arrange
 
@@ -56,6 +57,8 @@ class PlanResult:
     """Expected, a minibatch: what `vpipe simulate` says of the plan (until it is simulated, of the slowest rank)."""
     depth: tuple[int, ...] = ()
     """Of each stage; empty: the schedule's own."""
+    placement: Placement = ()
+    """The ranks of each position; empty: numbered position by position."""
     gap: float | None = None
     """How much faster than this another plan may be at most, as a share; None: none is."""
     sample_factor: float = 1.0
@@ -116,14 +119,24 @@ class PlanResult:
                 **({} if self.gap is None else {"gap": self.gap}),
                 **({} if self.sample_factor == 1.0 else {"sample_factor": self.sample_factor}),
             },
+            placement=self.placement,
         )
 
 
 def assemble(
-    task: Task, chunks: int | None, update_interval: int | None, positions: Sequence[PositionHolding]
+    task: Task,
+    chunks: int | None,
+    update_interval: int | None,
+    positions: Sequence[PositionHolding],
+    placement: Placement | None = None,
 ) -> PlanResult:
-    """The result for the slices and policies of each position; synchronous ones have still to be timed."""
+    """The result for the slices and policies of each position; synchronous ones have still to be timed.
+
+    `placement`: the ranks of each position, if they are not those of the slices.
+    """
     profile = task.profile
+    if placement is not None and task.kind.table is None:
+        positions = [on_ranks(position, placement) for position in positions]
     starts = sorted(piece.start for position in positions for piece in position.slices)
     order = {start: number for number, start in enumerate(starts)}
     times = shared_times(
@@ -149,7 +162,22 @@ def assemble(
         fingerprint=profile.fingerprint,
         positions=planned,
         seconds=max(position.seconds for position in planned),
+        placement=() if placement is None or task.kind.table or in_order(placement) else placement,
     )
+
+
+def on_ranks(position: PositionHolding, placement: Placement) -> PositionHolding:
+    """The same on other ranks: it has those that are numbered position by position."""
+    moved = dict(enumerate(rank for own in placement for rank in own))
+    slices = tuple(
+        piece._replace(
+            ranks=tuple(moved[rank] for rank in piece.ranks),
+            before=None if piece.before is None else moved[piece.before],
+            after=None if piece.after is None else moved[piece.after],
+        )
+        for piece in position.slices
+    )
+    return position._replace(slices=slices)
 
 
 def shared_times(profile: Profile, ranks: Sequence[tuple[int, ...]], times: Sequence[Time]) -> list[Time]:

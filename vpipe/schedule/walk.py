@@ -22,8 +22,9 @@ from vpipe.schedule.program import Exists, Schedule
 from vpipe.schedule.rules import Channel, Rules
 
 Cost = Callable[[Action], float]
-Transit = Callable[[Action, int, float], float]
-"""When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end."""
+Transit = Callable[[Action, int, float], float | None]
+"""When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end. None: it
+goes over lines that ranks share, which `Carry` knows."""
 Carry = Callable[[int, Action, int, int, float], tuple[float, bool]]
 """When a message leaves a line that ranks share, and whether it is there then: rank, action, reader (-1: the other
 ranks of a stage that is reduced), how many lines it has left before, when it comes to this one."""
@@ -100,8 +101,9 @@ def walk(
     `buffer`: how many messages of one channel may be under way before a send has to wait; None: any number.
     `transit` and `hold` tell what a schedule that is not lowered leaves out: how long messages are under way,
     and what else a rank waits for. They are asked once for each message and action, in the order of the rank
-    that sends or acts. `carry`, instead of `transit`, is asked in the order of time, also of reductions: what one rank
-    sends may wait for what another one sent. Not `by_start`, events are in order on each rank only, which is faster.
+    that sends or acts. `carry` is asked in the order of time, of what `transit` leaves to it and of reductions: what
+    one rank sends may wait for what another one sent. Not `by_start`, events are in order on each rank only, which is
+    faster.
     """
     if buffer is not None and buffer < 1:
         raise ScheduleError(f"a channel buffers at least one message, not {buffer}")
@@ -231,13 +233,14 @@ class _Walk:
                     turned.append(-1 - int(waiter))
                 done[dependency][minibatch] = end
             for dependency, reader in sends:
-                if carry is not None:
+                arrival = end if transit is None else transit(action, reader, end)
+                if arrival is None:
                     heappush(queued, Queued(end, minibatch, stage, reader, 0, rank, action, dependency))
                     continue
                 waiter = done[dependency].get(minibatch)
                 if waiter is not None:
                     turned.append(-1 - int(waiter))
-                done[dependency][minibatch] = end if transit is None else transit(action, reader, end)
+                done[dependency][minibatch] = arrival
             if op is B or op is W:
                 groups = gathered[stage]
                 turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]

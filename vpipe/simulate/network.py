@@ -70,19 +70,23 @@ class Network:
         )
         """Whether any message goes to another host."""
 
-    def transit(self, action: Action, reader: int, end: float) -> float:
-        """When what ended at `end` has arrived, where no line is shared."""
+    def transit(self, action: Action, reader: int, end: float) -> float | None:
+        """When what ended at `end` has arrived; None: it goes to another host."""
         stage, _, minibatch = action
         phases = self.routes[stage][reader]
-        (line,), seconds, _, busy = phases[minibatch % len(phases)]
+        lines, seconds, _, busy = phases[minibatch % len(phases)]
         if busy:
             return end
+        if len(lines) > 1:
+            return None
+        line = lines[0]
         start = self.free[line]
         self.free[line] = arrived = (start if start > end else end) + seconds
         return arrived
 
     def carry(self, rank: int, action: Action, reader: int, before: int, time: float) -> tuple[float, bool]:
-        """When a message that comes to its next line at `time` comes to the one behind it, or has arrived."""
+        """When a message to another host that comes to its next line at `time` comes to the one behind it, or has
+        arrived."""
         stage, op, minibatch = action
         if op is Op.REDUCE:
             _, route, early = self.reductions[stage, rank]
@@ -90,7 +94,7 @@ class Network:
         else:
             phases = self.routes[stage][reader]
             route = phases[minibatch % len(phases)]
-        if route.busy or not route.lines:
+        if not route.lines:
             return time, True
         line = route.lines[before]
         start = max(self.free[line], time)
@@ -142,7 +146,7 @@ class Reduction(NamedTuple):
 
 
 def reduction(
-    profile: Profile, ranks: Sequence[int], rank: int, size: int, backward: float = 0.0
+    profile: Profile, ranks: Sequence[int], rank: int, size: float, backward: float = 0.0
 ) -> Reduction:
     """A host's ranks add up the gradients first, then each of them its share with the other hosts.
 
