@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import vpipe
 from tests import models
-from vpipe.config.arguments import build_schedule
+from vpipe.config.arguments import build_schedule, make_optimizer_factory
 from vpipe.config.file import read_config
 from vpipe.cost import DeviceCost, LinkCost
 from vpipe.errors import VPipeError
@@ -18,7 +18,7 @@ from vpipe.pipeline.threads import run_ranks
 from vpipe.profile.model import MeasuredModel
 from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.train.description import about_staleness
-from vpipe.weights import optimizer_factory
+from vpipe.weights import NamedParameters, optimizer_factory
 from vpipe.weights.named_optimizers import is_hidden_matrix
 
 pytestmark = pytest.mark.usefixtures("capture_once")
@@ -217,6 +217,26 @@ def test_what_a_run_has_if_nothing_is_chosen(
     assert (config.chosen_optimizer, config.remedies.predict) == (optimizer, predict)
     said = about_staleness(config, build_schedule(config))
     assert said is None if line is None else line in str(said)
+
+
+@pytest.mark.parametrize(
+    ("keys", "betas"),
+    [
+        ("schedule: vpipe", (0.97, 0.99)),
+        ("schedule: 2bw\noptimizer: muon", (0.97, 0.99)),
+        ("schedule: vpipe\nbetas: [0.8, 0.9]", (0.8, 0.9)),
+        ("schedule: 1f1b\noptimizer: muon", (0.9, 0.95)),
+        ("schedule: vpipe\noptimizer: adamw", (0.9, 0.999)),
+    ],
+)
+def test_moments_beside_muon_are_slower_with_stale_weights(
+    tmp_path: Path, keys: str, betas: tuple[float, float]
+) -> None:
+    (tmp_path / "run.yml").write_text(f"{keys}\nstages: 2\n")
+    factory = make_optimizer_factory(read_config(tmp_path / "run.yml"))
+    made: Any = factory(NamedParameters([("bias", nn.Parameter(torch.zeros(2)))]))
+    (optimizer,) = made if isinstance(made, list) else [made]
+    assert tuple(optimizer.param_groups[0]["betas"]) == betas
 
 
 def test_a_profile_counts_what_prediction_takes() -> None:

@@ -50,7 +50,11 @@ def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
         given = {} if group is None else group.model_dump(exclude_none=True)
         name = given.get("optimizer", config.chosen_optimizer)
         numbers = (given.get(key, getattr(config, key)) for key in ("learning_rate", "weight_decay"))
-        settings = {key: getattr(config, key) for key in ("betas", "eps", "momentum")}
+        settings: dict[str, Any] = {
+            "betas": config.chosen_betas,
+            "eps": config.eps,
+            "momentum": config.momentum,
+        }
         if name != config.chosen_optimizer:  # they are for the run's own optimizer
             settings = {}
         return optimizer_factory(name, *numbers, **settings)

@@ -65,6 +65,7 @@ def _loss_weight(value: str) -> str:
     return value
 
 
+STALE_BETAS = [0.97, 0.99]
 LARGEST = 10**9
 """Of any count: a larger number is taken for a mistake in writing."""
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
@@ -243,7 +244,8 @@ class RunConfig(_Keys):
     weight_decay: NotNegative = 0.0
     """How much weights shrink with each update."""
     betas: Betas | None = None
-    """Decay of the two moments of adam, adamw, nadamw, lamb and of muon's AdamW; if not given, the optimizer's own."""
+    """Decay of the two moments of adam, adamw, nadamw, lamb and of muon's AdamW; if not given, the optimizer's own, and
+    0.97 and 0.99 for muon in an asynchronous schedule."""
     eps: Positive | None = None
     """What these optimizers add to the root of the second moment; if not given, the optimizer's own."""
     momentum: Momentum | None = None
@@ -436,6 +438,13 @@ class RunConfig(_Keys):
     def chosen_optimizer(self) -> str:
         """The configured one or, with the remedies, what bears stale weights best (docs/convergence.md)."""
         return self.optimizer or (self.stale_defaults[0] if self.has_stale_weights else "adamw")
+
+    @property
+    def chosen_betas(self) -> list[float] | None:
+        """The configured ones; else those of the AdamW beside Muon that bear stale weights, or None: its own."""
+        if self.betas is None and self.chosen_optimizer == "muon" and self.has_stale_weights:
+            return STALE_BETAS
+        return self.betas
 
     @property
     def remedies(self) -> Staleness:
