@@ -1,0 +1,109 @@
+"""A small GPT as a function of stacked weights, and text for it: what `benchmarks/staleness.py` trains."""
+
+import math
+from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+HIDDEN = ("qkv", "out", "up", "down")
+"""The matrices that Muon takes; each is a tensor of all layers, (layers, rows, columns)."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    layers: int = 8
+    width: int = 512
+    heads: int = 8
+    vocabulary: int = 8192
+    length: int = 256
+    batch: int = 32
+
+
+def kind_of(name: str) -> str:
+    return "hidden" if name in HIDDEN else "tokens" if name in ("tokens", "head") else "vectors"
+
+
+@cache
+def initial_weights(sizes: Sizes, seed: int, device: torch.device) -> dict[str, Tensor]:
+    """GPT-2's, with a tied embedding; (1, ...) for what there is once, (layers, ...) for the rest."""
+    generator = torch.Generator().manual_seed(seed)
+    n, d = sizes.layers, sizes.width
+
+    def normal(*shape: int, scale: float = 0.02) -> Tensor:
+        return scale * torch.randn(shape, generator=generator)
+
+    deep = 0.02 / math.sqrt(2 * n)
+    weights = {
+        "tokens": normal(1, sizes.vocabulary, d),
+        "positions": normal(1, sizes.length, d),
+        "qkv": normal(n, d, 3 * d),
+        "out": normal(n, d, d, scale=deep),
+        "up": normal(n, d, 4 * d),
+        "down": normal(n, 4 * d, d, scale=deep),
+    }
+    for name, count, width in (
+        ("qkv_bias", n, 3 * d), ("out_bias", n, d), ("up_bias", n, 4 * d), ("down_bias", n, d),
+        ("norm1_bias", n, d), ("norm2_bias", n, d), ("final_bias", 1, d),
+    ):  # fmt: skip
+        weights[name] = torch.zeros(count, width)
+    for name, count in (("norm1", n), ("norm2", n), ("final", 1)):
+        weights[name] = torch.ones(count, d)
+    return {name: weight.to(device) for name, weight in weights.items()}
+
+
+def loss_of(weights: dict[str, Tensor], batch: Tensor, heads: int) -> Tensor:
+    w = {name: stacked.unbind(0) for name, stacked in weights.items()}
+    inputs, targets = batch[:, :-1], batch[:, 1:]
+    x = F.embedding(inputs, w["tokens"][0]) + w["positions"][0]
+    width = x.shape[-1]
+    for layer in range(len(w["qkv"])):
+        normed = F.layer_norm(x, (width,), w["norm1"][layer], w["norm1_bias"][layer])
+        qkv = normed @ w["qkv"][layer] + w["qkv_bias"][layer]
+        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
+        x = x + attended @ w["out"][layer] + w["out_bias"][layer]
+        normed = F.layer_norm(x, (width,), w["norm2"][layer], w["norm2_bias"][layer])
+        inner = F.gelu(normed @ w["up"][layer] + w["up_bias"][layer], approximate="tanh")
+        x = x + inner @ w["down"][layer] + w["down_bias"][layer]
+    x = F.layer_norm(x, (width,), w["final"][0], w["final_bias"][0])
+    logits = x @ w.get("head", w["tokens"])[0].T
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def sample_places(count: int, sizes: Sizes, updates: int, device: torch.device) -> Tensor:
+    """Where the samples of each update begin: every stretch of the text once an epoch."""
+    generator = torch.Generator().manual_seed(1)
+    stretches = (count - 1) // sizes.length
+    epochs = -(-updates * sizes.batch // stretches)
+    order = torch.cat([torch.randperm(stretches, generator=generator) for _ in range(epochs)])
+    return (order[: updates * sizes.batch] * sizes.length).view(updates, sizes.batch).to(device)
+
+
+def read_tokens(characters: int, vocabulary: int) -> Tensor:
+    """Source text of installed packages as tokens of a BPE that is trained on a part of it."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    texts: list[str] = []
+    for package in ("transformers", "torch"):
+        spec = find_spec(package)
+        assert spec is not None
+        assert spec.origin is not None
+        for source in sorted(Path(spec.origin).parent.rglob("*.py")):
+            text = source.read_text(encoding="utf-8", errors="ignore") if characters > 0 else ""
+            if 0 < len(text) <= 200_000:
+                texts.append(text)
+                characters -= len(text)
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
+    )
+    tokenizer.train_from_iterator(texts[::8], trainer)
+    ids = [torch.tensor(found.ids, dtype=torch.int32) for found in tokenizer.encode_batch_fast(texts)]
+    return torch.cat(ids)
