@@ -1,6 +1,9 @@
 """Compiled blocks: the same training as the plain model, compiled once for equal layers and for sizes that vary."""
 
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from threading import Event
 from typing import Any
 
 import pytest
@@ -10,13 +13,15 @@ from torch._dynamo.utils import counters
 
 from tests import models
 from tests.examples import example, varied
+from tests.waiting import TIMEOUT
 from vpipe import Pipeline
 from vpipe.config import RunConfig
 from vpipe.errors import CompileError, VPipeError
 from vpipe.graph import ModelGraph
 from vpipe.pipeline.threads import run_ranks
 from vpipe.stage import StageModule
-from vpipe.stage.compiled import check_compiler
+from vpipe.stage.compiled import check_compiler, first_alone
+from vpipe.stage.warm_up import compile_ahead
 from vpipe.verify import verify
 
 EAGER = "aot_eager"
@@ -170,3 +175,48 @@ def test_a_failure_of_the_compiler_names_the_place() -> None:
 def test_the_configuration_has_it() -> None:
     assert RunConfig.model_validate({"compile": True}).compile
     assert not RunConfig.model_validate({}).compile
+
+
+def test_processes_compile_a_region_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Only the first call waits for others, and only for those of the same region."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    inside, most = 0, 0
+    began, go_on = Event(), Event()
+
+    def compiling(value: int) -> int:
+        nonlocal inside, most
+        inside += 1
+        most = max(most, inside)
+        began.set()
+        assert go_on.wait(TIMEOUT)
+        inside -= 1
+        return value + 1
+
+    same = [first_alone(compiling, "attention") for _ in range(3)]  # as of three processes
+    with ThreadPoolExecutor(3) as ranks:
+        results = [ranks.submit(rank, 1) for rank in same]
+        assert began.wait(TIMEOUT)
+        other = first_alone(lambda value: value, "head")
+        assert [other(1), other(2)] == [1, 2]
+        go_on.set()
+        assert [result.result(TIMEOUT) for result in results] == [2, 2, 2]
+    assert most == 1
+    assert [rank(4) for rank in same] == [5, 5, 5]
+
+
+@pytest.mark.parametrize("schedule", ["zb-h1", pytest.param("1f1b", marks=pytest.mark.long)])
+def test_all_is_compiled_before_the_first_minibatch(schedule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whole and split backward, a block recomputed; then the ranks need not wait for each other's compiler."""
+    ahead: list[int] = []
+
+    def compile_and_count(*given: Any) -> None:
+        compile_ahead(*given)
+        ahead.append(graphs())
+
+    monkeypatch.setattr("vpipe.pipeline.loop.compile_ahead", compile_and_count)
+    given = example("bert", layers=2, dropout=0.1)
+    train(given, [given[1]] * 2, schedule=schedule, minibatches=1, recompute_ratio=0.3, compile=EAGER)
+    assert ahead == [graphs()]
+    assert graphs() > 0

@@ -15,6 +15,7 @@ from vpipe.runtime import Feed, Fields, StageRuntime
 from vpipe.runtime.losses import Arrived
 from vpipe.runtime.prefetch import Work
 from vpipe.schedule import Action, Op
+from vpipe.stage.warm_up import compile_ahead
 
 UpdateHook = Callable[[int, float], object]
 
@@ -47,6 +48,7 @@ class Loop:
         self._feed: Feed | None = None
         self._running: Iterator[Work] | None = None
         self._drained: list[Arrived] = []  # losses that came while draining
+        self._compiled = False
         self._countings = 0
         self._evaluations = 0
         self._exchange = OutputExchange(layout, runtime)
@@ -62,6 +64,7 @@ class Loop:
         feed = self._feed = self._open_feed(batches, self.updates)
         self.stopped = False
         agree_on_data(self.world, feed)
+        self._compile_ahead(feed)
         try:
             for program in self._programs(feed, self._async_after):
                 self._running = self.runtime.run(program, feed)
@@ -83,6 +86,17 @@ class Loop:
         if not self.stopped:
             agree_on(self.world, "number of batches", feed.end, "give every rank a loader of the same length")
         self._settle()
+
+    def _compile_ahead(self, feed: Feed) -> None:
+        """Before the first minibatch, for its sizes."""
+        fields, self._compiled = None if self._compiled else feed.first_batch, True
+        if fields is None:
+            return
+        sizes = {name: tensor.shape for name, tensor in fields.items()}
+        for stage in self.runtime.stages.values():
+            if stage.module.compiles:
+                with self.world.exclusive:
+                    compile_ahead(stage, fields, lambda value: self.layout.graph.shape(value, sizes))
 
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank; a `train` loop goes on afterwards."""

@@ -9,18 +9,23 @@ segment is cut at these calls and where a block begins; each region between two 
 
     with split products                         seed 1  linear [gelu] linear [dropout add]
 
-Parameters are arguments, so equal layers share one region, which a process compiles once. A region is one autograd
-node whose saved tensors pass the usual hooks: recompute, swap and the count of held bytes work unchanged.
+Parameters are arguments, so equal layers share one region, which a process compiles once; of several ranks on a host
+the first compiles it, and the others find it in torch's cache. A region is one autograd node whose saved tensors pass
+the usual hooks: recompute, swap and the count of held bytes work unchanged.
 """
 
 from __future__ import annotations
 
+import fcntl
+import hashlib
 import importlib.util
 import operator
 import os
 import shutil
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from itertools import groupby
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -28,11 +33,14 @@ from torch import fx, nn
 from torch.fx.node import map_arg
 
 from vpipe.errors import VPipeError
-from vpipe.system.ownership import own_compiler_cache
+from vpipe.system.ownership import COMPILER_CACHE, own_compiler_cache
 
 BLOCK, SPEC = "block", "spec"
 """Keys in the `meta` of each node of a function to compile: its block, and its shape and dtype."""
 _WITHOUT_WORK = {"reshape", "contiguous", "clone", "sym_size", "flatten", "unflatten"}
+
+LOCKS = 64
+"""Files in torch's cache by which ranks wait for each other: regions of the same number compile in turn."""
 
 _compiled: dict[tuple[str, str], Callable[..., Any]] = {}
 """By backend and key, for the whole process: the stages and profiles of one model have most regions in common."""
@@ -73,10 +81,37 @@ def _compile(region: _Region, backend: str) -> Callable[..., Any]:
     if key not in _compiled:
         # Sizes are static at first; torch makes those that then vary dynamic.
         made = torch.compile(region.function.forward, backend=backend, fullgraph=True)
-        made.__name__ = made.__qualname__ = "compiled_region"
-        made.__module__ = __name__
-        _compiled[key] = made
+        _compiled[key] = first_alone(made, region.key)
     return _compiled[key]
+
+
+def first_alone(made: Callable[..., Any], key: str) -> Callable[..., Any]:
+    """The same function; processes of this host that call it for the first time do so one after the other."""
+    called = False
+
+    def compiled_region(*arguments: Any) -> Any:
+        nonlocal called
+        if called:
+            return made(*arguments)
+        with _alone(key):
+            result = made(*arguments)
+        called = True
+        return result
+
+    return compiled_region
+
+
+@contextmanager
+def _alone(key: str) -> Iterator[None]:
+    """Wait until no other process compiles the same; without torch's cache on disk nobody has to wait."""
+    with ExitStack() as held:
+        folder = os.environ.get(COMPILER_CACHE)
+        if folder is not None:
+            number = int(hashlib.sha256(key.encode()).hexdigest(), 16) % LOCKS
+            with suppress(OSError):
+                file = held.enter_context(open(Path(folder, f"vpipe-{number}.lock"), "a"))
+                fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:

@@ -66,6 +66,7 @@ class StageModule(nn.Module):
         self._segments = _segments(stage, policies if training else {}, options, kept)
         self.swaps = any(segment.policy == SWAP for segment in self._segments)
         self.splits = split
+        self.compiles = compile is not None
         self._graded = tuple(name for name in stage.writes if stage.needs_gradient(name))
 
     def _take_tensors(self, model: nn.Module, seed: int) -> None:
