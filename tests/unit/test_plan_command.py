@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +16,7 @@ from vpipe.errors import VPipeError
 from vpipe.plan import plan
 from vpipe.plan.report import runs
 from vpipe.simulate import simulate
-from vpipe.system.units import read_bytes, show_bytes
+from vpipe.system.units import read_bandwidth, read_bytes, show_bytes
 
 GIB = 1024**3
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000_000, 1_000_000, 10_000_000)
@@ -64,6 +65,52 @@ def test_the_plan_is_written_and_read_back(
     # Equal blocks, a host too slow to swap to, and memory to spare: what is recomputed is a stage's last blocks.
     assert "recompute" in printed["policies"]
     assert set(printed["recompute_ratio"]) != {0}
+
+
+@pytest.mark.parametrize(
+    ("text", "speed"), [("10Gbit/s", 1.25e9), ("100 Mbit", 1.25e7), ("1.25GB/s", 1.25e9), ("400gbit/s", 5e10)]
+)
+def test_bandwidths(text: str, speed: float) -> None:
+    assert read_bandwidth(text) == speed
+
+
+def test_hosts_are_shown(profile: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A stage on each host: what is sent are two messages of a megabyte a minibatch, over 1 Gbit/s 8 ms each."""
+    path = tmp_path / "plan.json"
+    plan_command(
+        profile=profile, hosts="2x2", network="1Gbit/s", schedule="1f1b", stages=2, output=path, as_json=True
+    )
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["replicas"] == [2, 2]
+    assert [host["ranks"] for host in printed["hosts"]] == [[0, 1], [2, 3]]
+    assert [(host["sent"], host["received"], host["reduced"]) for host in printed["hosts"]] == [
+        (1e6, 1e6, 0)
+    ] * 2
+    assert printed["hosts"][0]["seconds"] == pytest.approx(0.008)
+    links = tmp_path / "links.json"
+    found = {"ranks": [[0, 2], [1, 3]], "link": {"bandwidth": 1.25e8, "latency": 1e-5}}
+    links.write_text(json.dumps({"hosts": found}))
+    plan_command(profile=profile, ranks=4, links=links, schedule="1f1b", stages=2, output=path)
+    shown = capsys.readouterr().out
+    assert "Hosts" in shown
+    assert "8 ms" in shown
+    assert read_plan(path).placement == ((0, 2), (1, 3))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"hosts": "2x2"}, "2 hosts are given, but not what their network carries: .* --network 10Gbit/s"),
+        ({"hosts": "2by2"}, "--hosts is '2by2': write hosts x ranks of each, such as 2x4"),
+        ({"hosts": "2x2", "network": "fast"}, "--network 'fast' is not a bandwidth"),
+        ({"ranks": 4, "network": "1Gbit/s"}, "a network is given, but no hosts: give them too"),
+        ({"ranks": 5, "hosts": "2x2", "network": "1Gbit/s"}, "5 ranks are to be placed, and the hosts"),
+        ({"ranks": 4, "machines": True}, "--machines takes the hosts of a run's YAML file"),
+    ],
+)
+def test_mistakes_about_hosts(profile: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(VPipeError, match=message):
+        plan_command(profile=profile, **options)
 
 
 def test_the_table_says_what_limits(

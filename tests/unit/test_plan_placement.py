@@ -132,7 +132,7 @@ def test_many_ranks_are_placed_in_order_or_in_bands() -> None:
     assert not complete
     assert [[one[0], one[1]] for one in made] == [
         [(0, 1, 2, 3), (4, 5, 6, 7)],
-        [(0, 1, 16, 17), (2, 3, 18, 19)],
+        [(0, 1, 8, 9), (2, 3, 10, 11)],
         [(0, 8, 16, 24), (1, 9, 17, 25)],
     ]
 

@@ -13,10 +13,11 @@ from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run, 
 from vpipe.errors import VPipeError, printable
 from vpipe.system.console import announce, show
 from vpipe.system.files import read_text
-from vpipe.system.units import duration, read_bytes, show_bytes
+from vpipe.system.units import duration, read_bandwidth, read_bytes, show_bytes
 
 if TYPE_CHECKING:
-    from vpipe.cost import Profile
+    from vpipe.config import RunConfig
+    from vpipe.cost import GivenHosts, Profile
 
 app = typer.Typer()
 LOSS, SAMPLES = "loss", "samples"
@@ -24,6 +25,12 @@ LOSS, SAMPLES = "loss", "samples"
 
 Links = Annotated[
     Path | None, typer.Option(help="Hosts and their links: a file of `vpipe doctor --machines`.")
+]
+Hosts = Annotated[
+    str | None, typer.Option(help="Instead: hosts x ranks of each, such as 2x4, with --network.")
+]
+NetworkCard = Annotated[
+    str | None, typer.Option("--network", help="What each host's network card carries, such as 10Gbit/s.")
 ]
 
 
@@ -83,7 +90,12 @@ def plan(
     ] = None,
     batch_size: Annotated[str | None, typer.Option(help="Samples of a minibatch, or auto.")] = None,
     chunks: Annotated[int | None, typer.Option(help="Stages on each rank (interleaved).")] = None,
+    machines: Annotated[
+        bool, typer.Option("--machines", help="Place stages on the hosts that the file's `machines` names.")
+    ] = False,
     links: Links = None,
+    hosts: Hosts = None,
+    network: NetworkCard = None,
     by: Annotated[
         str,
         typer.Option(
@@ -106,21 +118,27 @@ def plan(
         named_or_table,
         read_any_profile,
         read_slowdowns,
-        with_links,
+        with_hosts,
         write_plan,
     )
     from vpipe.plan import plan as find_plan
-    from vpipe.plan.report import describe, plan_table
+    from vpipe.plan.report import describe, hosts_table, plan_table
 
+    names: list[str] = []
+    placed = _given_hosts(links, hosts, network)
     size = None if batch_size is None else _batch_size(batch_size)
     if by not in (LOSS, SAMPLES):
         raise VPipeError(f"--by is {by[:60]!r}: {LOSS} or {SAMPLES}")
     measured = () if convergence is None else read_slowdowns(convergence)
     if config is None:
+        if profile is not None and ranks is None and placed.ranks is not None:
+            ranks = sum(map(len, placed.ranks))
         if profile is None or ranks is None:
             raise VPipeError("give a run's YAML file, or --profile and --ranks")
+        if machines:
+            raise VPipeError("--machines takes the hosts of a run's YAML file: give that, or --hosts 2x4")
         cap = None if memory is None else read_bytes(memory)
-        costs = with_links(read_any_profile(profile), links)
+        costs = with_hosts(read_any_profile(profile), placed)
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
         training = StaleTraining(measured=measured) if by == LOSS else None
@@ -133,6 +151,8 @@ def plan(
         from vpipe.train.planning import plan_run, stale_training
 
         run = read_run(config, settings)
+        if machines:
+            names, placed = _hosts_of_run(run, placed)
         result = plan_run(
             run,
             ranks=ranks,
@@ -142,12 +162,14 @@ def plan(
             minibatches=minibatches,
             batch_size=size,
             chunks=chunks,
-            links=links,
+            hosts=placed,
             training=stale_training(run, measured) if by == LOSS else None,
         )
     write_plan(result.to_plan(), output)
     print_result(describe(result), plan_table(result), as_json)
     if not as_json:
+        if result.hosts:
+            show(hosts_table(result, names))
         print(printable(f"plan {output}"))
 
 
@@ -163,18 +185,20 @@ def simulate(
     ] = None,
     minibatches: Annotated[int | None, typer.Option(help="Minibatches to run.")] = None,
     links: Links = None,
+    hosts: Hosts = None,
+    network: NetworkCard = None,
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline (Chrome trace) to this file.")
     ] = None,
     as_json: AsJson = False,
 ) -> None:
     """Predict time, waiting and memory of a step without running it."""
-    from vpipe.cost import named_or_table, read_any_profile, read_plan, with_links
+    from vpipe.cost import named_or_table, read_any_profile, read_plan, with_hosts
     from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table
 
-    costs = with_links(read_any_profile(profile), links)
+    costs = with_hosts(read_any_profile(profile), _given_hosts(links, hosts, network))
     if minibatches is not None:
         at_least_one("minibatches", minibatches)
     planned = read_plan(plan)
@@ -187,6 +211,32 @@ def simulate(
 
         write_simulated_trace(result, trace)
     print_result(describe(result), simulation_table(result, costs), as_json)
+
+
+def _given_hosts(links: Path | None, hosts: str | None, network: str | None) -> GivenHosts:
+    from vpipe.cost import GivenHosts
+
+    card = None if network is None else read_bandwidth(network, "--network")
+    if hosts is None:
+        return GivenHosts(links, None, card)
+    count, _, each = hosts.partition("x")
+    if not all(number.isdecimal() and 0 < len(number) <= 4 and int(number) for number in (count, each)):
+        raise VPipeError(f"--hosts is {hosts[:60]!r}: write hosts x ranks of each, such as 2x4")
+    ranks = [tuple(range(host * int(each), (host + 1) * int(each))) for host in range(int(count))]
+    return GivenHosts(links, tuple(ranks), card)
+
+
+def _hosts_of_run(run: RunConfig, given: GivenHosts) -> tuple[list[str], GivenHosts]:
+    """The names of the run's hosts; their ranks instead of others."""
+    from vpipe.launch.hosts import hosts_of
+
+    if run.machines is None or given.ranks is not None:
+        raise VPipeError(
+            f"{run.source}: --machines takes the hosts from `machines`: "
+            + ("leave --hosts out" if given.ranks is not None else "write `machines: [host:GPU, ...]`")
+        )
+    hosts = hosts_of(run.machines)
+    return [host.name for host in hosts], given._replace(ranks=tuple(host.ranks for host in hosts))
 
 
 def _batch_size(text: str) -> int | str:

@@ -8,7 +8,7 @@ from vpipe.cost.convergence import (
     write_convergence,
 )
 from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds, bucket_count
-from vpipe.cost.files import read_any_profile, read_profile, with_links, write_profile
+from vpipe.cost.files import GivenHosts, read_any_profile, read_profile, with_hosts, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.links import Hosts, LinkCost
 from vpipe.cost.pipedream import read_pipedream_graph
@@ -23,6 +23,7 @@ __all__ = [
     "SWAP",
     "BlockCost",
     "DeviceCost",
+    "GivenHosts",
     "Hosts",
     "LinkCost",
     "MemoryPolicy",
@@ -47,6 +48,7 @@ __all__ = [
     "read_slowdowns",
     "sample_factor",
     "update_bytes",
+    "with_hosts",
     "with_links",
     "write_convergence",
     "write_plan",

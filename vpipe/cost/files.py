@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from vpipe.cost.costs import Profile
 from vpipe.cost.fields import read_object
 from vpipe.cost.links import Hosts, LinkCost, MeasuredLinks
 from vpipe.cost.pipedream import is_pipedream_graph, read_pipedream_graph
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 from vpipe.system.files import read_text, short_repr, write_json
 
 
@@ -36,6 +36,40 @@ def read_profile(path: Path) -> Profile:
                 f"{path}: tied, entry {number}: blocks is {short_repr(list(tie.blocks))}: "
                 f"expected numbers from 0 to {len(profile.blocks) - 1}"
             )
+    return profile
+
+
+class GivenHosts(NamedTuple):
+    """Hosts and their network, as far as users give them beside a profile."""
+
+    links: Path | None = None
+    """A file that `vpipe doctor --machines` wrote."""
+    ranks: tuple[tuple[int, ...], ...] | None = None
+    """Of each host."""
+    network: float | None = None
+    """Bytes a second of each host's card."""
+
+
+def with_hosts(profile: Profile, given: GivenHosts) -> Profile:
+    """The profile with these hosts instead of its own."""
+    profile = with_links(profile, given.links)
+    ranks = given.ranks or (None if profile.hosts is None else profile.hosts.ranks)
+    if given.network is not None:
+        if ranks is None:
+            raise VPipeError("a network is given, but no hosts: give them too, such as --hosts 2x4")
+        return replace(profile, hosts=Hosts(ranks, LinkCost(given.network, profile.link.latency)))
+    if given.ranks is None or len(given.ranks) == 1:
+        return profile
+    if profile.hosts is None:
+        raise VPipeError(
+            f"{len(given.ranks)} hosts are given, but not what their network carries: measure it with `vpipe doctor "
+            "--machines` and give --links links.json, or write --network 10Gbit/s"
+        )
+    if profile.hosts.ranks != given.ranks:
+        raise VPipeError(
+            f"the hosts have ranks {short_repr(given.ranks)}, but the links are of hosts with ranks "
+            f"{short_repr(profile.hosts.ranks)}: measure them again with `vpipe doctor --machines`"
+        )
     return profile
 
 

@@ -40,6 +40,8 @@ MOST = 20_000
 EFFORT = 200_000
 """Actions that may be simulated; each simulation counts as `EACH` more."""
 EACH = 600
+REGULAR = 4
+"""Placements on which a plan by sums is simulated."""
 PLACED = 4
 """Times as much where ranks are on several hosts."""
 WORTH = 1.01
@@ -161,6 +163,8 @@ class SimulatedSearch:
         self.best: Found | None = None
         self.doubted = inf
         """The least bound of a partition of which not all policies, or placements, were looked at."""
+        self.started: list[tuple[PlanShape, Cuts]] = []
+        """Where a climb begins."""
         self.placed: dict[tuple[int, ...], tuple[list[Placement], bool]] = {}
 
     def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
@@ -330,18 +334,21 @@ class SimulatedSearch:
         return self.best is not before
 
     def begin(self, start: PlanResult) -> None:
-        """Simulate a plan by sums, with its own policies, and the best ones for its partition; with ranks for which
-        its bound is least."""
-        cuts = np.cumsum((0, *start.partition))
-        key, shape = self.by_bound(self.shape(start.replicas), cuts)[0]
-        if key >= self.value * ROUNDING:
-            return
+        """Simulate a plan by sums, with its own policies and the best ones for its partition, on regular placements."""
+        cuts, best = np.cumsum((0, *start.partition)), self.value
         own, profile, memory = start.to_plan().stage_policies(), self.task.profile, self.task.memory
-        pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
-        chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
-        if all(choice.memory.total <= memory for choice in chosen):
-            self.simulate(shape, cuts, tuple(chosen))
-        self.settle(shape, cuts)
+        placed = self.by_bound(start.replicas, None, cuts, REGULAR)
+        self.started.append((placed[0][1], cuts))
+        for key, shape in placed:
+            if key >= self.value * ROUNDING or (self.value < best and self.effort <= 0):
+                break
+            pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
+            chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
+            if all(choice.memory.total <= memory for choice in chosen):
+                self.simulate(shape, cuts, tuple(chosen))
+            self.settle(shape, cuts)
+            if self.best is not None and self.best.shape is shape:
+                self.started[-1] = shape, cuts
 
     def combined(self, choices: list[list[PolicyChoice]]) -> Iterator[Sequence[PolicyChoice]]:
         """All combinations of few, else the quickest of each stage and those that copy least."""
@@ -400,9 +407,11 @@ class SimulatedSearch:
 
     # From a start
 
-    def by_bound(self, shape: PlanShape, cuts: Cuts) -> list[tuple[float, PlanShape]]:
-        """Its placements and their bounds, the least first."""
-        found = [self.shape(shape.replicas, shape.depth, one) for one in self.placements(shape.replicas)[0]]
+    def by_bound(
+        self, replicas: tuple[int, ...], depth: tuple[int, ...] | None, cuts: Cuts, most: int | None = None
+    ) -> list[tuple[float, PlanShape]]:
+        """The first so many placements and their bounds, the least first."""
+        found = [self.shape(replicas, depth, one) for one in self.placements(replicas)[0][:most]]
         keyed = [(float(self.keys(self.paths.bounds(one.facts, cuts[None, :]))[0]), one) for one in found]
         return sorted(((key * one.worth, one) for key, one in keyed), key=lambda pair: pair[0])
 
@@ -410,7 +419,7 @@ class SimulatedSearch:
         """Simulate the best plan with other ranks, in the order of their bounds."""
         assert self.best is not None
         shape, cuts = self.best.shape, np.array(self.best.cuts)
-        others = self.by_bound(shape, cuts)
+        others = self.by_bound(shape.replicas, shape.depth, cuts)
         self.effort += EFFORT if len(others) > 1 else 0
         for key, other in others:
             if key >= self.value * ROUNDING or self.effort <= 0:
@@ -418,7 +427,7 @@ class SimulatedSearch:
             self.simulate(other, cuts, self.best.choices)
 
     def climb(self) -> float:
-        """Improve the best plan by its placement, cut by cut, then by its depth."""
+        """Improve the best plan by its placement, cut by cut, then by its depth; the others by their depth only."""
         if self.best is not None:
             self.other_placements()
         improved = True
@@ -435,14 +444,24 @@ class SimulatedSearch:
                 if improved := self.settle(shape, cuts[place]):
                     break
         if self.best is not None and self.task.kind.any_depth:
-            cuts = np.array(self.best.cuts)
             plain = self.shape(self.best.shape.replicas, None, self.best.shape.placement)
-            for other in self.other_depths(plain, cuts):
-                bound = self.keys(self.paths.bounds(other.facts, cuts[None, :]))[0] * other.worth
-                if bound < self.value * ROUNDING and self.effort > 0:
-                    self.settle(other, cuts)
+            for start in ((plain, np.array(self.best.cuts)), *self.started):
+                self.deepen(*start)
         facts = self.shape((1,) * min(self.blocks, self.task.ranks)).any_depth
         return self.paths.of_any_partition(facts, self.task.ranks)
+
+    def deepen(self, shape: PlanShape, cuts: Cuts) -> None:
+        """Simulate other depths, in the order of their bounds."""
+        if self.effort <= 0:
+            return
+        keyed = [
+            (float(self.keys(self.paths.bounds(other.facts, cuts[None, :]))[0]) * other.worth, other)
+            for other in self.other_depths(shape, cuts)
+        ]
+        for key, other in sorted(keyed, key=lambda pair: pair[0]):
+            if key >= self.value * ROUNDING or self.effort <= 0:
+                break
+            self.settle(other, cuts)
 
 
 def neighbours(cuts: Cuts) -> Cuts:

@@ -12,7 +12,7 @@ there are too many, only regular ones are:
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 
 from vpipe.cost import Hosts, Profile
@@ -25,19 +25,19 @@ FEW = 12
 
 
 def placements(profile: Profile, replicas: Sequence[int]) -> tuple[list[Placement], bool]:
-    """Those to try, and whether these are all."""
+    """Those to try, regular ones first, and whether these are all."""
     ranks = sum(replicas)
     hosts = [] if profile.hosts is None else ranks_of_hosts(profile.hosts, ranks)
     if len(hosts) < 2 or max(map(len, hosts)) == ranks:
         return [in_turn(replicas, range(ranks))], True
     assert profile.hosts is not None
-    found: Iterable[tuple[int, ...]] = dict.fromkeys(regular(replicas, hosts))
+    alike = classes(profile.hosts, hosts)
+    found = dict.fromkeys(renamed(assigned, alike) for assigned in regular(replicas, hosts))
     complete = ranks <= FEW
     if complete:
-        room = [len(own) for own in hosts]
-        every = list(islice(assignments(ranks, room, classes(profile.hosts, hosts)), MOST + 1))
+        every = list(islice(assignments(ranks, [len(own) for own in hosts], alike), MOST + 1))
         complete = len(every) <= MOST
-        found = every if complete else found
+        found |= dict.fromkeys(every if complete else ())
     return [with_ranks(replicas, hosts, assigned) for assigned in found], complete
 
 
@@ -103,6 +103,16 @@ def assignments(slots: int, room: Sequence[int], alike: Sequence[int]) -> Iterat
             yield from extend((*chosen, host))
 
     return extend(())
+
+
+def renamed(assigned: Sequence[int], alike: Sequence[int]) -> tuple[int, ...]:
+    """The same with hosts that are alike used in their order, as `assignments` has it."""
+    names: dict[int, int] = {}
+    for host in assigned:
+        if host not in names:
+            own = (other for other, number in enumerate(alike) if number == alike[host])
+            names[host] = next(other for other in own if other not in names.values())
+    return tuple(names[host] for host in assigned)
 
 
 def regular(replicas: Sequence[int], hosts: Sequence[Sequence[int]]) -> Iterator[tuple[int, ...]]:

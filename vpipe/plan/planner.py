@@ -16,6 +16,7 @@ from vpipe.plan.task import Task
 from vpipe.schedule import KINDS, Schedule, ScheduleKind, kind_of, table_kind
 from vpipe.schedule.facts import MOST_FORWARDS
 from vpipe.schedule.kind import MOST_RANKS, MOST_STAGES, at_least_one, at_most
+from vpipe.simulate.traffic import host_traffic
 from vpipe.system.units import read_bytes, show_bytes
 
 AUTO = "auto"
@@ -106,7 +107,7 @@ def plan(
         )
     if found is None:
         raise VPipeError(nothing_fits([task(kind, size) for kind in kinds], profile))
-    return found
+    return replace(found, hosts=host_traffic(profile, found.to_plan(), found.kind.table))
 
 
 def fastest_size(

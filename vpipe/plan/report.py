@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 from rich.table import Table
 
 from vpipe.cost import KEEP, POLICIES, RECOMPUTE, SWAP
 from vpipe.plan.result import PlanResult, RankPlan, StagePlan
-from vpipe.system.units import show_bytes
+from vpipe.system.units import duration, show_bytes
 
 HEADS = {RECOMPUTE: "recomputed", SWAP: "swapped"}
 
@@ -33,6 +33,8 @@ def describe(result: PlanResult) -> dict[str, Any]:
         "memory": result.cap,
         "prediction": plan.prediction,
         **({} if result.faster is None else {"faster": _other(result.faster)}),
+        "placement": [list(ranks) for ranks in plan.placement] or None,
+        **({"hosts": [host._asdict() for host in result.hosts]} if result.hosts else {}),
         "positions": [
             {
                 "ranks": list(position.ranks),
@@ -90,6 +92,40 @@ def plan_table(result: PlanResult) -> Table:
     if (line := about_loss(result)) is not None:
         table.caption += f"\n{line}"
     return table
+
+
+def hosts_table(result: PlanResult, names: Sequence[str] = ()) -> Table:
+    """Which host runs which stages, and what its network card carries."""
+    table = Table(title="Hosts", title_justify="left", caption_justify="left")
+    table.add_column("host")
+    table.add_column("ranks", justify="right")
+    table.add_column("stages", overflow="fold")
+    for column in ("sent", "received", "gradients sent", "card busy"):
+        table.add_column(column, justify="right")
+    for number, host in enumerate(result.hosts):
+        share = host.seconds / result.seconds if result.seconds else 0.0
+        table.add_row(
+            names[number] if number < len(names) else str(number),
+            runs(host.ranks),
+            ", ".join(_stages_on(result, host.ranks)),
+            show_bytes(host.sent),
+            show_bytes(host.received),
+            show_bytes(host.reduced),
+            f"{duration(host.seconds)} ({share:.0%})",
+        )
+    table.caption = (
+        "to and from other hosts: messages of a minibatch; gradients that replicas add up, an update"
+    )
+    return table
+
+
+def _stages_on(result: PlanResult, ranks: Sequence[int]) -> Iterator[str]:
+    """With how many of their replicas, if not all."""
+    for position in result.positions:
+        own = len(set(position.ranks) & set(ranks))
+        if own:
+            part = "" if own == len(position.ranks) else f" ({own} of {len(position.ranks)} replicas)"
+            yield ", ".join(str(stage.number) for stage in position.stages) + part
 
 
 def about_loss(result: PlanResult) -> str | None:

@@ -14,6 +14,7 @@ from vpipe.schedule import ScheduleKind
 from vpipe.schedule.program import Placement, in_order
 from vpipe.simulate import simulate
 from vpipe.simulate.arrange import arrange
+from vpipe.simulate.traffic import HostTraffic
 
 
 class StagePlan(NamedTuple):
@@ -59,6 +60,8 @@ class PlanResult:
     """Of each stage; empty: the schedule's own."""
     placement: Placement = ()
     """The ranks of each position; empty: numbered position by position."""
+    hosts: tuple[HostTraffic, ...] = ()
+    """What goes between hosts; empty: there is only one."""
     gap: float | None = None
     """How much faster than this another plan may be at most, as a share; None: none is."""
     sample_factor: float = 1.0

@@ -159,6 +159,8 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
     if task.kind.holding is None or updates_at_once(task) or task.stages is not None:
         return []
     ends = {task.ranks, 1} if task.kind.synchronous else {task.ranks}
+    if task.profile.hosts is not None:  # what replicas cost depends on where they are, which sums do not know
+        ends = set(divisors(task))
     return [
         equal_loads(task.kind, task.ranks, task.ranks // positions, task.update)
         for positions in divisors(task)

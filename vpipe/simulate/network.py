@@ -37,6 +37,8 @@ class MessageRoute(NamedTuple):
     """From the end of the last line to the arrival."""
     busy: bool
     """Whether carrying it is the sender's work."""
+    size: float = 0.0
+    """Bytes, if it goes to other hosts."""
 
 
 class Network:
@@ -74,7 +76,7 @@ class Network:
         """When what ended at `end` has arrived; None: it goes to another host."""
         stage, _, minibatch = action
         phases = self.routes[stage][reader]
-        lines, seconds, _, busy = phases[minibatch % len(phases)]
+        lines, seconds, _, busy, _ = phases[minibatch % len(phases)]
         if busy:
             return end
         if len(lines) > 1:
@@ -131,7 +133,7 @@ class Network:
                 yield MessageRoute(((sender, receiver),), link.seconds(size), 0.0, link.sender_busy)
             else:
                 lines = (OUT, host_of(sender)), (IN, host_of(receiver))
-                yield MessageRoute(lines, size / link.bandwidth, link.latency, False)
+                yield MessageRoute(lines, size / link.bandwidth, link.latency, False, size)
 
 
 class Reduction(NamedTuple):
@@ -163,4 +165,5 @@ def reduction(
     part = size / (len(near) + 1) / (len(far) + 1)
     seconds = 2 * sum(part / link.bandwidth for link in far)
     early = min(backward, seconds) * (1 - 1 / bucket_count(size))
-    return Reduction(own, MessageRoute(lines, seconds, 2 * max(link.latency for link in far), False), early)
+    latency = 2 * max(link.latency for link in far)
+    return Reduction(own, MessageRoute(lines, seconds, latency, False, 2 * part * len(far)), early)

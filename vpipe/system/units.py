@@ -31,6 +31,19 @@ def read_bytes(text: str, what: str = "memory") -> int:
     return size
 
 
+def read_bandwidth(text: str, what: str = "network") -> float:
+    """'10Gbit/s' or '1.25GB/s', in bytes a second."""
+    number = text.strip().lower().removesuffix("/s")
+    try:
+        if number.endswith("bit"):
+            return read_bytes(number.removesuffix("it")) / 8
+        return float(read_bytes(number))
+    except VPipeError:
+        raise VPipeError(
+            f"{what} {text[:60]!r} is not a bandwidth: write a number with its unit, such as 10Gbit/s or 1.25GB/s"
+        ) from None
+
+
 def show_bytes(count: float) -> str:
     """With four digits at most: 412.4 MiB."""
     for unit in ("B", *BINARY):

@@ -18,12 +18,13 @@ from typing import TYPE_CHECKING
 
 from vpipe.config.file import AUTO
 from vpipe.cost import (
+    GivenHosts,
     Profile,
     Slowdown,
     StaleTraining,
     named_or_table,
     read_profile,
-    with_links,
+    with_hosts,
     write_plan,
     write_profile,
 )
@@ -50,6 +51,7 @@ METHOD = 6
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 WORTH = 1.02
 """How many times as fast another number of stages than the requested one must be."""
+ONE_HOST = GivenHosts()
 PROFILES = "profiles"
 """Where they are kept for all runs of the user."""
 
@@ -76,7 +78,7 @@ def plan_run(
     minibatches: int | None = None,
     batch_size: int | str | None = None,
     chunks: int | None = None,
-    links: Path | None = None,
+    hosts: GivenHosts = ONE_HOST,
     training: StaleTraining | None = None,
 ) -> PlanResult:
     """The best plan for the configured run, with what is given here in place of the file's own.
@@ -92,7 +94,7 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    profile = with_links(profile or cached_profile(config), links)
+    profile = with_hosts(profile or cached_profile(config), hosts)
     announce(f"{config.source}: searching for a plan")
     find = partial(
         plan,
