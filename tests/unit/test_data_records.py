@@ -118,7 +118,7 @@ def test_texts_of_records(folder: Path, kind: str) -> None:
     expected = joined(TEXTS)
     found = all_of(read(folder, place))
     assert found["input_ids"] == found["labels"] == expected
-    assert found["attention_mask"] == [[1] * 6] * len(expected)
+    assert found.keys() == {"input_ids", "labels"}
 
 
 @pytest.mark.parametrize("kind", KINDS)

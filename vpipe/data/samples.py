@@ -31,11 +31,13 @@ class CausalText:
     """TokenRows of text; the model itself moves the labels by one.
 
     With `separate` the documents of a row know nothing of each other: positions begin anew with each, from which the
-    model makes its mask, and the first token of a document is not predicted from the document before it.
+    model makes its mask, and the first token of a document is not predicted from the document before it. With `padded`
+    rows may end before their length. Otherwise no mask is given: attention that is only causal is faster.
     """
 
     rows: TokenRows
     separate: bool = False
+    padded: bool = False
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -44,8 +46,10 @@ class CausalText:
         words = self.rows.rows(indices)
         ids = np.where(words == PADDING, 0, words & ID)
         labels = np.where((words == PADDING) | (words & UNTRAINED != 0), IGNORED, ids)
-        if not self.separate:
+        if self.padded:
             return _fields(ids, attention_mask=(words != PADDING).astype(np.int64), labels=labels)
+        if not self.separate:
+            return _fields(ids, labels=labels)
         first = words & FIRST != 0
         first[:, 0] = True
         places = np.arange(words.shape[1])
@@ -130,7 +134,7 @@ class MaskedText:
         ids, labels = map(np.stack, zip(*masked, strict=True))
         ids = np.pad(ids, ((0, 0), (1, 1)), constant_values=((0, 0), (self.begin, self.end)))
         labels = np.pad(labels, ((0, 0), (1, 1)), constant_values=IGNORED)
-        return _fields(ids, attention_mask=np.ones_like(ids), labels=labels)
+        return _fields(ids, labels=labels)
 
     def _masked(self, ids: Numbers, sample: int, epoch: int) -> tuple[Numbers, Numbers]:
         """The ids as they are shown, and the labels."""

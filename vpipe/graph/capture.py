@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.export import Dim, ExportedProgram
 
 from vpipe.errors import CaptureError, VPipeError
+from vpipe.graph.attention import simplify_attention
 from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
 from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
@@ -68,6 +69,7 @@ def capture(
             images = {name: _is_image(tensor) for name, tensor in traced.items()}
             free_lengths(trace, traced, images, lambda others: _trace_export(module, others))
     check = FieldCheck(layout, fields, trace)
+    simplify_attention(trace)
     prune(trace)
     trace.heads = find_heads(trace) if chunked_loss else ()
     return ModelGraph(model, trace, check)

@@ -35,7 +35,7 @@ def target_count(graph: ModelGraph) -> TargetCount | None:
     target, weight = arguments["target"], arguments.get("weight")
     if weight is not None or arguments.get("reduction", MEAN) != MEAN or not isinstance(target, fx.Node):
         return None
-    program = _program(target, trace)
+    program = program_of_fields(target, trace)
     if program is None:
         return None
     fields, run = program
@@ -65,8 +65,8 @@ def _arguments(node: fx.Node) -> dict[str, Any]:
     return dict(zip(names, node.args, strict=False)) | node.kwargs
 
 
-def _program(target: fx.Node, trace: Trace) -> tuple[list[str], fx.GraphModule] | None:
-    """The fields that the targets are made of, and how; None if they are not made of fields alone."""
+def program_of_fields(target: fx.Node, trace: Trace) -> tuple[list[str], fx.GraphModule] | None:
+    """The fields that a value is made of, and how, on the host; None if it is not made of fields alone."""
     needed, pending = {target}, [target]
     while pending:
         for node in pending.pop().all_input_nodes:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import fx, nn
+from torch import Tensor, fx, nn
 from torch.fx.node import map_aggregate
 
 from vpipe.graph import StageGraph
@@ -17,7 +17,7 @@ from vpipe.graph.head import VIEWS, Head
 from vpipe.graph.inplace import operator_name, written
 from vpipe.graph.opaque import ModuleCall
 from vpipe.graph.ownership import bound_arguments, is_random
-from vpipe.graph.trace import Input, Kind
+from vpipe.graph.trace import Input, Kind, Spec
 from vpipe.stage import head_loss
 from vpipe.stage.compiled import BLOCK, SPEC, compile_regions
 from vpipe.stage.split import split_product
@@ -132,6 +132,8 @@ class _Builder:
         copied = self.graph.node_copy(node, self.copies.__getitem__)
         copied.meta = {BLOCK: self._block, SPEC: self.spec(node)}
         _adapt(copied, self.options)
+        if _lacks_grouped_kernel(copied, self.spec(node)[0], self.options.device):
+            copied.target = _attention_of_groups
         if self.options.split:
             trained = {
                 self.copies[arg]
@@ -189,6 +191,21 @@ def _adapt(node: fx.Node, options: Options) -> None:
     _to_device(node, options.device)
     if not options.training:
         _to_evaluation(node)
+
+
+def _lacks_grouped_kernel(node: fx.Node, spec: Spec | None, device: torch.device) -> bool:
+    """Attention with grouped heads whose fused kernels take none: on a GPU those of float32 and float64."""
+    if operator_name(node) != "scaled_dot_product_attention" or not node.kwargs.get("enable_gqa"):
+        return False
+    return device.type == "cuda" and spec is not None and spec.dtype not in head_loss.HALF
+
+
+def _attention_of_groups(
+    query: Tensor, key: Tensor, value: Tensor, *rest: Any, scale: float | None, enable_gqa: bool
+) -> Tensor:
+    times = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(times, 1), value.repeat_interleave(times, 1)
+    return torch.ops.aten.scaled_dot_product_attention(query, key, value, *rest, scale=scale)
 
 
 def _to_device(node: fx.Node, device: torch.device) -> None:

@@ -137,7 +137,10 @@ def check_named_data(config: RunConfig, model: nn.Module) -> None:
 def named_batch(config: RunConfig, model: nn.Module, samples: int, seed: int = 0) -> data.Batch:
     """Random tokens, with the fields that the configured text would have."""
     batch = synthetic_batch(model, samples, config.sequence_length, seed)
-    if config.documents == "masked" and batch.pop("attention_mask", None) is not None:
+    settings: Any = model.config
+    if config.documents == "joined" and not settings.is_encoder_decoder:
+        batch.pop("attention_mask", None)
+    elif config.documents == "masked" and batch.pop("attention_mask", None) is not None:
         ids, half = batch["input_ids"], config.sequence_length // 2
         batch["position_ids"] = torch.arange(ids.shape[1]).remainder(half).expand(ids.shape).clone()
     return batch
@@ -211,7 +214,9 @@ def _text_samples(
             path, "no sample has a token to predict: give more documents, or a larger sequence_length"
         )
     note = f"{dropped} of {len(whole)} samples have no token to predict and are left out" if dropped else None
-    return AllSamples(data.CausalText(trained, separate), tokenizer, chat.template, note)
+    return AllSamples(
+        data.CausalText(trained, separate, config.documents == "padded"), tokenizer, chat.template, note
+    )
 
 
 def _token_samples(config: RunConfig, settings: Any, path: Path, masked: bool) -> AllSamples:
