@@ -26,11 +26,13 @@ from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
 from vpipe.observe.figures import figures_of
+from vpipe.pipeline.captured import captured
 from vpipe.profile.contention import profile_shared_device
 from vpipe.profile.measured_stage import clock_of, seconds
 from vpipe.profile.model import MeasuredModel
 from vpipe.record.status import TIMES
 from vpipe.simulate import simulate
+from vpipe.stage.precision import skeleton
 from vpipe.system.device_memory import forget_peak, peak_memory
 
 ISSUED, ISSUED_ROUNDS = 400, 9
@@ -115,8 +117,8 @@ class Bench:
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
         # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
         # a profile tells bytes of it.
-        vpipe.pipeline.layout.capture = self._capture_of(self.batch)  # type: ignore[attr-defined]
-        vpipe.profile.model.capture = self._capture_of(None)  # type: ignore[attr-defined]
+        vpipe.pipeline.layout.captured = self._capture_of(self.batch)  # type: ignore[attr-defined]
+        vpipe.profile.model.captured = self._capture_of(None)  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
@@ -135,21 +137,21 @@ class Bench:
                 self._graphs[layers, size] = of_size(self.graph(layers, self.batch), size / self.batch)
                 return self._graphs[layers, size]
             model, dtype = self.model(layers), DTYPES[self.precision]
-            whole = model if dtype is None else vpipe.pipeline.layout.skeleton(model, dtype)
+            whole = model if dtype is None else skeleton(model, dtype)
             began = time.monotonic()
             self._graphs[layers, size] = capture(whole, self.batches(size)[0])
             self.tell(case=f"captured in {time.monotonic() - began:.1f} s", layers=layers)
         return self._graphs[layers, size]
 
     def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
-        """What stands in for `capture`: with so many samples, or as many as the batch has."""
+        """What stands in for `captured`: with so many samples, or as many as the batch has."""
 
-        def captured(model: nn.Module, batch: Any, loss_fn: Any = None) -> ModelGraph:
+        def known(model: nn.Module, batch: Any, loss_fn: Any, precision: str) -> ModelGraph:
             if isinstance(model, hf.PreTrainedModel):
                 return self.graph(model.config.num_hidden_layers, size or len(batch["labels"]))
-            return capture(model, batch, loss_fn)
+            return captured(model, batch, loss_fn, precision)
 
-        return captured
+        return known
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         if size not in self._batches:

@@ -32,6 +32,10 @@ class Kept(NamedTuple):
     backward: int
     updating: int
 
+    @property
+    def all(self) -> int:
+        return self.own + sum(self.inputs.values())
+
 
 def measure_kept(
     shape: Shape, measured: MeasuredStage, saved: Mapping[int, int], made: Mapping[str, Tensor]

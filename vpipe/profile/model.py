@@ -43,6 +43,9 @@ MEMBERS = 2
 RUN = 4
 """Consecutive blocks that are measured as one stage as well, on a GPU: it gives the cost of a call."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
+LARGEST_SWAPPED = 2**29
+"""Bytes that a block keeps, of those that are swapped to be measured. Copying more takes much longer than the host needs
+to start it, and seconds each time."""
 
 
 class MeasuredModel:
@@ -138,7 +141,9 @@ class MeasuredModel:
     def measure_swapping(self) -> None:
         """The host's time to swap each kind on a GPU. On a CPU copies do not run beside computing: there is none."""
         if self.place.type == "cuda":
-            measure_swapping([same[0] for same in self.kinds.values()])
+            measure_swapping(
+                [same[0] for kind, same in self.kinds.items() if self._kept[kind].all <= LARGEST_SWAPPED]
+            )
 
     def weighted_rounds(self, share: float = 0.0) -> Iterator[bool]:
         """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model.
