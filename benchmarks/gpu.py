@@ -7,7 +7,7 @@ Each rank has a quarter of the card's multiprocessors (MPS) and trains a model o
 size with sequence 128, or another one. Parts (the last three of BERT only):
 
     schedules   every schedule, with 8 and 32 minibatches an update, against the limit
-    predictions six settings, with what was predicted of each; `--compile` with compiled blocks
+    predictions settings with what was predicted of each, the guides' among them; `--compile` with compiled blocks
     compiled    the same with compiled blocks
     guides      the guides' settings and plans of our own under one cap
     largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
@@ -67,6 +67,8 @@ def main() -> None:
     parser.add_argument(
         "--cuda-graphs", action="store_true", help="stages are played from CUDA graphs, in every case"
     )
+    parser.add_argument("--least", type=int, default=4, help="updates that are timed, at least")
+    parser.add_argument("--quick", action="store_true", help="profiles in less time")
     parser.add_argument("--compile", action="store_true", help="of the part predictions: compiled blocks")
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
@@ -91,6 +93,8 @@ def main() -> None:
         "parts": parts,
         "minibatches": [int(count) for count in arguments.minibatches.split(",")],
         "compile": arguments.compile,
+        "least": arguments.least,
+        "quick": arguments.quick,
         **(TINY if arguments.tiny else {"warm": 16, "measured": 64}),
     }
     if arguments.measured:

@@ -19,6 +19,7 @@ from gpu_models import SUBJECTS
 from torch import Tensor, nn
 
 import vpipe.pipeline.layout
+import vpipe.profile.device
 import vpipe.profile.model
 from vpipe import Pipeline
 from vpipe.communication import ProcessWorld, World
@@ -30,6 +31,7 @@ from vpipe.pipeline.captured import captured
 from vpipe.profile.contention import profile_shared_device
 from vpipe.profile.measured_stage import clock_of, seconds
 from vpipe.profile.model import MeasuredModel
+from vpipe.profile.outside import OutsideMemory
 from vpipe.record.status import TIMES
 from vpipe.simulate import simulate
 from vpipe.stage.precision import skeleton
@@ -65,6 +67,10 @@ class Settings(NamedTuple):
     parts: tuple[str, ...]
     minibatches: tuple[int, ...]
     cuda_graphs: bool = False
+    least: int = 4
+    """Updates that are timed, at least."""
+    quick: bool = False
+    """Profiles are measured in less time, and without the memory that ranks have beside their allocator."""
     compile: bool = False
     """Of the part `predictions`; others say themselves what is compiled."""
 
@@ -146,10 +152,10 @@ class Bench:
     def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
         """What stands in for `captured`: with so many samples, or as many as the batch has."""
 
-        def known(model: nn.Module, batch: Any, loss_fn: Any, precision: str) -> ModelGraph:
+        def known(model: nn.Module, batch: Any, *others: Any) -> ModelGraph:
             if isinstance(model, hf.PreTrainedModel):
                 return self.graph(model.config.num_hidden_layers, size or len(batch["labels"]))
-            return captured(model, batch, loss_fn, precision)
+            return captured(model, batch, *others)
 
         return known
 
@@ -171,6 +177,7 @@ class Bench:
     def profile(self, size: int, *, compiled: bool = False) -> Profile:
         """Rank 0's, while all compute."""
         self.begin(None)
+        began = time.monotonic()
         measured = MeasuredModel(
             self.model(self.layers),
             self.batches(size)[0],
@@ -181,10 +188,17 @@ class Bench:
             place=self.device,
         )
         name = f".profile{size}{'c' if compiled else ''}.json"
-        made = profile_shared_device(self.world, measured, self.file.with_suffix(name), seconds=3.0)
+        if self.settings.quick:
+            vpipe.profile.device.measure_outside = lambda device: OutsideMemory()  # type: ignore[attr-defined]
+        seconds = 1.5 if self.settings.quick else 3.0
+        made = profile_shared_device(self.world, measured, self.file.with_suffix(name), seconds)
         peak = self.peak() / 2**30
         self.tell(
-            case="profile", batch=size, compile=compiled, issuing_us=self.issuing(), peak_gib=round(peak, 2)
+            case=f"profile, {time.monotonic() - began:.1f} s",
+            batch=size,
+            compile=compiled,
+            issuing_us=self.issuing(),
+            peak_gib=round(peak, 2),
         )
         return made
 
@@ -227,7 +241,7 @@ class Bench:
         warm = -(-self.settings.warm // minibatches)
         if self.settings.cuda_graphs:
             warm = max(warm, 3, -(-RECORDED // minibatches))
-        return warm, max(4, -(-self.settings.measured // minibatches))
+        return warm, max(self.settings.least, -(-self.settings.measured // minibatches))
 
     def pace(self, case: Case, world: World, *, meet: bool = False) -> Pace:
         """What this rank measures in a case; with `meet` all ranks wait for each other before the clock starts."""
@@ -279,6 +293,7 @@ class Bench:
 
     def run(self, case: Case, profile: Profile | None, limits: dict[str, float]) -> float | None:
         """One case on all ranks: its pace, None if it does not fit. What does not fit ends it on every rank."""
+        began = time.monotonic()
         row: dict[str, Any] = {"case": case.name, "schedule": case.schedule, "batch": case.batch}
         row |= {"minibatches": case.minibatches, "partition": case.partition, "replicas": case.replicas}
         row |= {"cap": case.cap, "policies": None if case.policies is None else Counter(case.policies)}
@@ -310,7 +325,7 @@ class Bench:
         if all(row["peak_bytes"]) and predicted:
             pairs = zip(predicted["predicted_bytes"], row["peak_bytes"], strict=True)
             row["memory_off"] = [expected / measured - 1 for expected, measured in pairs]
-        self.tell(**row, **predicted)
+        self.tell(**row, **predicted, seconds=round(time.monotonic() - began, 1))
         return rate if fits else None
 
     def prediction(self, case: Case, profile: Profile) -> dict[str, Any]:

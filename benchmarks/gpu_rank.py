@@ -11,10 +11,10 @@ from gpu_bench import Bench, Case, Settings
 from gpu_graphs import graphs
 from gpu_largest import largest
 from gpu_peers import peers
-from gpu_settings import RANKS, ROOMS, even_stages, find_cap, hand_made
+from gpu_settings import CAP, RANKS, ROOMS, even_stages, find_cap, hand_made
 
 from vpipe.communication import InProcessHub, ProcessWorld
-from vpipe.cost import Profile, as_scheduled
+from vpipe.cost import Profile, as_scheduled, for_batch_size
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.errors import VPipeError
 from vpipe.graph.partition import partition_for_ranks
@@ -124,25 +124,42 @@ def compiled(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
 
 
 def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> None:
-    """Six settings and a plan, each with its prediction; gpipe recomputes what it would keep."""
-    size, count = bench.batch, bench.settings.minibatches[0]
-    everything = ("recompute",) * bench.blocks
-    cases = [
-        Case("1f1b", "1f1b", size, count),
-        Case("zb-v", "zb-v", size, count),
-        Case("vpipe", "vpipe", size),
-        Case("zb-h1", "zb-h1", size, count),
-        Case("gpipe, all recomputed", "gpipe", size, count, policies=everything),
-        Case("interleaved", "interleaved", size, count, chunks=2),
-    ]
-    if bench.settings.compile:
-        cases = [case._replace(name=f"{case.name}, compiled", compile=True) for case in cases]
-    run_schedules(bench, profile, limits, cases[:2])
-    made = plan(profile, RANKS, None, "vpipe")
-    if bench.in_time():
-        whole = planned(made, "vpipe, as planned", size)
-        bench.run(whole._replace(compile=bench.settings.compile), profile, limits)
-    run_schedules(bench, profile, limits, cases[2:])
+    """Schedules, and under a cap for minibatches of half the size the guides' settings and our plan, from one profile.
+
+    The cap is a little less than PipeDream's setting is predicted to need.
+    """
+    size, count, even = bench.batch, bench.settings.minibatches[0], even_stages(bench.blocks)
+    half, everything = size // 2, ("recompute",) * bench.blocks
+
+    def own(case: Case) -> Profile:
+        return profile if case.batch == size else for_batch_size(profile, case.batch)
+
+    def run(*cases: Case) -> list[float | None]:
+        chosen = (case._replace(compile=bench.settings.compile) for case in cases)
+        return [bench.run(case, own(case), limits) if bench.in_time() else None for case in chosen]
+
+    def balance(*cases: Case) -> list[Case]:
+        return [case._replace(partition=balanced(profile, case)) for case in cases]
+
+    run(*balance(Case("1f1b", "1f1b", size, count)))
+    whole = Case("PipeDream's setting", "pipedream", half, partition=even)
+    cap = int(CAP * max(bench.prediction(whole, own(whole))["predicted_bytes"]))
+    found = [plan(profile, RANKS, int(ROOMS[-1] * cap), "vpipe", batch_size=each) for each in (half, size)]
+    made = max(found, key=lambda each: each.samples_per_second)
+    quarter = max(1, half // 2)
+    ours, gpipe, pipedream = run(
+        planned(made, f"our plan for {ROOMS[-1]:.0%} of the cap", made.batch_size, cap),
+        Case("GPipe's setting", "gpipe", half, 32, even, everything, cap),
+        Case("PipeDream's setting, half the batch", "pipedream", quarter, partition=even, cap=cap),
+    )
+    if ours:
+        settings = {"gpipe": gpipe, "pipedream": pipedream}
+        ratios = {name: ours / rate for name, rate in settings.items() if rate}
+        bench.tell(case="our plan against the settings", ratios=ratios)
+    run(*balance(Case("zb-v", "zb-v", size, count)))
+    run(Case("PipeDream's setting", "pipedream", size, partition=even))
+    run(*balance(Case("vpipe", "vpipe", size), Case("zb-h1", "zb-h1", size, count)))
+    run(Case("gpipe, all recomputed", "gpipe", size, count, even, everything))
 
 
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:
@@ -150,7 +167,12 @@ def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> 
 
 
 def run_plans(
-    bench: Bench, profile: Profile, limits: dict[str, float], batch: int, cap: int, known: float | None
+    bench: Bench,
+    profile: Profile,
+    limits: dict[str, float],
+    batch: int,
+    cap: int,
+    known: float | None,
 ) -> float | None:
     """Our plan for ever less of the cap, until it has room for the gaps that the allocator leaves."""
     for room in ROOMS:

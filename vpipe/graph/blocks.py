@@ -15,7 +15,7 @@ from vpipe.graph.cuts import CutOrder, candidate_cuts
 from vpipe.graph.inplace import operator_name
 from vpipe.graph.opaque import ModuleCall
 from vpipe.graph.ownership import Ownership
-from vpipe.graph.roofline import operation_weight
+from vpipe.graph.roofline import Weight, operation_weight
 from vpipe.graph.trace import Kind, Trace, submodules
 
 
@@ -23,9 +23,8 @@ from vpipe.graph.trace import Kind, Trace, submodules
 class Block:
     """Consecutive operations that always belong to one stage.
 
-    `flops` are those of one forward of the example batch, `weight` the time of it by a roofline (`roofline.py`) in some
-    unit, `cut_bytes` the bytes that cross the cut behind the block (0 for the last). A tied parameter counts in each
-    block that uses it.
+    `flops` are those of one forward of the example batch, `weight` its time by a roofline (`roofline.py`), `cut_bytes`
+    the bytes that cross the cut behind the block (0 for the last). A tied parameter counts in each block that uses it.
     """
 
     index: int
@@ -33,7 +32,7 @@ class Block:
     parameters: tuple[str, ...]
     num_parameters: int
     flops: int
-    weight: int
+    weight: Weight
     cut_bytes: int
     nodes: tuple[fx.Node, ...] = field(repr=False)
 
@@ -152,7 +151,7 @@ def _block(index: int, name: str, piece: _Piece, order: CutOrder, trace: Trace) 
         parameters=tuple(trace.inputs[node].name for node in used),
         num_parameters=sum(trace.num_elements(node) for node in used),
         flops=piece.flops,
-        weight=sum(operation_weight(node, trace, count_flops(node, trace)) for node in nodes),
+        weight=sum((operation_weight(node, trace, count_flops(node, trace)) for node in nodes), Weight()),
         cut_bytes=order.crossing[piece.end],
         nodes=nodes,
     )

@@ -58,11 +58,14 @@ class ModelGraph:
 
     def balanced_partition(self, stages: int) -> tuple[int, ...]:
         """Numbers of blocks that make the heaviest stage as light as possible."""
-        return balanced_partition([block.weight for block in self.blocks], stages, self._uncut)
+        return balanced_partition([block.weight.eager for block in self.blocks], stages, self._uncut)
 
-    def partition_for_ranks(self, placement: Sequence[Sequence[int]]) -> tuple[int, ...]:
+    def partition_for_ranks(
+        self, placement: Sequence[Sequence[int]], *, compiled: bool = False
+    ) -> tuple[int, ...]:
         """Numbers of blocks that make the busiest rank's work as small as possible; `placement`: each stage's ranks."""
-        return partition_for_ranks([block.weight for block in self.blocks], placement, self._uncut)
+        weights = [block.weight.compiled if compiled else block.weight.eager for block in self.blocks]
+        return partition_for_ranks(weights, placement, self._uncut)
 
     @property
     def _uncut(self) -> str:

@@ -73,7 +73,7 @@ class Layout:
 
 @dataclass(frozen=True)
 class LayoutOptions:
-    """How a model is cut, placed and scheduled: arguments of `Pipeline`, under the same names."""
+    """How a model is cut, placed and scheduled: arguments of `Pipeline`, nearly all under the same names."""
 
     stages: int | None
     schedule: str | Schedule
@@ -88,6 +88,7 @@ class LayoutOptions:
     policies: Sequence[str] | None
     precision: str
     chunked_loss: bool
+    compiled: bool
 
 
 def make_layout(
@@ -100,7 +101,7 @@ def make_layout(
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
     graph = captured(model, example_batch, loss_fn, options.precision, options.chunked_loss)
     plain, for_count = _schedule(options, ranks)
-    partition = _partition(options.partition, graph, plain)
+    partition = _partition(options, graph, plain)
     stage_graphs = graph.stages(partition)
     trained = {name for name, info in graph.parameters.items() if info.requires_grad}
     ties = {name: holders for name, holders in tied(stage_graphs).items() if name in trained}
@@ -152,9 +153,10 @@ def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[i
     return plain, for_count
 
 
-def _partition(partition: Sequence[int] | None, graph: ModelGraph, schedule: Schedule) -> Sequence[int]:
+def _partition(options: LayoutOptions, graph: ModelGraph, schedule: Schedule) -> Sequence[int]:
+    partition = options.partition
     if partition is None:
-        return graph.partition_for_ranks(schedule.placement)
+        return graph.partition_for_ranks(schedule.placement, compiled=options.compiled)
     if len(partition) != schedule.num_stages:
         raise PartitionError(
             f"partition {list(partition)} has {len(partition)} stages, schedule {schedule.name!r} "

@@ -166,6 +166,7 @@ class Pipeline:
             policies=policies,
             precision=precision,
             chunked_loss=chunked_loss,
+            compiled=bool(compile),
         )
         training_options = TrainingOptions(
             optimizer=optimizer,

@@ -44,8 +44,8 @@ RUN = 4
 """Consecutive blocks that are measured as one stage as well, on a GPU: it gives the cost of a call."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 LARGEST_SWAPPED = 2**29
-"""Bytes that a block keeps, of those that are swapped to be measured. Copying more takes much longer than the host needs
-to start it, and seconds each time."""
+"""Bytes that a block keeps, of those that are swapped to be measured. Copying more takes seconds, and much longer than
+the host needs to start it."""
 
 
 class MeasuredModel:
