@@ -28,11 +28,12 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import multiprocessing
 import os
 import socket
-import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -88,6 +89,7 @@ def main() -> None:
         "layers": arguments.layers or subject.layers,
         "length": arguments.length or subject.length,
         "batch": arguments.batch,
+        "began": time.monotonic(),
         "seconds": arguments.seconds,
         "cuda_graphs": arguments.cuda_graphs,
         "parts": parts,
@@ -118,28 +120,36 @@ def run_ranks(settings: dict[str, object]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
+    os.environ["OMP_NUM_THREADS"] = "1"
+    from gpu_rank import prepare  # torch and transformers come with it
+
+    prepare(settings)
+    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environments(str(settings["device"])) as shares:
         workers = [
-            subprocess.Popen(
-                [sys.executable, Path(__file__).with_name("gpu_rank.py"), json.dumps(settings)],
-                env={
-                    **os.environ,
-                    **share,
-                    "OMP_NUM_THREADS": "1",
-                    "RANK": str(rank),
-                    "LOCAL_RANK": str(rank),
-                    "WORLD_SIZE": str(RANKS),
-                    "MASTER_ADDR": "127.0.0.1",
-                    "MASTER_PORT": str(port),
-                },
+            multiprocessing.get_context("fork").Process(
+                target=work, args=(settings, {**share, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
             )
             for rank, share in enumerate(shares)
         ]
         try:
-            return [worker.wait() for worker in workers]
+            for worker in workers:
+                worker.start()
+            for worker in workers:
+                worker.join()
+            return [worker.exitcode or 0 for worker in workers]
         finally:
             for worker in workers:
-                worker.kill()
+                if worker.is_alive():
+                    worker.kill()
+
+
+def work(settings: dict[str, object], environment: dict[str, str]) -> None:
+    """A rank: a fork, before there is any CUDA, of the process that has captured the model."""
+    from gpu_rank import run_rank
+
+    os.environ.update(environment)
+    run_rank(settings)
 
 
 @contextlib.contextmanager

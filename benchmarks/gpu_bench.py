@@ -6,7 +6,7 @@ import gc
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import copy
 from dataclasses import replace
 from pathlib import Path
@@ -21,11 +21,13 @@ from torch import Tensor, nn
 import vpipe.pipeline.layout
 import vpipe.profile.device
 import vpipe.profile.model
+import vpipe.stage.module
 from vpipe import Pipeline
 from vpipe.communication import ProcessWorld, World
 from vpipe.cost import Plan, Profile, Tie
 from vpipe.errors import OutOfMemoryError, VPipeError
 from vpipe.graph import ModelGraph, capture
+from vpipe.graph.materialise import materialise
 from vpipe.observe.figures import figures_of
 from vpipe.pipeline.captured import captured
 from vpipe.profile.contention import profile_shared_device
@@ -46,6 +48,13 @@ BRIEF = 12
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
+MODELS: dict[int, nn.Module] = {}
+"""By their layers."""
+GRAPHS: dict[tuple[int, int], ModelGraph] = {}
+"""By layers and samples. The ranks are forks of a process that has captured the first."""
+NOISE = 2**20
+
+
 class Settings(NamedTuple):
     """The options of `gpu.py`."""
 
@@ -63,6 +72,8 @@ class Settings(NamedTuple):
     """Minibatches before the clock starts."""
     measured: int
     """Minibatches that are timed, at least."""
+    began: float
+    """When the benchmark did, by the clock that all processes share."""
     seconds: float
     parts: tuple[str, ...]
     minibatches: tuple[int, ...]
@@ -112,26 +123,24 @@ class Bench:
         self.file = Path(settings.json)
         self.device = torch.device(settings.device)
         self.precision, self.batch, self.layers = settings.precision, settings.batch, settings.layers
-        self.subject = SUBJECTS[settings.model]
-        self.deadline = time.monotonic() + settings.seconds
+        self.deadline = settings.began + settings.seconds
         self.total = (
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         )
         self.cap: int | None = None  # found when it is first needed
-        self._models: dict[int, nn.Module] = {}
-        self._graphs: dict[tuple[int, int], ModelGraph] = {}  # layers and samples
+        self._models, self._graphs = MODELS, GRAPHS
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
         # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
         # a profile tells bytes of it.
         vpipe.pipeline.layout.captured = self._capture_of(self.batch)  # type: ignore[attr-defined]
         vpipe.profile.model.captured = self._capture_of(None)  # type: ignore[attr-defined]
+        if settings.quick:
+            vpipe.profile.device.measure_outside = lambda device: OutsideMemory()  # type: ignore[attr-defined]
+            vpipe.stage.module.materialise = materialise_quickly  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
-        if layers not in self._models:
-            with torch.device("meta"):
-                self._models[layers] = self.subject.build(layers, tiny=self.settings.tiny)
-        return self._models[layers]
+        return model_of(self.settings, layers)
 
     @property
     def blocks(self) -> int:
@@ -141,12 +150,8 @@ class Bench:
         if (layers, size) not in self._graphs:
             if size != self.batch:
                 self._graphs[layers, size] = of_size(self.graph(layers, self.batch), size / self.batch)
-                return self._graphs[layers, size]
-            model, dtype = self.model(layers), DTYPES[self.precision]
-            whole = model if dtype is None else skeleton(model, dtype)
-            began = time.monotonic()
-            self._graphs[layers, size] = capture(whole, self.batches(size)[0])
-            self.tell(case=f"captured in {time.monotonic() - began:.1f} s", layers=layers)
+            else:
+                capture_model(self.settings, layers)
         return self._graphs[layers, size]
 
     def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
@@ -161,11 +166,7 @@ class Bench:
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         if size not in self._batches:
-            config: Any = self.model(self.layers).config
-            drawing = (torch.Generator().manual_seed(seed) for seed in range(4))
-            self._batches[size] = [
-                self.subject.batch(config, size, self.settings.length, generator) for generator in drawing
-            ]
+            self._batches[size] = [batch_of(self.settings, size, seed) for seed in range(4)]
         return self._batches[size]
 
     def data(self, size: int, count: int) -> Iterator[dict[str, Tensor]]:
@@ -188,8 +189,6 @@ class Bench:
             place=self.device,
         )
         name = f".profile{size}{'c' if compiled else ''}.json"
-        if self.settings.quick:
-            vpipe.profile.device.measure_outside = lambda device: OutsideMemory()  # type: ignore[attr-defined]
         seconds = 1.5 if self.settings.quick else 3.0
         made = profile_shared_device(self.world, measured, self.file.with_suffix(name), seconds)
         peak = self.peak() / 2**30
@@ -357,6 +356,38 @@ class Bench:
         """Rank 0's word for all: whether there is time for a further case."""
         until = self.deadline if deadline is None else min(deadline, self.deadline)
         return self.world.all_gather("time", time.monotonic() < until)[0]
+
+
+def model_of(settings: Settings, layers: int) -> nn.Module:
+    if layers not in MODELS:
+        with torch.device("meta"):
+            MODELS[layers] = SUBJECTS[settings.model].build(layers, tiny=settings.tiny)
+    return MODELS[layers]
+
+
+def batch_of(settings: Settings, size: int, seed: int) -> dict[str, Tensor]:
+    config: Any = model_of(settings, settings.layers).config
+    generator = torch.Generator().manual_seed(seed)
+    return SUBJECTS[settings.model].batch(config, size, settings.length, generator)
+
+
+def capture_model(settings: Settings, layers: int) -> None:
+    model, dtype = model_of(settings, layers), DTYPES[settings.precision]
+    whole = model if dtype is None else skeleton(model, dtype)
+    GRAPHS[layers, settings.batch] = capture(whole, batch_of(settings, settings.batch, 0))
+
+
+def materialise_quickly(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:
+    """Matrices of the same random numbers over and over: the model's own take a second for each 100 million."""
+    large = {name: p for name, p in model.named_parameters() if p.is_meta and p.dim() > 1}
+    generator = torch.Generator().manual_seed(seed)
+    noise = torch.empty(NOISE).normal_(0.0, 0.02, generator=generator)
+    names = list(names)
+    made = materialise(model, [name for name in names if name not in large], seed)
+    for name in filter(large.__contains__, names):
+        size = large[name].numel()
+        made[name] = noise.repeat(-(-size // NOISE))[:size].view(large[name].shape)
+    return made
 
 
 def shares(rate: float, limits: dict[str, float], kind: str) -> dict[str, float]:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import sys
+import time
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 import torch
-from gpu_bench import Bench, Case, Settings
+from gpu_bench import Bench, Case, Settings, capture_model
 from gpu_graphs import graphs
 from gpu_largest import largest
 from gpu_peers import peers
@@ -27,8 +28,17 @@ COMPILED = ("vpipe", "1f1b", "zb-v")
 SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v", "gpipe")
 
 
-def main() -> None:
-    settings = Settings(**json.loads(sys.argv[1]))
+def prepare(values: dict[str, Any]) -> None:
+    """What all ranks need, before they are forked: the captured model."""
+    settings = Settings(**values)
+    torch.set_num_threads(1)
+    began = time.monotonic()
+    capture_model(settings, settings.layers)
+    print(f"captured in {time.monotonic() - began:.1f} s", flush=True)
+
+
+def run_rank(values: dict[str, Any]) -> None:
+    settings = Settings(**values)
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     if settings.device != "cpu":
@@ -144,13 +154,17 @@ def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> Non
     run(*balance(Case("1f1b", "1f1b", size, count)))
     whole = Case("PipeDream's setting", "pipedream", half, partition=even)
     cap = int(CAP * max(bench.prediction(whole, own(whole))["predicted_bytes"]))
-    found = [plan(profile, RANKS, int(ROOMS[-1] * cap), "vpipe", batch_size=each) for each in (half, size)]
+    room, found = ROOMS[1], []
+    for each in (half, size):
+        with suppress(VPipeError):  # it does not fit
+            found.append(plan(profile, RANKS, int(room * cap), "vpipe", batch_size=each))
     made = max(found, key=lambda each: each.samples_per_second)
     quarter = max(1, half // 2)
-    ours, gpipe, pipedream = run(
-        planned(made, f"our plan for {ROOMS[-1]:.0%} of the cap", made.batch_size, cap),
-        Case("GPipe's setting", "gpipe", half, 32, even, everything, cap),
+    accumulated = 16 if bench.settings.quick else 32
+    ours, pipedream, gpipe = run(
+        planned(made, f"our plan for {room:.0%} of the cap", made.batch_size, cap),
         Case("PipeDream's setting, half the batch", "pipedream", quarter, partition=even, cap=cap),
+        Case("GPipe's setting", "gpipe", half, accumulated, even, everything, cap),
     )
     if ours:
         settings = {"gpipe": gpipe, "pipedream": pipedream}
@@ -234,6 +248,3 @@ PARTS = {
     "graphs": graphs,
     "peers": peers,
 }
-
-if __name__ == "__main__":
-    main()
