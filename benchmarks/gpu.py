@@ -28,16 +28,15 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
-import multiprocessing
 import os
 import socket
+import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from gpu_models import SUBJECTS
 from rich.console import Console
 from rich.table import Table
 
@@ -46,6 +45,8 @@ from vpipe.launch.mps import sharing
 RANKS = 4
 FIGURES = (("samples_per_s", ".1f"), ("of_limit", ".3f"), ("of_together", ".3f"))
 PARTS = ("schedules", "predictions", "compiled", "guides", "largest", "peers", "graphs")
+MODELS = ("bert-large", "qwen3-0.6b", "llama-1b", "mixtral", "vit-large")
+"""Of `gpu_models.py`, which takes seconds to import."""
 OF_BERT = {"largest", "peers", "graphs"}
 TINY = {"length": 16, "warm": 4, "measured": 8}
 
@@ -55,7 +56,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-gpu.jsonl")
     parser.add_argument("--device", default="cuda:0", help="or cpu, to try the script")
     parser.add_argument("--precision", default="bf16", choices=("bf16", "fp16", "fp32", "tf32"))
-    parser.add_argument("--model", default="bert-large", choices=sorted(SUBJECTS))
+    parser.add_argument("--model", default="bert-large", choices=MODELS)
     parser.add_argument("--layers", type=int, help="default: the model's own")
     parser.add_argument("--length", type=int, help="tokens of a sample; default: the model's own")
     parser.add_argument("--batch", type=int, default=16)
@@ -76,7 +77,6 @@ def main() -> None:
     parts = arguments.parts.split(",")
     if unknown := set(parts) - set(PARTS):
         parser.error(f"--parts: there is no {', '.join(sorted(unknown))}: choose from {', '.join(PARTS)}")
-    subject = SUBJECTS[arguments.model]
     if arguments.model != "bert-large" and (bound := OF_BERT & set(parts)):
         parser.error(f"--parts: {', '.join(sorted(bound))} is written for bert-large only")
     settings = {
@@ -86,8 +86,8 @@ def main() -> None:
         "tf32": arguments.precision == "tf32",
         "model": arguments.model,
         "tiny": arguments.tiny,
-        "layers": arguments.layers or subject.layers,
-        "length": arguments.length or subject.length,
+        "layers": arguments.layers,
+        "length": arguments.length,
         "batch": arguments.batch,
         "began": time.monotonic(),
         "seconds": arguments.seconds,
@@ -120,36 +120,28 @@ def run_ranks(settings: dict[str, object]) -> list[int]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    os.environ["OMP_NUM_THREADS"] = "1"
-    from gpu_rank import prepare  # torch and transformers come with it
-
-    prepare(settings)
-    job = {"WORLD_SIZE": str(RANKS), "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with environments(str(settings["device"])) as shares:
         workers = [
-            multiprocessing.get_context("fork").Process(
-                target=work, args=(settings, {**share, **job, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+            subprocess.Popen(
+                [sys.executable, Path(__file__).with_name("gpu_rank.py"), json.dumps(settings)],
+                env={
+                    **os.environ,
+                    **share,
+                    "OMP_NUM_THREADS": "1",
+                    "RANK": str(rank),
+                    "LOCAL_RANK": str(rank),
+                    "WORLD_SIZE": str(RANKS),
+                    "MASTER_ADDR": "127.0.0.1",
+                    "MASTER_PORT": str(port),
+                },
             )
             for rank, share in enumerate(shares)
         ]
         try:
-            for worker in workers:
-                worker.start()
-            for worker in workers:
-                worker.join()
-            return [worker.exitcode or 0 for worker in workers]
+            return [worker.wait() for worker in workers]
         finally:
             for worker in workers:
-                if worker.is_alive():
-                    worker.kill()
-
-
-def work(settings: dict[str, object], environment: dict[str, str]) -> None:
-    """A rank: a fork, before there is any CUDA, of the process that has captured the model."""
-    from gpu_rank import run_rank
-
-    os.environ.update(environment)
-    run_rank(settings)
+                worker.kill()
 
 
 @contextlib.contextmanager

@@ -48,11 +48,8 @@ BRIEF = 12
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
-MODELS: dict[int, nn.Module] = {}
-"""By their layers."""
-GRAPHS: dict[tuple[int, int], ModelGraph] = {}
-"""By layers and samples. The ranks are forks of a process that has captured the first."""
 NOISE = 2**20
+"""Random numbers of which quick matrices are made."""
 
 
 class Settings(NamedTuple):
@@ -123,12 +120,14 @@ class Bench:
         self.file = Path(settings.json)
         self.device = torch.device(settings.device)
         self.precision, self.batch, self.layers = settings.precision, settings.batch, settings.layers
+        self.subject = SUBJECTS[settings.model]
         self.deadline = settings.began + settings.seconds
         self.total = (
             torch.cuda.get_device_properties(self.device).total_memory if self.device.type == "cuda" else 0
         )
         self.cap: int | None = None  # found when it is first needed
-        self._models, self._graphs = MODELS, GRAPHS
+        self._models: dict[int, nn.Module] = {}
+        self._graphs: dict[tuple[int, int], ModelGraph] = {}  # layers and samples
         self._batches: dict[int, list[dict[str, Tensor]]] = {}
         # Capturing takes longer than most cases, and there are few models. To train, a graph of any size will do;
         # a profile tells bytes of it.
@@ -140,7 +139,10 @@ class Bench:
 
     def model(self, layers: int) -> nn.Module:
         """Without weights: every rank makes those of its own stages."""
-        return model_of(self.settings, layers)
+        if layers not in self._models:
+            with torch.device("meta"):
+                self._models[layers] = self.subject.build(layers, tiny=self.settings.tiny)
+        return self._models[layers]
 
     @property
     def blocks(self) -> int:
@@ -151,7 +153,11 @@ class Bench:
             if size != self.batch:
                 self._graphs[layers, size] = of_size(self.graph(layers, self.batch), size / self.batch)
             else:
-                capture_model(self.settings, layers)
+                model, dtype, began = self.model(layers), DTYPES[self.precision], time.monotonic()
+                whole = model if dtype is None else skeleton(model, dtype)
+                self._graphs[layers, size] = capture(whole, self.batches(size)[0])
+                spent, all_in_all = time.monotonic() - began, time.monotonic() - self.settings.began
+                self.tell(case=f"captured in {spent:.1f} s, {all_in_all:.1f} s after the start")
         return self._graphs[layers, size]
 
     def _capture_of(self, size: int | None) -> Callable[..., ModelGraph]:
@@ -166,7 +172,11 @@ class Bench:
 
     def batches(self, size: int) -> list[dict[str, Tensor]]:
         if size not in self._batches:
-            self._batches[size] = [batch_of(self.settings, size, seed) for seed in range(4)]
+            config: Any = self.model(self.layers).config
+            drawing = (torch.Generator().manual_seed(seed) for seed in range(4))
+            self._batches[size] = [
+                self.subject.batch(config, size, self.settings.length, generator) for generator in drawing
+            ]
         return self._batches[size]
 
     def data(self, size: int, count: int) -> Iterator[dict[str, Tensor]]:
@@ -358,23 +368,12 @@ class Bench:
         return self.world.all_gather("time", time.monotonic() < until)[0]
 
 
-def model_of(settings: Settings, layers: int) -> nn.Module:
-    if layers not in MODELS:
-        with torch.device("meta"):
-            MODELS[layers] = SUBJECTS[settings.model].build(layers, tiny=settings.tiny)
-    return MODELS[layers]
-
-
-def batch_of(settings: Settings, size: int, seed: int) -> dict[str, Tensor]:
-    config: Any = model_of(settings, settings.layers).config
-    generator = torch.Generator().manual_seed(seed)
-    return SUBJECTS[settings.model].batch(config, size, settings.length, generator)
-
-
-def capture_model(settings: Settings, layers: int) -> None:
-    model, dtype = model_of(settings, layers), DTYPES[settings.precision]
-    whole = model if dtype is None else skeleton(model, dtype)
-    GRAPHS[layers, settings.batch] = capture(whole, batch_of(settings, settings.batch, 0))
+def with_sizes(settings: Settings) -> Settings:
+    """With the model's own layers and length where none are requested."""
+    subject = SUBJECTS[settings.model]
+    return settings._replace(
+        layers=settings.layers or subject.layers, length=settings.length or subject.length
+    )
 
 
 def materialise_quickly(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import time
+import json
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
-from gpu_bench import Bench, Case, Settings, capture_model
+from gpu_bench import Bench, Case, Settings, with_sizes
 from gpu_graphs import graphs
 from gpu_largest import largest
 from gpu_peers import peers
@@ -28,17 +28,8 @@ COMPILED = ("vpipe", "1f1b", "zb-v")
 SYNCHRONOUS = ("1f1b", "interleaved", "zb-h1", "zb-v", "gpipe")
 
 
-def prepare(values: dict[str, Any]) -> None:
-    """What all ranks need, before they are forked: the captured model."""
-    settings = Settings(**values)
-    torch.set_num_threads(1)
-    began = time.monotonic()
-    capture_model(settings, settings.layers)
-    print(f"captured in {time.monotonic() - began:.1f} s", flush=True)
-
-
-def run_rank(values: dict[str, Any]) -> None:
-    settings = Settings(**values)
+def main() -> None:
+    settings = with_sizes(Settings(**json.loads(sys.argv[1])))
     torch.set_num_threads(1)
     torch.set_float32_matmul_precision("high" if settings.tf32 else "highest")
     if settings.device != "cpu":
@@ -248,3 +239,6 @@ PARTS = {
     "graphs": graphs,
     "peers": peers,
 }
+
+if __name__ == "__main__":
+    main()

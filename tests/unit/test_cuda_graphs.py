@@ -288,7 +288,7 @@ class TimedGraphs(FakeGraphs):
 def test_profiles_are_measured_from_replays(small: Small, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every lap is the time of a replay, and the cost of its launch is separated from that of its blocks."""
     monkeypatch.setattr(profiled, "check_cuda_graphs", lambda *_: None)
-    monkeypatch.setattr(profiled, "capture", capture_once)
+    monkeypatch.setattr("vpipe.pipeline.captured.capture", capture_once)
     monkeypatch.setattr(module, "StageCudaGraphs", TimedGraphs)
     monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: CLOCK)
     monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=1.0))

@@ -62,7 +62,7 @@ DEVICE, LINK = DeviceCost(2**34, 1e10, 1e10), LinkCost(1e10, 1e-5)
 @pytest.fixture(autouse=True)
 def _quick(captured: Callable[..., ModelGraph], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each model is captured once, and rounds seem so slow that one is enough."""
-    monkeypatch.setattr(model_module, "capture", captured)
+    monkeypatch.setattr("vpipe.pipeline.captured.capture", captured)
     monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=11.0))
 
 
