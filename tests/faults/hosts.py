@@ -39,12 +39,12 @@ class TwoHosts:
             _ip("-n", name, "link", "set", cable, "up")
             _ip("-n", name, "link", "set", "lo", "up")
 
-    def slow_down(self, rate: str) -> None:
-        """The cable carries no more than this each way, such as "100mbit"."""
+    def slow_down(self, rate: str, burst: str = "256kb") -> None:
+        """The cable carries no more than this each way, such as "100mbit"; after a pause, a burst at once."""
         for name, cable in zip(self.names, self._cables, strict=True):
-            limit = ["tbf", "rate", rate, "burst", "256kb", "latency", "50ms"]
+            limit = ["tbf", "rate", rate, "burst", burst, "latency", "50ms"]
             subprocess.run(
-                ["tc", "-n", name, "qdisc", "add", "dev", cable, "root", *limit],
+                ["tc", "-n", name, "qdisc", "replace", "dev", cable, "root", *limit],
                 check=True,
                 capture_output=True,
             )
