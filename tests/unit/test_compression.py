@@ -23,6 +23,7 @@ from vpipe.communication.compression import (
     SMALLEST,
     TILE,
     Compression,
+    LinkCompression,
     pack,
     read_compression,
     unpack,
@@ -143,14 +144,23 @@ def test_mistakes() -> None:
         ({"foward": "int8"}, "compress has the unknown direction 'foward': did you mean 'forward'?"),
         ({"forward": 8}, "compress is 8: choose from none, bf16, int8, int4"),
         (None, "compress is None: did you mean 'none'?"),
+        ({(0, 0): "int8"}, "compress has the link (0, 0): give two different ranks, such as (0, 2)"),
+        (
+            {(0, 1): {"replicas": "int8"}},
+            "compress has replicas for the link (0, 1): give it once, beside the links",
+        ),
     ):
         with pytest.raises(VPipeError, match="compress") as raised:
             read_compression(given_)  # type: ignore[arg-type]
         assert str(raised.value) == message
-    assert read_compression({"forward": "int8"}) == Compression("int8", "none")
+    assert read_compression({"forward": "int8"}) == LinkCompression(Compression("int8", "none"))
     assert get_args(Compress) == MODES
     both = {"forward": "int4", "backward": "none"}
-    assert read_compression(RunConfig(compress=both).compress) == Compression("int4", "none")
+    assert read_compression(RunConfig(compress=both).compress).default == Compression("int4", "none")
+    links = read_compression({"backward": BF16, "replicas": INT8, (2, 0): INT4, (1, 3): {"forward": INT8}})
+    assert links.between(0, 2) == links.between(2, 0) == Compression(INT4, INT4, INT8)
+    assert links.between(3, 1) == Compression(INT8, NONE, INT8)
+    assert links.between(0, 1) == Compression(NONE, BF16, INT8)
 
 
 def train(world: Any, compress: Any, updates: int = 1, **options: Any) -> tuple[list[float], dict[str, int]]:
@@ -196,6 +206,17 @@ def test_bytes_of_each_direction_and_no_others(capture_once: None) -> None:
         saved = values - values // 8 - 2 * values // 4 // TILE
         assert before["SEND_F"] - after["SEND_F"] == minibatches * saved > 0
     assert plain[2]["SEND_B"] == 2 * apart[2]["SEND_B"] == 2 * values
+
+
+def test_a_link_may_have_a_mode_of_its_own(capture_once: None) -> None:
+    def sent(compress: Any) -> list[dict[str, int]]:
+        return [sent for _, sent in run_ranks(3, lambda world: train(world, compress))]
+
+    whole, first, none = sent(INT8), sent({(0, 1): INT8}), sent(NONE)
+    assert first[0]["SEND_F"] == whole[0]["SEND_F"] < none[0]["SEND_F"]
+    assert first[1]["SEND_B"] == whole[1]["SEND_B"] < none[1]["SEND_B"]
+    assert whole[1]["SEND_F"] < first[1]["SEND_F"] == none[1]["SEND_F"]
+    assert whole[2]["SEND_B"] < first[2]["SEND_B"] == none[2]["SEND_B"]
 
 
 class Masked(nn.Module):

@@ -11,6 +11,7 @@ Together a rank sends 2 (R - 1) / R of the tensor to R - 1 others, as in a ring,
 however many ranks it has. On one host, or with one rank on each, there are two hops only. As each share is added up
 once, in an order that the list of ranks gives, all ranks have equal sums to the last bit, in every run.
 
+With `compress: {replicas: ...}` what goes between hosts is compressed, each share once, so that all get equal numbers.
 `finish` waits until all ranks have come to it. Between hosts a thread makes all steps, beside the rank's computing.
 """
 
@@ -28,6 +29,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication.channel import Channel, Key
+from vpipe.communication.error_feedback import ErrorFeedback
 
 if TYPE_CHECKING:
     from vpipe.communication.nccl import NcclWork
@@ -167,18 +169,21 @@ def _paths(size: int, hosts: Hosts, rank: int) -> _Paths:
 class _Exchange:
     """The steps of one sum, on the thread that calls them."""
 
-    def __init__(self, messages: Messages, tensor: Tensor, hosts: Hosts, rank: int) -> None:
+    def __init__(
+        self, messages: Messages, tensor: Tensor, hosts: Hosts, rank: int, feedback: ErrorFeedback | None
+    ) -> None:
         self._messages = messages
         self._tensor = tensor
         self._rank = rank
+        self._feedback = feedback
         self._paths = paths = _paths(tensor.numel(), hosts, rank)
         for other, shares in paths.near.items():
             messages.expect(other, _size(paths.mine), tensor.dtype)
             messages.expect(other, _size(shares), tensor.dtype, back=True)
         for other, shares in paths.taken.items():
-            messages.expect(other, _size(shares), tensor.dtype)
+            messages.expect(other, *self._wire_form(shares))
         for other, shares in paths.given.items():
-            messages.expect(other, _size(shares), tensor.dtype, back=True)
+            messages.expect(other, *self._wire_form(shares), back=True)
         for other, shares in paths.near.items():
             messages.send(other, self._part(shares))
 
@@ -190,15 +195,16 @@ class _Exchange:
         totals = {share: _sum(received[other][share] for other in paths.here) for share in paths.mine}
         # Between hosts.
         for other, shares in paths.given.items():
-            messages.send(other, _joined(totals, shares))
-        received = {other: self._receive(other, shares) for other, shares in paths.taken.items()}
+            messages.send(other, self._packed(totals, shares))
+        received = {other: self._receive_packed(other, shares) for other, shares in paths.taken.items()}
         received[rank] = dict(totals)
         for share in paths.whole:
             totals[share] = _sum(received[other][share] for other in share.by_host)
+        sent = self._packed_once(totals, paths.whole)
         for other, shares in paths.taken.items():
-            messages.send(other, _joined(totals, shares), back=True)
+            messages.send(other, _joined(sent, shares), back=True)
         for other, shares in paths.given.items():
-            totals |= self._receive(other, shares, back=True)
+            totals |= self._receive_packed(other, shares, back=True)
             messages.confirm(other)  # our part is in that sum
         # Inside this host.
         for other in paths.near:
@@ -217,17 +223,63 @@ class _Exchange:
         received = self._messages.receive(other, _size(shares), self._tensor.dtype, back=back)
         return _split(received, shares)
 
+    def _wire_form(self, shares: Iterable[Share]) -> tuple[int, torch.dtype]:
+        """Length and type of a message between hosts."""
+        dtype, feedback = self._tensor.dtype, self._feedback
+        if feedback is None:
+            return _size(shares), dtype
+        return sum(feedback.wire_bytes(share.size, dtype) for share in shares), torch.uint8
+
+    def _packed(self, totals: Mapping[Share, Tensor], shares: Sequence[Share]) -> Tensor:
+        return _joined(self._packed_once(dict(totals), shares), shares)
+
+    def _packed_once(self, totals: dict[Share, Tensor], shares: Sequence[Share]) -> dict[Share, Tensor]:
+        """What is sent of these to other hosts; the totals become what these get."""
+        if self._feedback is None:
+            return totals
+        sent = {}
+        for share in shares:
+            sent[share], totals[share] = self._feedback.pack(share, totals[share])
+        return sent
+
+    def _receive_packed(
+        self, other: int, shares: Sequence[Share], *, back: bool = False
+    ) -> dict[Share, Tensor]:
+        dtype, feedback = self._tensor.dtype, self._feedback
+        if feedback is None:
+            return self._receive(other, shares, back=back)
+        received = self._messages.receive(other, *self._wire_form(shares), back=back)
+        parts = received.split([feedback.wire_bytes(share.size, dtype) for share in shares])
+        return {
+            share: feedback.unpack(part, share.size, dtype) for share, part in zip(shares, parts, strict=True)
+        }
+
+
+Make = Callable[[], _Exchange]
+
+
+def exchange(
+    messages: Messages,
+    tensor: Tensor,
+    hosts: Hosts,
+    rank: int,
+    feedback: ErrorFeedback | None = None,
+    scale: float = 1.0,
+) -> _Exchange:
+    """Begin a sum. With error feedback it is compressed between hosts; the numbers are multiplied by `scale`."""
+    if feedback is not None:
+        feedback.begin(scale)
+    return _Exchange(messages, tensor, hosts, rank, feedback)
+
 
 class ExchangedAllReduce:
     """Begun and finished by the rank's own thread."""
 
-    def __init__(
-        self, messages: Messages, tensor: Tensor, hosts: Hosts, rank: int, note: Note, count: Count
-    ) -> None:
+    def __init__(self, messages: Messages, make: Make, note: Note, count: Count) -> None:
         messages.note = note
         self._messages = messages
         self._count = count
-        self._exchange = _Exchange(messages, tensor, hosts, rank)
+        self._exchange = make()
 
     def finish(self) -> Tensor:
         total = self._exchange.finish()
@@ -239,14 +291,7 @@ class BackgroundAllReduce:
     """Begun and finished by a thread of its own, over channels that only such threads use."""
 
     def __init__(
-        self,
-        messages: Messages,
-        tensor: Tensor,
-        hosts: Hosts,
-        rank: int,
-        note: Note,
-        count: Count,
-        before: BackgroundAllReduce | None,
+        self, messages: Messages, make: Make, note: Note, count: Count, before: BackgroundAllReduce | None
     ) -> None:
         """Sums of one name use the same streams: one `before` the other."""
         messages.note = self._note_awaited
@@ -263,7 +308,7 @@ class BackgroundAllReduce:
                 self._before.join()
                 self._before = None
             try:
-                self._total = _Exchange(messages, tensor, hosts, rank).finish()
+                self._total = make().finish()
             except BaseException as error:  # raised where the rank finishes it
                 self._error = error
 

@@ -34,23 +34,56 @@ _TILE_BYTES = {INT8: TILE + 2, INT4: TILE // 2 + 2}
 
 
 class Compression(NamedTuple):
-    """What is done with activations (forward) and with their gradients (backward)."""
+    """What is done with activations (forward), with their gradients (backward), and with gradients of replicas."""
 
     forward: str = NONE
     backward: str = NONE
+    replicas: str = NONE
 
     def __str__(self) -> str:
-        return self.forward if self.forward == self.backward else f"{self.forward} and {self.backward}"
+        text = self.forward if self.forward == self.backward else f"{self.forward} and {self.backward}"
+        return text if self.replicas == NONE else f"{text}, gradients of replicas by {self.replicas}"
 
 
 UNCOMPRESSED = Compression()
+Given = str | Mapping[Any, Any]
 
 
-def read_compression(given: str | Mapping[Any, str] | Compression) -> Compression:
-    """From one mode for both directions, or from a mapping such as {"forward": "int8", "backward": "bf16"}."""
-    if isinstance(given, Compression):
+class LinkCompression(NamedTuple):
+    """The compression of each link; the gradients of replicas have one for all, or replicas would differ."""
+
+    default: Compression = UNCOMPRESSED
+    pairs: tuple[tuple[int, int, Compression], ...] = ()
+    """Links with one of their own: two ranks, the lower one first."""
+
+    def between(self, rank: int, other: int) -> Compression:
+        ends = min(rank, other), max(rank, other)
+        return next((found for *pair, found in self.pairs if tuple(pair) == ends), self.default)
+
+
+def read_compression(given: Given | LinkCompression) -> LinkCompression:
+    """From one mode for activations and their gradients, or from a mapping with a mode for each direction and for
+    pairs of ranks, such as {"forward": "int8", "backward": "bf16"} or {"replicas": "int8", (0, 2): "int4"}."""
+    if isinstance(given, LinkCompression):
         return given
-    modes = given if isinstance(given, Mapping) else dict.fromkeys(Compression._fields, given)
+    pairs = {}
+    if isinstance(given, Mapping):
+        pairs = {ends: modes for ends, modes in given.items() if isinstance(ends, tuple)}
+        given = {key: mode for key, mode in given.items() if not isinstance(key, tuple)}
+    default = _read_modes(given)
+    found = []
+    for ends, modes in pairs.items():
+        if len(ends) != 2 or not all(isinstance(end, int) for end in ends) or ends[0] == ends[1]:
+            raise VPipeError(f"compress has the link {ends!r}: give two different ranks, such as (0, 2)")
+        own = _read_modes(modes)
+        if own.replicas != NONE:
+            raise VPipeError(f"compress has replicas for the link {ends!r}: give it once, beside the links")
+        found.append((min(ends), max(ends), own._replace(replicas=default.replicas)))
+    return LinkCompression(default, tuple(sorted(found)))
+
+
+def _read_modes(given: Given) -> Compression:
+    modes = given if isinstance(given, Mapping) else {"forward": given, "backward": given}
     for direction, mode in modes.items():
         if direction not in Compression._fields:
             raise VPipeError(

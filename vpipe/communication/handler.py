@@ -14,9 +14,19 @@ from vpipe.communication.all_reduce import (
     ExchangedAllReduce,
     Messages,
     NativeAllReduce,
+    exchange,
 )
 from vpipe.communication.channel import HOST, Channel, Key
-from vpipe.communication.compression import NONE, UNCOMPRESSED, Compression, pack, unpack, wire_form
+from vpipe.communication.compression import (
+    NONE,
+    UNCOMPRESSED,
+    Compression,
+    LinkCompression,
+    pack,
+    unpack,
+    wire_form,
+)
+from vpipe.communication.error_feedback import ErrorFeedback
 from vpipe.communication.world import World
 
 BUFFERED_MESSAGES = 8
@@ -39,7 +49,7 @@ class CommunicationHandler:
         world: World,
         buffer: int = BUFFERED_MESSAGES,
         device: torch.device = HOST,
-        compression: Compression = UNCOMPRESSED,
+        compression: LinkCompression = LinkCompression(),  # noqa: B008 - it cannot change
     ) -> None:
         self.world = world
         self.device = device
@@ -56,7 +66,8 @@ class CommunicationHandler:
         self._channels: dict[int, Channel] = world.channels(buffer, device)
         self._hosts = world.hosts()
         self._apart = {rank for rank, host in enumerate(self._hosts) if host != self._hosts[self.rank]}
-        self.compression = compression if self._apart else UNCOMPRESSED
+        self._modes = {peer: compression.between(self.rank, peer) for peer in self._apart}
+        self._replicas_mode = compression.default.replicas
         self._compressible: set[str] = set()
         self.takes_expectations = any(channel.takes_expectations for channel in self._channels.values())
         self._in_threads: dict[str, BackgroundAllReduce] = {}  # the newest sum of each name
@@ -141,9 +152,20 @@ class CommunicationHandler:
         """What was sent has been used there: its answer, such as its gradient, came back."""
         self._channels[to].confirm(self._key(tensor_name, minibatch, False))
 
-    def all_reduce(self, name: str, number: int, tensor: Tensor, ranks: tuple[int, ...]) -> AllReduce:
-        """Begin to add up a tensor of one dimension over the ranks; it must not be changed any more."""
-        work = self.world.all_reduce(tensor, ranks)
+    def all_reduce(
+        self,
+        name: str,
+        number: int,
+        tensor: Tensor,
+        ranks: tuple[int, ...],
+        feedback: ErrorFeedback | None = None,
+        scale: float = 1.0,
+    ) -> AllReduce:
+        """Begin to add up a tensor of one dimension over the ranks; it must not be changed any more.
+
+        With error feedback it is compressed between hosts; `scale` is what gradients are multiplied by.
+        """
+        work = None if feedback is not None else self.world.all_reduce(tensor, ranks)
         if work is not None:
             count = 2 * (len(ranks) - 1) * tensor.nbytes // len(ranks)
             self.bytes_sent += count
@@ -157,12 +179,17 @@ class CommunicationHandler:
         there, back = self._key(name, number, False), self._key(name, number, True)
         threaded = self.world.thread_channels if len(hosts) > 1 else {}
         messages = Messages(threaded or self._channels, there, back, self.device)
+        make = partial(exchange, messages, tensor, hosts, self.rank, feedback, scale)
         if not threaded:
-            return ExchangedAllReduce(messages, tensor, hosts, self.rank, note, self._count)
-        before = self._in_threads.get(name)
-        found = BackgroundAllReduce(messages, tensor, hosts, self.rank, note, self._count, before)
+            return ExchangedAllReduce(messages, make, note, self._count)
+        found = BackgroundAllReduce(messages, make, note, self._count, self._in_threads.get(name))
         self._in_threads[name] = found
         return found
+
+    def error_feedback(self, ranks: Iterable[int]) -> ErrorFeedback | None:
+        """For the gradients that these ranks add up, if they are compressed between hosts."""
+        apart = len({self._hosts[rank] for rank in ranks}) > 1
+        return ErrorFeedback(self._replicas_mode) if apart and self._replicas_mode != NONE else None
 
     def post(self, name: str, number: int, values: Sequence[float], peers: Iterable[int]) -> None:
         """Send some plain numbers to the peers."""
@@ -196,6 +223,10 @@ class CommunicationHandler:
     def channel_names(self) -> dict[int, str]:
         """The transport to each of the others."""
         return {peer: channel.name for peer, channel in self._channels.items()}
+
+    def compressions(self) -> list[Compression]:
+        """Those of the links from this rank to other hosts."""
+        return sorted(set(self._modes.values()) - {UNCOMPRESSED})
 
     def everyone(self) -> list[int]:
         return [rank for rank in range(self.world_size) if rank != self.rank]
@@ -239,8 +270,8 @@ class CommunicationHandler:
     def _wire_form(
         self, tensor_name: str, peer: int, backward: bool, shape: Sequence[int], dtype: torch.dtype
     ) -> tuple[str, Sequence[int], torch.dtype]:
-        compressed = peer in self._apart and tensor_name in self._compressible
-        return wire_form(self.compression[backward] if compressed else NONE, shape, dtype)
+        modes = self._modes.get(peer, UNCOMPRESSED) if tensor_name in self._compressible else UNCOMPRESSED
+        return wire_form(modes.backward if backward else modes.forward, shape, dtype)
 
     def _key(self, tensor_name: str, minibatch: int, backward: bool) -> Key:
         return Key(2 * self.tensor_tags[tensor_name] + backward, minibatch)

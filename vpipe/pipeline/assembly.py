@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from vpipe.communication import CommunicationHandler
-from vpipe.communication.compression import Compression
+from vpipe.communication.compression import LinkCompression
 from vpipe.errors import VPipeError
 from vpipe.pipeline.layout import Layout
 from vpipe.runtime import GradientExchange, Losses, StageRuntime, Updates
@@ -41,7 +41,7 @@ class TrainingOptions:
     nonfinite_limit: tuple[int, int]
     staleness: Staleness
     loss_scale: float | None
-    compress: Compression
+    compress: LinkCompression
     seed: int
 
     def __post_init__(self) -> None:

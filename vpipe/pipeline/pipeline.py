@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from vpipe.communication import CommunicationHandler, ProcessWorld, World, agree, agree_on
-from vpipe.communication.compression import Compression, read_compression
+from vpipe.communication.compression import LinkCompression, read_compression
 from vpipe.communication.devices import take_device
 from vpipe.errors import VPipeError
 from vpipe.pipeline.agreement import agree_on_run, weights_differ
@@ -103,9 +103,11 @@ class Pipeline:
             "refuse": that is an error.
         device: "cpu" or "cuda:0"; by default a GPU for each rank, where there are any.
         channel: What carries tensors between ranks; by default chosen for each pair of them.
-        compress: Of activations and gradients between hosts: "bf16", "int8" or "int4", or one for each direction, such
-            as {"forward": "int8", "backward": "bf16"}; "none": they are sent as they are (see docs/many_machines.md).
-            Ranks that are threads compress all that they exchange.
+        compress: Of activations and their gradients between hosts: "bf16", "int8" or "int4", or one for each direction,
+            such as {"forward": "int8", "backward": "bf16"}; "none": they are sent as they are. "replicas" in that
+            mapping is for the gradients of replicas, and pairs of ranks such as (0, 2) are links that have a mode, or
+            such a mapping, of their own (see docs/many_machines.md). Ranks that are threads compress all that they
+            exchange.
         timeout: The most seconds that a rank waits for another.
         world: Ranks that are not processes of torchrun, such as the threads of `vpipe.run_ranks`.
         run_dir: A folder for what `vpipe train` writes about a run: events, trace, report, metrics, TensorBoard,
@@ -146,7 +148,7 @@ class Pipeline:
         initial_weights: str = "rank 0",
         device: str | torch.device | None = None,
         channel: str = "auto",
-        compress: str | Mapping[Any, str] | Compression = "none",
+        compress: str | Mapping[Any, Any] | LinkCompression = "none",
         timeout: float = 600.0,
         world: World | None = None,
         run_dir: str | os.PathLike[str] | None = None,

@@ -101,6 +101,7 @@ class WholeState:
     def for_resuming(self) -> dict[int, StageState]:
         """The state of each stage whose first rank this is; a tensor of several stages is part of the first's."""
         self.equalise_buffers()
+        self.runtime.exchange.forget_lost()
         included: set[str] = set()
         stages: dict[int, StageState] = {}
         for graph in self.layout.stage_graphs:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from vpipe.communication import AllReduce, CommunicationHandler
+from vpipe.communication.error_feedback import ErrorFeedback
 from vpipe.runtime.buckets import MOST_BUCKETS, StageBuckets
 from vpipe.stage.precision import LossScale
 from vpipe.stage.stage import Stage
@@ -57,6 +58,7 @@ class GradientExchange:
         for name, holders in sorted(tied.items()):
             for stage in holders:
                 handler.register_tensor(_tied_name(name, stage))
+        self._feedback: dict[tuple[int, int], ErrorFeedback | None] = {}  # (stage, bucket)
         self._buckets = {
             stage: StageBuckets(self.own_parameters(stage), partial(self._begin_sum, stage))
             for stage in stages
@@ -112,7 +114,13 @@ class GradientExchange:
 
     def start_at(self, updates: int) -> None:
         """Continue as if every holder of a tied parameter had applied this many updates."""
+        self.forget_lost()
         self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
+
+    def forget_lost(self) -> None:
+        """What compression has lost is in no checkpoint: a run that saves goes on like one that was resumed."""
+        for feedback in filter(None, self._feedback.values()):
+            feedback.clear()
 
     def applied(self, stage: int) -> dict[str, int]:
         """The updates of each tied parameter that this stage has applied."""
@@ -140,7 +148,13 @@ class GradientExchange:
         return [p for n, p in zip(optimizer.names, optimizer.model_parameters, strict=True) if n not in tied]
 
     def _begin_sum(self, stage: int, update: int, bucket: int, flat: Tensor) -> AllReduce:
-        return self.handler.all_reduce(_bucket_name(stage, bucket), update, flat, self.placement[stage])
+        ranks, key = self.placement[stage], (stage, bucket)
+        if key not in self._feedback:
+            self._feedback[key] = self.handler.error_feedback(ranks)
+        scale = self.loss_scale.value
+        return self.handler.all_reduce(
+            _bucket_name(stage, bucket), update, flat, ranks, self._feedback[key], scale
+        )
 
     def _send(self, name: str, part: Tensor, update: int, ranks: Iterable[int]) -> None:
         """Keep this rank's part, and send it to the others of these ranks."""

@@ -6,7 +6,6 @@ import os
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vpipe.communication.compression import UNCOMPRESSED, read_compression
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import StaleTraining, write_plan
 from vpipe.observe.description import plan_of, write_stages
@@ -66,15 +65,16 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
     if pipe.device.type == "cuda":
         channels = sorted(set(pipe.handler.channel_names.values()))
         where = f"ranks on {', '.join(devices)}, joined by {', '.join(channels)}"
+    modes = [str(mode) for mode in pipe.handler.compressions()]
     how = "compiled, " if config.compile else ""
     graphs = {True: "with CUDA graphs, ", "auto": "with CUDA graphs where they gain, "}
     how += graphs.get(config.cuda_graphs, "")
-    if read_compression(config.compress) != UNCOMPRESSED:
-        found = pipe.handler.compression
+    if config.compress != "none":
+        found = sorted({mode for rank in pipe.world.all_gather("compressions", modes) for mode in rank})
         how += (
-            "uncompressed (no rank is on another host), "
-            if found == UNCOMPRESSED
-            else f"compressed by {found}, "
+            f"compressed by {' or '.join(found)}, "
+            if found
+            else "uncompressed (no rank is on another host), "
         )
     return (
         f"{model}: {len(pipe.layout.graph.blocks)} blocks as {list(pipe.layout.partition)} on "
