@@ -7,6 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 from torch import Tensor, nn
 
 from tests import models
@@ -29,6 +30,7 @@ from vpipe.communication.compression import (
     unpack,
     wire_form,
 )
+from vpipe.config.compress import compression_by_ranks
 from vpipe.config.keys import Compress, RunConfig
 from vpipe.errors import VPipeError
 from vpipe.pipeline.threads import run_ranks
@@ -161,6 +163,31 @@ def test_mistakes() -> None:
     assert links.between(0, 2) == links.between(2, 0) == Compression(INT4, INT4, INT8)
     assert links.between(3, 1) == Compression(INT8, NONE, INT8)
     assert links.between(0, 1) == Compression(NONE, BF16, INT8)
+
+
+def test_links_of_a_configuration_are_pairs_of_hosts() -> None:
+    machines = ["a:0", "a:1", "b-c:0", "d:0"]
+    links = {"replicas": INT8, "a/b-c": INT4, "d/a": {"forward": BF16}}
+    found = compression_by_ranks(RunConfig(machines=machines, stages=4, compress=links))
+    assert found == {
+        "replicas": INT8, (0, 2): INT4, (1, 2): INT4, (3, 0): {"forward": BF16}, (3, 1): {"forward": BF16},
+    }  # fmt: skip
+    assert read_compression(found).between(0, 3) == Compression(BF16, NONE, INT8)
+    for wrong, text in (
+        ({"a/e": INT8}, "`machines` has no host 'e': its hosts are a, b-c, d"),
+        ({"a/a": INT8}, "'a/a' is no link: name two hosts, such as nodea/nodeb"),
+        (
+            {"foward": INT8},
+            "'foward' is neither a direction nor a link such as nodea/nodeb: did you mean 'forward'?",
+        ),
+        (
+            {"replicas": {"forward": INT8}},
+            "replicas has a mode, not {'forward': 'int8'}: write replicas: int8",
+        ),
+    ):
+        with pytest.raises(ValidationError, match="compress is") as raised:
+            RunConfig(machines=machines, stages=4, compress=wrong)
+        assert text in str(raised.value)
 
 
 def train(world: Any, compress: Any, updates: int = 1, **options: Any) -> tuple[list[float], dict[str, int]]:

@@ -128,6 +128,8 @@ def verify(
         table = schedule.endswith(".csv")
         run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
     announce(f"{config}: training some updates with the pipeline, then without it")
+    if run.compress != "none":
+        announce("compress is not verified, which rounds on purpose: try its loss with `vpipe converge`")
     from vpipe.verify import verify_config  # torch comes with it
 
     result = verify_config(run, updates=updates, dtype=dtype, device=device)

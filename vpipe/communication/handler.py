@@ -1,7 +1,8 @@
 """The rank's communication: named tensors, tagged by minibatch, over one channel to each peer."""
 
-from collections.abc import Hashable, Iterable, Sequence
+from collections.abc import Collection, Hashable, Iterable, Sequence
 from functools import partial
+from itertools import permutations
 from time import perf_counter
 from typing import Any
 
@@ -73,13 +74,15 @@ class CommunicationHandler:
         self._in_threads: dict[str, BackgroundAllReduce] = {}  # the newest sum of each name
         self._unreleased: dict[Hashable, list[tuple[Channel, Key]]] = {}
 
-    def open(self, pairs: Iterable[tuple[int, int]], groups: Iterable[tuple[int, ...]] = ()) -> None:
+    def open(self, pairs: Iterable[tuple[int, int]], groups: Collection[tuple[int, ...]] = ()) -> None:
         """Connect what has to be connected before the first message. Called once, by every rank.
 
         `pairs` are the (sending, receiving) ranks between which tensors of the device go, `groups` the lists of ranks
         that add up tensors: those of all ranks, the same on each.
         """
-        self.world.connect(pairs, groups)
+        exchanging = {ranks for ranks in groups if self.error_feedback(ranks) is not None}
+        between = {pair for ranks in exchanging for pair in permutations(ranks, 2)}
+        self.world.connect({*pairs, *between}, set(groups) - exchanging)
 
     def register_tensor(self, name: str, *, compressible: bool = False) -> None:
         self.tensor_tags.setdefault(name, len(self.tensor_tags))

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from vpipe.config.compress import compression_problems
 from vpipe.schedule import KINDS, guides_schedule
 
 if TYPE_CHECKING:
@@ -127,6 +128,7 @@ def _ranks(config: RunConfig) -> Iterator[Contradiction]:
         yield "replicas", f"give one number for each of the {stages} stages"
     if config.machines is not None:
         yield from _machines(config, len(config.machines))
+    yield from compression_problems(config)
     if None not in (config.vgpus, config.ranks_of_layout) and config.vgpus != config.ranks_of_layout:
         yield (
             "module",

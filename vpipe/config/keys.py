@@ -313,9 +313,11 @@ class RunConfig(_Keys):
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
     from GPU to GPU too; chosen by the devices if not given."""
-    compress: Compress | dict[Literal["forward", "backward"], Compress] = "none"
+    compress: Compress | dict[str, Compress | dict[Literal["forward", "backward"], Compress]] = "none"
     """How activations and their gradients are compressed between ranks on different hosts: as bfloat16, or with 8 or 4
-    bits a number; or for each apart, as in `{forward: int8, backward: bf16}` (docs/many_machines.md)."""
+    bits a number; or for each apart, as in `{forward: int8, backward: bf16}`. `replicas` in that mapping is for the
+    gradients of replicas; a pair of hosts, as in `{nodea/nodeb: int8}`, is a link with a mode, or such a mapping, of
+    its own (docs/many_machines.md)."""
     directory: Path_ | None = None
     """Directory that the ranks start in, also under torchrun and srun, and where `partition` and `config_file` are
     looked for if they are not beside this file. It is relative to this file or, if there is none, to the current

@@ -19,6 +19,7 @@ from pydantic import TypeAdapter
 
 from vpipe.communication import InProcessWorld
 from vpipe.config.arguments import build_schedule, pipeline_arguments
+from vpipe.config.compress import compression_by_ranks
 from vpipe.config.file import read_config, resolved_yaml
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, VPipeError
@@ -97,7 +98,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
             precision=config.precision,
             on_nonfinite=config.on_nonfinite,
             loss_weight=configured_loss_weight(config),
-            compress=config.compress,
+            compress=compression_by_ranks(config),
             device=device,
             world=world,
             **pipeline_arguments(config),

@@ -15,6 +15,7 @@ from vpipe.communication.devices import take_device
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.config.code import load_function
+from vpipe.config.compress import compression_by_ranks
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.launch.meeting import forget_meeting
@@ -343,7 +344,7 @@ class Trainer:
             nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
             loss_scale=config.loss_scale,
             loss_weight=configured_loss_weight(config),
-            compress=config.compress,
+            compress=compression_by_ranks(config),
             device=self.device,
             world=self.world,
             **pipeline_arguments(config),

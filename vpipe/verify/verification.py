@@ -89,8 +89,8 @@ def verify_config(
 ) -> Verification:
     """Verify the run that a configuration describes, on synthetic data, or on the user's own where `data` names it.
 
-    Its precision, `compile` and learning-rate policy are not used: both ways compute in `dtype` without the compiler
-    (compiled dropout draws other masks), and the learning rate is constant.
+    Its precision, `compile`, `compress` and learning-rate policy are not used: both ways compute in `dtype` without the
+    compiler (compiled dropout draws other masks), nothing is rounded on its way, and the learning rate is constant.
     """
     if config.chosen_optimizer == "muon" and dtype == "float32":
         raise ConfigError(
