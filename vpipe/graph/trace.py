@@ -6,6 +6,7 @@ import enum
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import sympy
@@ -100,8 +101,15 @@ def evaluate(size: Size, sizes: Mapping[sympy.Symbol, int], default: int | None 
     """Value of a symbolic size; symbols that are not in `sizes` get the value `default`."""
     if isinstance(size, int):
         return size
-    bound = {symbol: sizes.get(symbol, default) for symbol in size.free_symbols}
-    return int(size.subs(bound))
+    if isinstance(size, sympy.Symbol):
+        return int(sizes.get(size, default))  # type: ignore[arg-type]
+    return _substituted(size, tuple((symbol, sizes.get(symbol, default)) for symbol in size.free_symbols))
+
+
+@lru_cache(maxsize=1 << 16)
+def _substituted(size: Any, values: tuple[tuple[sympy.Symbol, int | None], ...]) -> int:
+    """Layers have the same sizes again and again, and sympy is slow."""
+    return int(size.subs(values))
 
 
 def as_size(size: Any) -> Size:
