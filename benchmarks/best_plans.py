@@ -1,9 +1,10 @@
 """Plans of small problems beside every plan that there is, simulated one by one.
 
-    python benchmarks/best_plans.py [--cases 20] [--seed 1] [--blocks 9] [--ranks 4] [--short]
+    python benchmarks/best_plans.py [--cases 20] [--seed 1] [--blocks 9] [--ranks 4] [--short] [--hosts 2,2]
 
 Problems are drawn (`tests/every_plan.py`): uneven blocks, 1 to 32 minibatches, links from free to slower than compute.
-`--short`: with less memory than keeping everything needs, which has every policy of every block to be tried. The
+`--short`: with less memory than keeping everything needs, which has every policy of every block to be tried.
+`--hosts`: with so many ranks on each host, links between hosts up to 100 times slower, and every placement. The
 columns: how many plans are the best of the schedule's own depth or better, how far the worst one is off, and how many
 are faster than all of these because of another depth.
 """
@@ -21,7 +22,7 @@ from vpipe.plan import plan
 
 sys.path.append(str(Path(__file__).parents[1]))
 
-from tests.every_plan import SCHEDULES, Problem, best_seconds, drawn
+from tests.every_plan import SCHEDULES, Problem, best_seconds, drawn, on_hosts
 from vpipe.schedule import kind_of
 
 
@@ -39,6 +40,7 @@ def main() -> None:
     for name, default in (("cases", 20), ("seed", 1), ("blocks", 9), ("ranks", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--hosts", default="")
     arguments = parser.parse_args()
     print("| schedule | cases | best | worst | faster by depth |\n|---|---|---|---|---|")
     for schedule in SCHEDULES:
@@ -47,7 +49,9 @@ def main() -> None:
         random, best, worst, deeper = Random(arguments.seed), 0, 0.0, 0
         for _ in range(arguments.cases):
             blocks, ranks = range(4, arguments.blocks + 1), range(2, arguments.ranks + 1)
-            problem = drawn(random, schedule, blocks, ranks, arguments.short)
+            sizes = tuple(map(int, filter(None, arguments.hosts.split(","))))
+            problem = drawn(random, schedule, blocks, [sum(sizes)] if sizes else ranks, arguments.short)
+            problem = on_hosts(random, problem, sizes) if sizes else problem
             seconds, depth = planned(problem)
             least = best_seconds(problem)
             off = 0.0 if seconds == least else seconds / least - 1

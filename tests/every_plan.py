@@ -6,7 +6,7 @@ by one with everything kept elsewhere, since what a rank holds depends on its ow
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import accumulate, combinations, pairwise, permutations, product
 from math import inf
@@ -174,7 +174,9 @@ def on_hosts(random: Random, problem: Problem, sizes: tuple[int, ...]) -> Proble
     return problem._replace(profile=profile, ranks=len(ranks))
 
 
-def drawn(random: Random, schedule: str, blocks: range, ranks: range, capped: bool) -> Problem:
+def drawn(
+    random: Random, schedule: str, blocks: Sequence[int], ranks: Sequence[int], capped: bool
+) -> Problem:
     """A problem with uneven blocks. `capped`: its memory is not enough to keep everything."""
     count = random.choice(blocks)
     made = tuple(

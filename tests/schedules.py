@@ -22,7 +22,7 @@ def plain_schedules() -> st.SearchStrategy[Schedule]:
         if name in CHUNKED:
             counts = [counts[0]] * len(counts)
         depth = ahead[: len(counts)]
-        fits = KINDS[name].any_depth and too_shallow(counts, depth) is None
+        fits = KINDS[name].any_depth and too_shallow(counts, depth, joint=not KINDS[name].synchronous) is None
         return build(name, len(counts), minibatches, replicas=counts, depth=depth if fits else None)
 
     return st.builds(

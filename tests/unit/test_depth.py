@@ -21,8 +21,9 @@ from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, read_plan
 from vpipe.errors import ConfigError, ScheduleError
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.threads import run_ranks
-from vpipe.schedule import Deadlock, build, check, holdings, walk
+from vpipe.schedule import Deadlock, build, check, holdings, lower, walk
 from vpipe.schedule.kind import too_shallow
+from vpipe.schedule.reductions import with_late_reductions
 from vpipe.schedule.staircase import depths, staircase
 from vpipe.simulate import simulate
 
@@ -100,6 +101,38 @@ def test_what_is_refused_is_what_would_wait_for_ever(stages: int) -> None:
             assert (too_shallow(replicas, depth) is None) == runs(replace(usual, order=order))
             refused += too_shallow(replicas, depth) is not None
     assert refused > 10
+
+
+@pytest.mark.parametrize("interval", [None, 5])
+def test_what_is_refused_of_replicas_is_what_would_wait_for_ever_at_an_update(interval: int | None) -> None:
+    """Ranks of a stage update together, with minibatches in flight: each REDUCE stands where it ends."""
+    refused = 0
+    for replicas in (
+        (2, 1),
+        (3, 1),
+        (1, 2),
+        (2, 2),
+        (3, 2),
+        (2, 3),
+        (2, 1, 1),
+        (1, 2, 1),
+        (2, 2, 1),
+        (2, 1, 2),
+    ):
+        usual = build("pipedream", len(replicas), None, replicas=replicas, update_interval=interval)
+        for depth in itertools.product(range(4 if len(replicas) == 2 else 3), repeat=len(replicas)):
+            order = partial(staircase, usual.placement, depth, None, usual.update_interval)
+            made = lower(replace(usual, order=order, minibatches=50, depth=depth))
+            late = replace(made, order=partial(with_late_reductions, made.order))
+            assert (too_shallow(replicas, depth, joint=True) is None) == runs(late)
+            refused += too_shallow(replicas, depth) is None and not runs(late)
+    assert refused > 10
+    message = (
+        "forwards that the 2 replicas of stage 0 only run after their joint update: give stage 0 at least 1"
+    )
+    with pytest.raises(ScheduleError, match=message):
+        build("pipedream", 2, None, replicas=(2, 1), depth=[0, 1])
+    assert build("1f1b", 2, 4, replicas=(2, 1), depth=[0, 1]).depth == (0, 1)
 
 
 def runs(schedule: Any) -> bool:

@@ -12,8 +12,9 @@ from tests.every_plan import SCHEDULES, Problem, best_seconds, compositions, dra
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
-from vpipe.plan.by_simulation import NOISE, PlanShape
+from vpipe.plan.by_simulation import NOISE
 from vpipe.plan.paths import Paths
+from vpipe.plan.shape import PlanShape
 from vpipe.plan.task import Task
 from vpipe.schedule import kind_of
 from vpipe.schedule.kind import too_shallow
@@ -107,7 +108,8 @@ def test_no_simulation_is_below_its_bound() -> None:
         replicas = random.choice(list(compositions(problem.ranks, stages)))
         partition = random.choice(list(compositions(problem.blocks, stages)))
         drawn_depth = tuple(sorted((random.randint(0, 6) for _ in range(stages)), reverse=True))
-        fits = schedule in STAIRCASE and too_shallow(replicas, drawn_depth) is None
+        joint = not kind_of(schedule).synchronous
+        fits = schedule in STAIRCASE and too_shallow(replicas, drawn_depth, joint=joint) is None
         task = Task(
             problem.profile,
             problem.ranks,

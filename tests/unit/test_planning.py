@@ -82,6 +82,23 @@ def test_a_run_is_profiled_once_and_planned_as_its_file_says(
     assert [seen.batch_size for seen in profiled] == [3, 4]
 
 
+def test_stages_are_placed_on_the_hosts_of_the_run(
+    config: Path,
+    profiled: list[RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    machines = "machines=['localhost:0', 'far.example:0']"
+    assert vpipe(monkeypatch, "plan", config, "--set", machines, "--machines") == 2
+    assert "2 hosts are given, but not what their network carries" in capsys.readouterr().err
+    assert vpipe(monkeypatch, "plan", config, "--set", machines, "--machines", "--network", "1Gbit/s") == 0
+    shown = capsys.readouterr().out
+    assert "localhost" in shown
+    assert "far.example" in shown
+    assert vpipe(monkeypatch, "plan", config, "--set", machines, "--machines", "--hosts", "2x1") == 2
+    assert "leave --hosts out" in capsys.readouterr().err
+
+
 def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunConfig]) -> None:
     run = read_config(config, {"partition": "auto"})
     plan_run(run)

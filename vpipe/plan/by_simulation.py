@@ -1,9 +1,9 @@
 """The search by simulation: the plan that takes least time, or the best that was found and how far off it may be.
 
 What a step takes depends on links and on who waits for whom, which sums over stages do not know. So each partition with
-its replicas has a lower bound (`paths.py`), and they are simulated in the order of these bounds, until no bound is
-below the best time. Where there are too many of them, or `EFFORT` is spent, the plans that the sums found are improved
-cut by cut, and `gap` says how far the result may be from the best.
+its replicas and its placement on hosts has a lower bound (`paths.py`), and they are simulated in the order of these
+bounds, until no bound is below the best time. Where there are too many of them, or `EFFORT` is spent, the plans that
+the sums found are improved cut by cut, and `gap` says how far the result may be from the best.
 
 Other depths than the schedule's own cost memory and, in asynchronous runs, make weights older: a plan has them only if
 that makes it faster by `WORTH`.
@@ -12,8 +12,7 @@ that makes it faster by `WORTH`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
-from functools import cached_property, lru_cache
+from dataclasses import replace
 from heapq import heapify, heappop, heappush
 from itertools import product
 from math import comb, inf, prod
@@ -23,15 +22,13 @@ import numpy as np
 
 from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.frontier import FEW, PolicyChoice, policy_choice, policy_choices
-from vpipe.plan.loads import planned_interval, schedule_loads, stated_interval
 from vpipe.plan.model import Load, Slice
 from vpipe.plan.paths import Bounds, Cuts, Paths, PipelineFacts, all_cuts, compositions
-from vpipe.plan.placed_links import any_links, placed_links
 from vpipe.plan.placements import placements
 from vpipe.plan.result import PlanResult, assemble, simulated_seconds
+from vpipe.plan.shape import WORTH, PlanShape
 from vpipe.plan.sums import Floats
 from vpipe.plan.task import Task
-from vpipe.schedule import Deadlock, Schedule, ScheduleKind
 from vpipe.schedule.program import Placement
 from vpipe.schedule.staircase import depths
 
@@ -40,90 +37,15 @@ MOST = 20_000
 EFFORT = 200_000
 """Actions that may be simulated; each simulation counts as `EACH` more."""
 EACH = 600
+PLACED = 4
+"""Times the effort where ranks are on several hosts and every partition is looked at."""
 REGULAR = 4
 """Placements on which a plan by sums is simulated."""
-PLACED = 4
-"""Times as much where ranks are on several hosts."""
-WORTH = 1.01
 NOISE = 0.95
 """What an asynchronous simulation may be below the time of an endless run."""
 ROUNDING = 1 - 1e-9
 COMBINED = 24
 """Policies of all stages that are tried in every combination."""
-
-
-@dataclass(frozen=True)
-class PlanShape:
-    """A schedule with its replicas, its depth and its ranks; the blocks of its stages are still open."""
-
-    task: Task
-    replicas: tuple[int, ...]
-    depth: tuple[int, ...] | None = None
-    placement: Placement | None = None
-    """The ranks of each stage; None: they are still open."""
-
-    @cached_property
-    def interval(self) -> int | None:
-        """That a plan states; None: the one that the schedule has by itself."""
-        kind, stated = self.task.kind, stated_interval(self.task.kind, self.task.ranks)
-        return None if stated is None else max(stated, kind.interval(self.replicas, self.depth, None))
-
-    @cached_property
-    def schedule(self) -> Schedule:
-        """With ranks numbered stage by stage."""
-        minibatches = self.task.simulated if self.task.kind.synchronous else None
-        return _built(self.task.kind, self.replicas, minibatches, self.interval, self.depth)
-
-    @cached_property
-    def loads(self) -> tuple[Load, ...]:
-        loads, kind, ranks = schedule_loads(self.schedule), self.task.kind, self.task.ranks
-        if kind.synchronous or kind.holding is None or self.depth is not None:
-            return loads
-        # As `advice.py` counts it, for any stages: what is refused and what is advised must agree.
-        lag = kind.holding(ranks, ranks, 1, 1, planned_interval(kind, ranks)).lag
-        return tuple(load._replace(lag=max(lag, load.lag)) for load in loads)
-
-    @cached_property
-    def facts(self) -> PipelineFacts:
-        facts = self.any_depth
-        if not self.task.kind.any_depth:
-            return facts._replace(in_flight=tuple(load.in_flight for load in self.loads))
-        ahead = enumerate(self.depth or depths(self.replicas))
-        flying = (min(facts.own(stage), own + 1) if facts.synchronous else own + 1 for stage, own in ahead)
-        return facts._replace(in_flight=tuple(flying))
-
-    @cached_property
-    def any_depth(self) -> PipelineFacts:
-        kind, interval, profile = self.task.kind, self.schedule.update_interval, self.task.profile
-        if self.placement is None:
-            links = any_links(profile, self.replicas)
-        else:
-            links = placed_links(profile, self.placement, interval if kind.synchronous else None)
-        return PipelineFacts(kind.synchronous, kind.splits_backward, interval, self.replicas, None, links)
-
-    @property
-    def worth(self) -> float:
-        """What its time counts, times itself."""
-        return 1.0 if self.depth is None else WORTH
-
-    def slices(self, cuts: Sequence[int]) -> list[Slice]:
-        ranks, found = self.schedule.placement, []
-        for stage, own in enumerate(ranks):
-            before = ranks[stage - 1][-1] if stage else None
-            after = ranks[stage + 1][0] if stage + 1 < len(ranks) else None
-            found.append(Slice(cuts[stage], cuts[stage + 1], self.loads[stage], own, before, after))
-        return found
-
-
-@lru_cache(maxsize=512)
-def _built(
-    kind: ScheduleKind,
-    replicas: tuple[int, ...],
-    minibatches: int | None,
-    interval: int | None,
-    depth: tuple[int, ...] | None,
-) -> Schedule:
-    return kind.build(len(replicas), minibatches, replicas=replicas, update_interval=interval, depth=depth)
 
 
 class Entry(NamedTuple):
@@ -388,10 +310,7 @@ class SimulatedSearch:
         shared = self.task.profile.device.shared_by > 1 < self.task.profile.device.crowding
         self.effort -= (EACH + 2 * run * schedule.num_stages) * (3 if shared else 1)
         found = Found(inf, shape, tuple(cuts.tolist()), choices)
-        try:
-            seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
-        except Deadlock:  # replicas that update together may wait for ever with an unusual depth
-            seconds = inf
+        seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
         self.tried[key] = seconds
         if seconds * shape.worth < min(self.value, self.limit) * ROUNDING:
             self.best = found._replace(seconds=seconds)

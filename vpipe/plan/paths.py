@@ -217,9 +217,9 @@ class Paths:
             depth = [min(DEEPEST, max(0, ceil(number - 1e-9))) for number in ahead]
             if facts.synchronous:
                 depth = [min(number, facts.own(stage) - 1) for stage, number in enumerate(depth)]
-            while (bad := too_shallow(facts.replicas, depth)) is not None:
-                stage, later = bad
-                depth[stage] = depth[later] * facts.replicas[later] // facts.replicas[stage]
+            while (bad := too_shallow(facts.replicas, depth, joint=not facts.synchronous)) is not None:
+                stage, _, least = bad
+                depth[stage] = least
             found[tuple(depth)] = None
 
         most = min(DEEPEST, ceil(trip[0] / counts[0] / work)) if work else 0

@@ -193,12 +193,17 @@ class ScheduleKind:
                     f"depth of stage {stage} is {ahead!r}: it must be a whole number, 0 or more"
                 )
             at_most(f"depth of stage {stage}", ahead, MOST_DEPTH)
-        if (found := too_shallow(counts, depth)) is not None:
-            stage, later = found
-            least = depth[later] * counts[later] // counts[stage]
+        if (found := too_shallow(counts, depth, joint=not self.synchronous)) is not None:
+            stage, later, least = found
+            why = "its first backward would wait for ever for more forwards"
+            if not self.synchronous and counts[stage] > 1:
+                why = (
+                    f"its backwards would wait for ever for forwards that the {counts[stage]} replicas of stage "
+                    f"{stage} only run after their joint update"
+                )
             raise ScheduleError(
-                f"depth of stage {stage} is {depth[stage]}, but stage {later} has {depth[later]}, and its first "
-                f"backward would wait for ever for more forwards: give stage {stage} at least {least}"
+                f"depth of stage {stage} is {depth[stage]}, but stage {later} has {depth[later]}, and {why}: give "
+                f"stage {stage} at least {least}"
             )
         return tuple(depth)
 
@@ -239,16 +244,22 @@ def checked_placement(counts: Sequence[int], placement: Sequence[Sequence[int]])
     return placement
 
 
-def too_shallow(replicas: Sequence[int], depth: Sequence[int]) -> tuple[int, int] | None:
-    """A stage that lets in fewer minibatches than a later one needs for its first backward, and that one, if there are.
+def too_shallow(
+    replicas: Sequence[int], depth: Sequence[int], *, joint: bool = False
+) -> tuple[int, int, int] | None:
+    """A stage that lets in fewer minibatches than a later one needs for its backwards, that one, and the least depth
+    that would do; None: there is no such stage.
 
-    A stage of R ranks lets (d + 1) R minibatches in; one of R' ranks needs those up to number d' R'.
+    A stage of R ranks lets (d + 1) R minibatches in; one of R' ranks needs those up to number d' R'. `joint`: the ranks
+    of a stage update together while minibatches are in flight. Before the update that ends with minibatch e they let in
+    those up to e + d R only, and the other stage needs those up to e + d' R' for the backward of e.
     """
     needs = [ahead * count for ahead, count in zip(depth, replicas, strict=True)]
     most = len(needs) - 1  # of the stages from here on, the one that needs most
     for stage in reversed(range(len(needs))):
-        if needs[most] >= needs[stage] + replicas[stage]:
-            return stage, most
+        more = 0 if joint else replicas[stage] - 1
+        if needs[most] > needs[stage] + more:
+            return stage, most, -(-(needs[most] - more) // replicas[stage])
         most = max(most, stage, key=needs.__getitem__)
     return None
 
