@@ -149,11 +149,12 @@ def test_running_statistics_are_kept_with_graphs(policy: str) -> None:
         torch.testing.assert_close(state[name], tensor, msg=name)
 
 
-def test_a_profile_is_measured_from_graphs() -> None:
+@pytest.mark.parametrize("cuda_graphs", [True, "auto"])
+def test_a_profile_is_measured_from_graphs(cuda_graphs: bool | str) -> None:
     model, batch, loss_fn = bert()
     place = torch.device(tasks.GPU)
     bench = MeasuredModel(
-        model, batch, loss_fn, optimizer=adamw, precision="bf16", cuda_graphs=True, place=place
+        model, batch, loss_fn, optimizer=adamw, precision="bf16", cuda_graphs=cuda_graphs, place=place
     )
     made = bench.measure(0.5, DeviceCost(2**34, 1e10, 1e10), LinkCost(1e11, 0.0))
     assert made.device.graphs

@@ -463,6 +463,28 @@ def test_without_memory_for_more_graphs_minibatches_run_eagerly(
     assert losses == pytest.approx(train(small, False)[0], rel=1e-12)
 
 
+@pytest.mark.usefixtures("fakes", "capture_once")
+@pytest.mark.parametrize(("room", "kinds"), [(0, 3), (5, 3), (1000, 0)])
+def test_a_profile_without_memory_for_graphs_measures_eager_blocks(
+    small: Small, room: int, kinds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(profiled, "check_cuda_graphs", lambda *_: None)
+    monkeypatch.setattr("vpipe.profile.rounds.perf_counter", FakeClock(step=1.0))
+    monkeypatch.setattr(module, "StageCudaGraphs", ScarceGraphs)
+    monkeypatch.setattr(ScarceGraphs, "room", room)
+    bench = MeasuredModel(
+        small,
+        (torch.zeros(4, dtype=torch.long), torch.zeros(4, dtype=torch.long)),
+        nn.functional.cross_entropy,
+        optimizer=lambda parameters: torch.optim.SGD(parameters, 0.0),
+        cuda_graphs=True,
+    )
+    made = bench.measure(0.0, DeviceCost(1000, 100.0, 100.0), LinkCost(1e6, 0.0))
+    assert made.device.graphs
+    assert made.device.eager_kinds == kinds
+    assert all(block.forward > 0 and block.backward > 0 for block in made.blocks)
+
+
 @pytest.fixture
 def as_on_a_gpu(fakes: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """`auto` has graphs on this CPU too."""

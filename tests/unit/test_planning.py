@@ -2,6 +2,7 @@
 
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from vpipe.config import RunConfig
 from vpipe.config.arguments import check_plan
 from vpipe.config.file import read_config
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
-from vpipe.errors import ConfigError
+from vpipe.errors import ConfigError, VPipeError
 from vpipe.system import user_cache
 from vpipe.train import profiling
 from vpipe.train.planning import plan_run, write_run_plan
@@ -171,3 +172,10 @@ def test_a_plan_for_another_model_is_refused(config: Path, profiled: list[RunCon
     Path("vpipe.json").write_text('{"partition": [2, 3]}')
     check_plan(read_config(config, {"partition": "vpipe.json"}), "def")
     check_plan(read_config(config, {"partition": [2, 3]}), "def")
+
+
+def test_with_auto_graphs_are_left_out_where_no_plan_has_room_for_them(config: Path) -> None:
+    graphs = replace(PROFILE, device=replace(PROFILE.device, graphs=True, slack=2**30))
+    with pytest.raises(VPipeError, match="leave cuda_graphs out"):
+        plan_run(read_config(config, {"cuda_graphs": True}), graphs)
+    assert sum(plan_run(read_config(config, {"cuda_graphs": "auto"}), graphs).replicas) == 2

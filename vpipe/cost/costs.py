@@ -101,6 +101,8 @@ class DeviceCost(FileObject):
     """The time to add up the parts of a gradient that stages share, beyond the messages."""
     graphs: StrictBool = False
     """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
+    eager_kinds: Annotated[int, Unit("kinds of blocks")] = 0
+    """Of blocks whose CUDA graphs found no memory while they were measured: their times are those of eager blocks."""
     slack: Bytes = 0
     """Additional memory of a minibatch in flight with CUDA graphs, because memory is reserved in large pieces."""
 

@@ -25,6 +25,10 @@ class MeasuredGraphStage(MeasuredStage):
         self._memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
         self._replayed: tuple[GraphPool, GraphSlot] | None = None
 
+    @property
+    def lacks_memory(self) -> bool:
+        return any(pool.full for pool in self._pools.values())
+
     def begin_rounds(self) -> None:
         self._begun = True
 

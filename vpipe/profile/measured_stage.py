@@ -56,6 +56,11 @@ class MeasuredStage:
     keeps_gradients = False
     """Whether an update leaves the memory of gradients allocated."""
 
+    @property
+    def lacks_memory(self) -> bool:
+        """Whether CUDA graphs were requested and found none."""
+        return False
+
     def __init__(
         self,
         stage: StageGraph,

@@ -183,6 +183,7 @@ class MeasuredModel:
                 overhead=device.overhead + (calls.forward + calls.backward) / 2,
                 adding=measure_adding(self.place, self.dtype, self.graphs) if ties(self.graph) else 0.0,
                 graphs=self.graphs,
+                eager_kinds=sum(any(stage.lacks_memory for stage in same) for same in self.kinds.values()),
                 slack=SLACK if self.graphs else 0,
             ),
             link=link,

@@ -11,6 +11,7 @@ import os
 import platform
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from pathlib import Path
@@ -98,18 +99,23 @@ def plan_run(
     announce(f"{config.source}: searching for a plan")
     find = partial(
         plan,
-        profile,
-        config.ranks if ranks is None else ranks,
-        None if memory is None else read_bytes(memory),
-        chosen,
-        minibatches,
-        batch_size,
-        chunks,
-        training,
+        ranks=config.ranks if ranks is None else ranks,
+        memory=None if memory is None else read_bytes(memory),
+        schedule=chosen,
+        minibatches=minibatches,
+        batch_size=batch_size,
+        chunks=chunks,
+        training=training,
     )
-    found = find(stages=stages)
+    try:
+        found = find(profile, stages=stages)
+    except VPipeError:
+        if config.cuda_graphs != AUTO or not profile.device.graphs:
+            raise
+        profile = replace(profile, device=replace(profile.device, graphs=False))  # there is no room for them
+        found = find(profile, stages=stages)
     if stages is None and ranks is None and config.stages not in (None, len(found.replicas)):
-        return _with_own_stages(config, found, partial(find, stages=config.stages))
+        return _with_own_stages(config, found, partial(find, profile, stages=config.stages))
     return found
 
 

@@ -19,7 +19,7 @@ from vpipe.cost import Profile, read_profile
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import end_with_launcher, start_heartbeat
-from vpipe.system.console import announce
+from vpipe.system.console import announce, inform
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
 
@@ -87,7 +87,13 @@ def profile_config(config: RunConfig) -> Profile:
     if gpus is None:
         return profile_here(config)
     ((gpu, sharing),) = Counter(gpus).most_common(1)
-    return profile_by_ranks(config, sharing, [gpu] * sharing)
+    profile = profile_by_ranks(config, sharing, [gpu] * sharing)
+    if profile.device.eager_kinds:
+        inform(
+            f"{config.source}: {profile.device.eager_kinds} kinds of blocks were measured without CUDA graphs, which "
+            "found no memory"
+        )
+    return profile
 
 
 def profile_here(config: RunConfig) -> Profile:
