@@ -8,7 +8,8 @@ size with sequence 128, or another one. Parts (the last three of BERT only):
 
     schedules   every schedule, with 8 and 32 minibatches an update, against the limit
     predictions settings with what was predicted of each, the guides' among them; `--compile` with compiled blocks
-    compiled    the same with compiled blocks
+    targets     four ranks for `gpu_targets.py`, alone
+    compiled    every schedule with compiled blocks
     guides      the guides' settings and plans of our own under one cap
     largest     the largest minibatch and the most layers that train under the cap, in five minutes at most
     peers       torch.distributed.pipelining over vpipe's channel
@@ -44,7 +45,7 @@ from vpipe.launch.mps import sharing
 
 RANKS = 4
 FIGURES = (("samples_per_s", ".1f"), ("of_limit", ".3f"), ("of_together", ".3f"))
-PARTS = ("schedules", "predictions", "compiled", "guides", "largest", "peers", "graphs")
+PARTS = ("schedules", "predictions", "targets", "compiled", "guides", "largest", "peers", "graphs")
 MODELS = ("bert-large", "qwen3-0.6b", "llama-1b", "mixtral", "vit-large")
 """Of `gpu_models.py`, which takes seconds to import."""
 OF_BERT = {"largest", "peers", "graphs"}

@@ -40,6 +40,9 @@ def main() -> None:
         Path(settings.json).unlink(missing_ok=True)
     limited = {"schedules", "compiled"} & set(settings.parts)
     limits = find_limits(bench) if limited else {}
+    if settings.parts == ["targets"]:
+        targets(bench)
+        return
     profile = bench.profile(settings.batch, compiled=settings.compile)
     for part in settings.parts:
         PARTS[part](bench, profile, limits)
@@ -165,6 +168,13 @@ def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> Non
     run(Case("PipeDream's setting", "pipedream", size, partition=even))
     run(*balance(Case("vpipe", "vpipe", size), Case("zb-h1", "zb-h1", size, count)))
     run(Case("gpipe, all recomputed", "gpipe", size, count, even, everything))
+
+
+def targets(bench: Bench) -> None:
+    """Four ranks for `gpu_targets.py`: the default partition, no profile."""
+    count = bench.settings.minibatches[0]
+    for case in (Case("zb-v", "zb-v", bench.batch, count), Case("vpipe", "vpipe", bench.batch)):
+        bench.run(case._replace(compile=bench.settings.compile), None, {})
 
 
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:
