@@ -1,6 +1,7 @@
 """Losses on a GPU, played by the test: sent when the number has reached the host, at the latest when others read it."""
 
 from collections import defaultdict
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -8,6 +9,10 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.both_ways import adamw
+from tests.examples import example, varied
+from vpipe import Pipeline
+from vpipe.pipeline.threads import run_ranks
 from vpipe.runtime import losses as module
 from vpipe.runtime.losses import Losses
 
@@ -111,3 +116,33 @@ def test_every_rank_reads_the_same_losses_at_the_same_update(copies: dict[float,
     for seen, losses in zip(read, (last, first), strict=True):  # drained
         seen += [loss for _, loss, _ in losses.arrived(all_of_them=True)]
     assert read == [[0.0, 1.0, 2.0, 3.0, 4.0]] * 2
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "vpipe"])
+def test_receives_of_losses_are_posted_before_large_messages_come(capture_once: None, schedule: str) -> None:
+    """Over gloo a message moves when its receive is posted: later, it would wait behind activations."""
+    model, batch, loss_fn = example("sequential", torch.float32)
+    options = {"minibatches": 2} if schedule == "1f1b" else {}
+
+    def work(world: Any) -> list[tuple[str, int]]:
+        seen: list[tuple[str, int]] = []
+        with Pipeline(
+            model, batch, optimizer=adamw, loss_fn=loss_fn, schedule=schedule, world=world, **options
+        ) as pipe:
+            expect, collect = pipe.handler.expect_numbers, pipe.handler.collect
+
+            def note(kind: str, call: Any, name: str, number: int, *rest: Any) -> Any:
+                if name == "loss":
+                    seen.append((kind, number))
+                return call(name, number, *rest)
+
+            pipe.handler.expect_numbers = partial(note, "posted", expect)  # type: ignore[method-assign]
+            pipe.handler.collect = partial(note, "read", collect)  # type: ignore[method-assign]
+            pipe.on_action(lambda work: seen.append(("backward", work.minibatch.update)), ("B",))
+            list(pipe.train(varied(batch, 8)))
+        return seen
+
+    for seen in run_ranks(2, work):
+        for update in {number for _, number in seen}:
+            places = [seen.index((kind, update)) for kind in ("posted", "backward", "read")]
+            assert places == sorted(places)

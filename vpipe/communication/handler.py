@@ -200,6 +200,11 @@ class CommunicationHandler:
         for peer in peers:
             self._channels[peer].host.send(self._key(name, number, False), tensor)
 
+    def expect_numbers(self, name: str, number: int, count: int, peers: Iterable[int]) -> None:
+        """Post the receives of what `collect` will read: else they would wait for large messages in between."""
+        for peer in peers:
+            self._channels[peer].host.expect(self._key(name, number, False), (count,), torch.float64, HOST)
+
     def collect(self, name: str, number: int, count: int, peers: Iterable[int]) -> dict[int, list[float]]:
         """The numbers that each of the peers posted."""
         key = self._key(name, number, False)

@@ -69,8 +69,15 @@ class Losses:
         self._parts: dict[int, dict[int, Tensor]] = {}  # update ▶ minibatch ▶ its share of the loss
         self._own: dict[int, _OwnLoss] = {}  # by update, until it is read here
         self._unsent: deque[int] = deque()
+        self._awaited = -1  # the newest update whose loss a receive was posted for
         self._coming: deque[int] = deque()  # updates that this rank has made and whose loss was not read
         handler.register_tensor(NAME)
+
+    def begin(self, update: int) -> None:
+        """This rank begins the update, so that it will read its loss."""
+        if update > self._awaited:
+            self._awaited = update
+            self.handler.expect_numbers(NAME, update, 2, self._others())
 
     def record(self, update: int, minibatch: int, loss: Tensor, share: float, expected: int) -> None:
         """One minibatch's loss and its share of the update, of which this rank has `expected` minibatches."""
@@ -105,8 +112,7 @@ class Losses:
         while len(self._coming) > (0 if all_of_them else self.late):
             update = self._coming.popleft()
             self._send(update)
-            others = [rank for rank in self.criterion_ranks if rank != self.handler.rank]
-            numbers = self.handler.collect(NAME, update, 2, others)
+            numbers = self.handler.collect(NAME, update, 2, self._others())
             if self.handler.rank in self.criterion_ranks:
                 numbers[self.handler.rank] = self._own.pop(update).numbers()
             loss, requests = 0.0, 0
@@ -117,6 +123,9 @@ class Losses:
             if self._stop_unless_finite and not math.isfinite(loss):
                 raise NonFiniteError(f"update {update}: the loss is {loss}; {LESS_OR_SKIP}")
             yield Arrived(update, loss, requests)
+
+    def _others(self) -> list[int]:
+        return [rank for rank in self.criterion_ranks if rank != self.handler.rank]
 
     def _send(self, until: int = -1) -> None:
         """Send the parts that have reached the host, and those up to this update in any case."""

@@ -176,6 +176,7 @@ class StageRuntime(StageIdentity):
 
     def run_forward(self, stage: Stage, minibatch: Minibatch) -> None:
         self.forward_minibatch_id = minibatch.number
+        self.losses.begin(minibatch.update)
         fields = self.feed.fields(minibatch)
         with self.handler.world.exclusive:
             outputs = stage.forward(minibatch.number, fields, self.updates.delay(stage, minibatch.update))
