@@ -16,6 +16,7 @@ from vpipe.config import RunConfig
 from vpipe.graph import ModelGraph
 from vpipe.launch import forked
 from vpipe.launch.forked import ForkedRank, can_fork
+from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.pipeline import captured
 from vpipe.system.start import Phases
 from vpipe.train import preload
@@ -99,6 +100,21 @@ def test_a_process_that_has_opened_a_gpu_is_not_forked(
     monkeypatch.setattr(forked, "GPU_FILES", str(tmp_path / "nvidia"))
     with output(tmp_path / "nvidiactl"):
         assert not can_fork()
+
+
+def test_a_signal_ends_a_launcher_that_prepares(tmp_path: Path) -> None:
+    """There is no rank yet to pass it on to, and imports take seconds."""
+    ranks = Ranks(
+        ["train"],
+        1,
+        tmp_path,
+        ["stage 0"],
+        quiet=True,
+        prepare=lambda phases: signal.raise_signal(signal.SIGTERM),
+    )
+    with pytest.raises(SystemExit) as ended:
+        run_ranks_here(ranks)
+    assert ended.value.code == 128 + signal.SIGTERM
 
 
 def test_the_model_is_captured_once_for_all_forks(monkeypatch: pytest.MonkeyPatch) -> None:

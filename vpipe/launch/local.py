@@ -26,7 +26,7 @@ from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.place import PLACED
 from vpipe.launch.rank import ASKED, LAUNCHED, LAUNCHER
-from vpipe.launch.signals import LauncherSignals, handling_signals
+from vpipe.launch.signals import LauncherSignals, ending_at_once, handling_signals
 from vpipe.launch.watch import Child, FailedRank, FailureLog, LauncherWatch, Ranks
 from vpipe.record.whereabouts import VARIABLE, shared_page
 from vpipe.system.best_effort import BestEffort, LogFile
@@ -239,7 +239,8 @@ def _prepared(ranks: Ranks, prepare: Callable[[Phases], object], devices: Mappin
     before = dict(os.environ)
     os.environ.update(own)
     try:
-        prepare(ranks.phases or Phases("launch"))
+        with ending_at_once():
+            prepare(ranks.phases or Phases("launch"))
     finally:
         os.environ.clear()
         os.environ.update(before)
