@@ -3,6 +3,7 @@
 import json
 import socket
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 
 from vpipe.observe.diagnosis import Finding, diagnose, diagnose_command
 from vpipe.record.events import Events, StageBytes
-from vpipe.record.status import ENDED, FAILED, Status, Waiting, write_status
+from vpipe.record.status import ENDED, FAILED, StageDrift, Status, Waiting, write_status
 from vpipe.schedule import Action, Op
 
 
@@ -139,6 +140,44 @@ def test_a_wrong_version_is_found(tmp_path: Path) -> None:
     assert found.figures["wrong"] == ["0B0 read version 1, its forward 0"]
 
 
+def stale(overshoot: float, **more: Any) -> StageDrift:
+    known = {"optimizer": "adamw", "predicted": False, "samples": 9} | more
+    return StageDrift(stage=0, delay=3, drift=0.006, unseen=0.05 + overshoot, seen=0.05, **known)
+
+
+@pytest.mark.parametrize(
+    ("found", "grade", "said"),
+    [
+        (
+            stale(0.2),
+            "notice",
+            "repeats 20.0% of an update that they have not seen, and its weights move by 0.60%",
+        ),
+        (stale(0.2), "notice", "set optimizer: muon and staleness: [predict], or schedule: 2bw"),
+        (stale(0.2, optimizer="muon"), "notice", "set staleness: [predict], or schedule"),
+        (
+            stale(0.2, optimizer="muon", predicted=True),
+            "notice",
+            "set schedule: 2bw, a larger update_interval",
+        ),
+        (stale(0.01), "fine", "stale weights do little harm: stage 0"),
+        (
+            stale(0.01, factor=2.5),
+            "notice",
+            "adamw without prediction is known to need 2.5 times as many samples",
+        ),
+        (stale(0.2, samples=2), "unknown", "2 samples of the drift are too few"),
+    ],
+)
+def test_a_run_that_stale_weights_slow_down(found: StageDrift, grade: str, said: str, tmp_path: Path) -> None:
+    write_status(heard(0, "its end", stale=(found,)), tmp_path)
+    finding = only(tmp_path, "staleness")  # while it runs
+    assert (finding.grade, said in finding.text) == (grade, True), finding.text
+    (tmp_path / "summary.json").write_text(json.dumps({"stale": [asdict(found)]}))
+    assert only(tmp_path, "staleness") == finding
+    assert finding.figures["stages"][0]["overshoot"] == pytest.approx(found.overshoot)
+
+
 def test_too_much_communication_says_how_much(tmp_path: Path) -> None:
     ring = Events(0, [(0, 1)])
     for minibatch in range(4):
@@ -156,6 +195,6 @@ def test_too_much_communication_says_how_much(tmp_path: Path) -> None:
 def test_a_folder_with_nothing_in_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert {finding.grade for finding in diagnose(tmp_path)} == {"unknown"}
     diagnose_command(tmp_path, as_json=True)
-    assert len(json.loads(capsys.readouterr().out)) == 6
+    assert len(json.loads(capsys.readouterr().out)) == 7
     diagnose_command(tmp_path, as_json=False)
     assert "standstill" in capsys.readouterr().out

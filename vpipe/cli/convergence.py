@@ -81,6 +81,7 @@ class Row:
             "learning_rate": config.learning_rate,
             "batch_size": config.batch_size,
             "delay": self.delay,
+            "overshoot": _mean([curve.overshoot for curve in self.curves]),
             "updates": len(first.losses),
             "samples": len(first.losses) * first.samples,
             "staleness": list(first.staleness),
@@ -247,6 +248,11 @@ def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> 
     policies = config.policies or (KEEP,) * sum(curve.partition)
     plan = Plan(curve.partition, tuple(policies), batch_size=config.batch_size)
     return simulate(profile, plan, build_schedule(config)).step_time
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    known = [value for value in values if value is not None]
+    return fmean(known) if known else None
 
 
 def slowdowns(rows: Sequence[Row]) -> list[Slowdown]:

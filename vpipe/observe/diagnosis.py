@@ -16,6 +16,7 @@ from vpipe.observe.action_figures import check_versions, most
 from vpipe.observe.bottlenecks import communication, throughput
 from vpipe.observe.evidence import FAULT, FINE, NOTICE, UNKNOWN, Evidence, Finding, read_evidence
 from vpipe.observe.hang import GONE, SUSPENDED, RankState, culprit, sentence
+from vpipe.observe.overshoot import staleness
 from vpipe.record import run_folder
 from vpipe.record.run_folder import read_lines
 from vpipe.record.status import ENDED, FAILED, RUNNING, STOPPED
@@ -29,7 +30,7 @@ STYLES = {FAULT: "bold red", NOTICE: "yellow", FINE: "green", UNKNOWN: "bright_b
 def diagnose(folder: Path) -> list[Finding]:
     """Faults first, in the order of the guides' table within each grade."""
     evidence = read_evidence(folder)
-    checks = (standstill, memory, loss, throughput, communication, versions)
+    checks = (standstill, memory, loss, staleness, throughput, communication, versions)
     found = [check(evidence) for check in checks]
     return sorted(found, key=lambda finding: list(STYLES).index(finding.grade))
 

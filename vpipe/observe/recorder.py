@@ -5,11 +5,13 @@ from __future__ import annotations
 import math
 from collections import deque
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import printable
+from vpipe.observe.drift import DriftMeter
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
@@ -86,6 +88,7 @@ class Recorder:
             trackers = start_trackers(projects or {}, folder, keys or {}, self.effort)
             self._metrics = MetricsWriter(folder, self.effort, trackers)
         self._held = count_first_forwards(pipe)
+        self._drift = DriftMeter(pipe)
         self._facts: dict[str, Any] = {"total": total, "updates": pipe.updates}
         self._watch = RankWatch(
             pipe,
@@ -132,6 +135,7 @@ class Recorder:
             "tokens_per_s": figures.get("tokens_per_s"),
             "mfu": figures.get("mfu"),
             "totals": {name: getattr(so_far, name) for name in TOTALS},
+            "stale": self._drift.figures(),
         }
         if update == 0:
             self.log.line(f"Epoch {epoch}, Iteration 0, Loss: {loss:.4f}")
@@ -179,6 +183,7 @@ class Recorder:
         gathered = self._pipe.world.all_gather("figures", list(self._meter.total()))
         lost = self._pipe.world.all_gather("lost writes", [self.effort.failed, self.effort.first])
         skipped = self._pipe.world.all_gather("skipped", self._pipe.runtime.updates.num_skipped)
+        stale = self._pipe.world.all_gather("stale", [asdict(each) for each in self._drift.figures()])
         ranks = [RankFigures(*numbers) for numbers in gathered]
         layout, placement = self._pipe.layout, self._pipe.schedule.placement
         by_rank = stage_figures(ranks, placement)
@@ -195,6 +200,7 @@ class Recorder:
             **shares(ranks),
             "peak_memory": [max(by_rank[rank]["peak_memory"] for rank in holders) for holders in placement],
             "ranks": by_rank,
+            "stale": [figures for own in stale for figures in own],
             "losses": list(self.losses),
             "evaluations": list(self.evaluations),
             "metrics": self._metrics_found,
@@ -206,6 +212,8 @@ class Recorder:
             "report": str(self._folder / REPORT),
         }
         self._write("ranks", self._pipe.updates, ranks=by_rank, **shares(ranks))
+        if summary["stale"]:
+            self._write("stale", self._pipe.updates, stages=summary["stale"])
         return summary
 
     def write_events(self) -> None:

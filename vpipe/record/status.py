@@ -31,6 +31,31 @@ class Waiting:
 
 
 @dataclass(frozen=True)
+class StageDrift:
+    """What old weights do to the gradients of a stage, on average (`vpipe.observe.drift`)."""
+
+    stage: int
+    delay: int
+    """Updates that its gradients are old at most."""
+    drift: float
+    """Between the weights that a gradient is of and those that it is applied to, relative to the weights."""
+    unseen: float
+    """Cosine between an update and the next gradient, which is of weights without it."""
+    seen: float
+    """The same of the first gradient that is of weights with it."""
+    samples: int
+    optimizer: str
+    predicted: bool
+    factor: float = 1.0
+    """Samples to equal loss that such a run is known to need, as a multiple of those of a synchronous one."""
+
+    @property
+    def overshoot(self) -> float:
+        """The share of an update that is repeated only because gradients have not seen it."""
+        return self.unseen - max(0.0, self.seen)
+
+
+@dataclass(frozen=True)
 class Status:
     rank: int
     stages: tuple[int, ...]
@@ -66,6 +91,8 @@ class Status:
     in_flight: tuple[int, ...] = ()
     versions: tuple[int, ...] = ()
     """For each stage: minibatches between F and backward, and versions of the weights."""
+    stale: tuple[StageDrift, ...] = ()
+    """Of stages whose gradients are old."""
     lost_writes: int = 0
     """Writes beside the training that failed, such as lines of a log on a full disk."""
 

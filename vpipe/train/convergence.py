@@ -24,9 +24,11 @@ from vpipe.config.file import read_config, resolved_yaml
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.launch.rank import end_with_launcher
+from vpipe.observe.drift import DriftMeter
 from vpipe.observe.loss_curves import final_loss, reached
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.threads import run_ranks
+from vpipe.record.status import StageDrift
 from vpipe.schedule.facts import holdings, mean_delay, sample
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.position import Position
@@ -54,6 +56,8 @@ class LossCurve:
     """Of each stage: how many updates old its gradients are at most."""
     delay: float
     """The same on average over stages and minibatches."""
+    overshoot: float | None = None
+    """Of the stage with the oldest gradients: what `vpipe diagnose` looks at (`vpipe.observe.drift`)."""
 
     @property
     def final(self) -> float:
@@ -87,7 +91,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
     batches = tee(position.batches(0), schedule.num_ranks)
     validation = [list(_validation(config, data))] * schedule.num_ranks
 
-    def work(world: InProcessWorld) -> tuple[list[float], float, Any]:
+    def work(world: InProcessWorld) -> tuple[list[float], float, Any, tuple[StageDrift, ...]]:
         with Pipeline(
             model,
             first,
@@ -103,10 +107,13 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
             world=world,
             **pipeline_arguments(config),
         ) as pipe:
+            meter = DriftMeter(pipe)
             losses = [loss for _, loss in pipe.train(batches[world.rank])]
-            return losses, pipe.evaluate(validation[world.rank]), pipe.layout
+            return losses, pipe.evaluate(validation[world.rank]), pipe.layout, meter.figures()
 
-    losses, evaluated, layout = run_ranks(schedule.num_ranks, work, TIMEOUT)[0]
+    ranks = run_ranks(schedule.num_ranks, work, TIMEOUT)
+    losses, evaluated, layout, _ = ranks[0]
+    drifts = [drift for *_, own in ranks for drift in own]
     return LossCurve(
         tuple(losses),
         schedule.update_interval * config.batch_size,
@@ -114,6 +121,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
         tuple(layout.partition),
         tuple(held.staleness for held in holdings(sample(schedule))),
         mean_delay(schedule),
+        max(drifts, key=lambda drift: drift.delay).overshoot if drifts else None,
     )
 
 
