@@ -184,6 +184,21 @@ def test_muon_takes_the_matrices_between_embedding_and_head(
     assert is_hidden_matrix(name, nn.Parameter(torch.zeros(shape))) is hidden
 
 
+@pytest.mark.parametrize("shape", [(4, 4), (64, 256), (1024, 8), (2048, 16)])
+def test_updates_of_small_matrices_have_the_norm_of_large_ones(shape: tuple[int, int]) -> None:
+    """A root mean square of 0.2 from a side of 1024 on; for smaller ones the spectral norm that such a side has."""
+    weight = nn.Parameter(torch.zeros(shape))
+    (muon,) = optimizer_factory("muon", 0.01)(NamedParameters([("hidden.weight", weight)]))
+    weight.grad = torch.randn(shape, generator=torch.Generator().manual_seed(0))
+    muon.step()
+    largest = torch.linalg.matrix_norm(weight.detach(), 2).item()
+    assert largest == pytest.approx(
+        0.01 * 0.2 * max(*shape, 1024) ** 0.5, rel=0.35
+    )  # Muon's iteration is coarse
+    if max(shape) >= 1024:
+        assert weight.square().mean().sqrt().item() == pytest.approx(0.01 * 0.2, rel=0.35)
+
+
 @pytest.mark.parametrize(
     ("keys", "optimizer", "predict", "line"),
     [

@@ -13,6 +13,10 @@ from vpipe.weights.optimizers import NamedParameters, OptimizerFactory
 
 ENDS = ("embed", "wte", "wpe", "shared", "head", "classifier", "score", "bias")
 """Words in the names of embeddings, heads and tables of biases, which are matrices, but not between layers."""
+RATE_FACTOR = "rate_factor"
+"""Key of a group whose rate is so many times the run's."""
+FULL_SIDE = 1024
+"""Of matrices, from which on Muon's updates have the size that those of AdamW have in large models."""
 SETTINGS = {
     "sgd": ("momentum",),
     "adam": ("betas", "eps"),
@@ -74,7 +78,9 @@ def _muon(
 ) -> list[Optimizer]:
     """Muon for the matrices inside the model, AdamW for the rest; one rate for both.
 
-    Muon's updates are scaled to the size of AdamW's (a root mean square of 0.2), so that a rate for AdamW fits both.
+    Muon's updates are scaled to the size of AdamW's, so that a rate for AdamW fits both: a root mean square of 0.2 for
+    matrices whose longer side is 1024 or more, and for smaller ones the spectral norm of a matrix of that side. AdamW's
+    updates of a small model are larger than 0.2, and with 0.2 it trains several times slower than with AdamW.
     """
     if not hasattr(torch.optim, "Muon"):
         raise VPipeError("optimizer 'muon' needs torch 2.9 or newer")
@@ -84,12 +90,21 @@ def _muon(
     if rest:
         made.append(torch.optim.AdamW(rest, lr, betas=betas, eps=eps, weight_decay=weight_decay, fused=True))
     if hidden:
-        made.append(
-            torch.optim.Muon(
-                hidden, lr, weight_decay=weight_decay, momentum=momentum, adjust_lr_fn="match_rms_adamw"
-            )
-        )
+        groups = [
+            {"params": members, "lr": lr * factor, "weight_decay": weight_decay / factor, RATE_FACTOR: factor}
+            for factor, members in _by_factor(hidden).items()
+        ]
+        made.append(torch.optim.Muon(groups, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
     return made
+
+
+def _by_factor(named: Iterable[tuple[str, nn.Parameter]]) -> dict[float, list[tuple[str, nn.Parameter]]]:
+    """The matrices by the factor of their rate: torch has sqrt(longer side) in it; that is at least FULL_SIDE here."""
+    found: dict[float, list[tuple[str, nn.Parameter]]] = {}
+    for name, parameter in named:
+        factor = max(1.0, FULL_SIDE / max(1, *parameter.shape)) ** 0.5
+        found.setdefault(factor, []).append((name, parameter))
+    return found
 
 
 def _lamb(params: Iterable[nn.Parameter], **options: Any) -> Optimizer:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.weights.casting import hand_over_gradients
+from vpipe.weights.named_optimizers import RATE_FACTOR
 from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
 from vpipe.weights.prediction import Delay, PreviousWeights, write_predicted
@@ -98,7 +99,10 @@ class OptimizerWithWeightStashing:
 
     @property
     def learning_rate(self) -> float | None:
-        return self.optimizers[0].param_groups[0]["lr"] if self.optimizers else None
+        if not self.optimizers:
+            return None
+        group = self.optimizers[0].param_groups[0]
+        return group["lr"] / group.get(RATE_FACTOR, 1.0)
 
     @property
     def optimizers(self) -> list[Optimizer]:
