@@ -98,6 +98,30 @@ def test_loss_and_gradients_equal_those_of_all_logits(
         torch.testing.assert_close(own, other, rtol=1e-12, atol=1e-14)
 
 
+def test_classes_that_fill_up_the_weight_change_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a GPU: with them, and with a kernel that replaces the logits by their gradient."""
+
+    def filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        assert bias is not None
+        return functional.pad(weight, (0, 0, 0, 19)), functional.pad(bias, (0, 19))
+
+    def kernel(logits: Tensor, labels: Tensor, gradient: bool) -> Tensor:
+        logs = logits.log_softmax(1)
+        if gradient:
+            logits.copy_(logs.exp().scatter_add(1, labels, -torch.ones_like(logs)))
+        return -logs.gather(1, labels)
+
+    monkeypatch.setattr(head_loss, "_filled_up", filled_up)
+    monkeypatch.setattr(head_loss._CrossEntropy, "kernel", lambda *_: kernel)
+    leaves, target = tensors(torch.float64, True)
+    expected = plain(leaves, target, 1.0, None)
+    found = chunked(leaves, target, 1.0, None, one_pass=True)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    torch.testing.assert_close(chunked(leaves, target, 1.0, None), expected, rtol=1e-14, atol=0)
+    wanted = torch.autograd.grad(expected, leaves)
+    torch.testing.assert_close(torch.autograd.grad(found, leaves), wanted, rtol=1e-12, atol=1e-14)
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_as_exact_as_the_plain_model(dtype: torch.dtype) -> None:
     leaves, target = tensors(dtype, True)

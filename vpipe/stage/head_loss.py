@@ -21,13 +21,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from vpipe.stage.head_kernel import Kernel, compiled_kernel
+
 HALF = (torch.float16, torch.bfloat16)
 PIECE = 2**27
 """Logits that are computed at once, at most, beyond the least number of tokens."""
 LEAST_TOKENS = 256
 """A piece has at least so many: each adds to the whole gradient of the weight."""
 ALIGNMENT = 64
-"""Rows of logits begin at multiples of this many numbers, since products of an odd vocabulary are slow otherwise."""
+"""On a GPU, products in half precision are several times slower if the number of classes is odd, or no multiple of 8:
+classes whose weight is zero fill it up."""
 
 
 class _CrossEntropy(NamedTuple):
@@ -56,6 +59,26 @@ class _CrossEntropy(NamedTuple):
             losses = (1 - self.smoothing) * losses - self.smoothing * logs.mean(1, keepdim=True)
         return losses
 
+    def replace_by_gradient(self, raw: Tensor, labels: Tensor, gradient: bool) -> Tensor:
+        """The loss of each token; its raw logits become their own gradient."""
+        logs, slope = self.log_softmax(raw)
+        losses, of_label = self.of_rows(logs, labels), logs.gather(1, labels)
+        torch.exp(logs, out=raw)
+        del logs  # of the size of the piece
+        if self.smoothing:
+            raw -= self.smoothing / raw.shape[1]
+        # Exact where the softmax is close to 1.
+        exact = of_label.expm1() + self.smoothing * (1 - 1 / raw.shape[1])
+        raw.scatter_(1, labels, exact.to(raw.dtype))
+        if slope is not None:
+            raw *= slope
+        return losses
+
+    def kernel(self, hidden: Tensor) -> Kernel | None:
+        """One that does the same in two passes over the logits, for the usual loss on a GPU; None: there is none."""
+        usual = self.scale == 1 and self.cap is None and not self.smoothing
+        return compiled_kernel() if usual and hidden.is_cuda and hidden.dtype in HALF else None
+
     def total(self, losses: Tensor, target: Tensor) -> Tensor:
         """Their sum or mean, in the order in which torch adds them."""
         first = torch.zeros_like(target).masked_fill_(target == self.ignored, self.ignored)
@@ -72,21 +95,23 @@ class _TokenPiece(NamedTuple):
     labels: Tensor
     rows: Tensor
     raw: Tensor
+    filled: Tensor
+    """The raw logits, with zeros for the classes that fill up the others."""
 
 
 def _pieces(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int
+    hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, ignored: int, classes: int
 ) -> Iterator[_TokenPiece]:
-    tokens, classes = hidden.shape[0], weight.shape[0]
+    """Weight and bias may be filled up beyond the number of classes."""
+    tokens = hidden.shape[0]
     counted = target != ignored
     labels = target.where(counted, 0).unsqueeze(1)
     rows = counted.unsqueeze(1).to(hidden.dtype)
     step = _tokens_at_once(tokens, classes)
     for start in range(0, tokens, step):
         place = slice(start, start + step)
-        yield _TokenPiece(
-            place, hidden[place], labels[place], rows[place], _logits(hidden[place], weight, bias)
-        )
+        filled = _logits(hidden[place], weight, bias)
+        yield _TokenPiece(place, hidden[place], labels[place], rows[place], filled[:, :classes], filled)
 
 
 def _tokens_at_once(tokens: int, classes: int) -> int:
@@ -96,12 +121,16 @@ def _tokens_at_once(tokens: int, classes: int) -> int:
 
 
 def _logits(states: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    classes = weight.shape[0]
-    width = -(-classes // ALIGNMENT) * ALIGNMENT
-    made = states.new_empty(states.shape[0], width)[:, :classes]
-    if bias is None:
-        return torch.mm(states, weight.t(), out=made)
-    return torch.addmm(bias, states, weight.t(), out=made)
+    return functional.linear(states, weight, bias)
+
+
+def _filled_up(weight: Tensor, bias: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """With zeros for further classes, where that makes products faster."""
+    missing = -weight.shape[0] % ALIGNMENT if weight.is_cuda and weight.dtype in HALF else 0
+    if not missing:
+        return weight, bias
+    more = None if bias is None else functional.pad(bias, (0, missing))
+    return functional.pad(weight, (0, 0, 0, missing)), more
 
 
 class _HeadGradients(NamedTuple):
@@ -112,7 +141,7 @@ class _HeadGradients(NamedTuple):
     bias: Tensor
 
     def add(self, piece: _TokenPiece, change: Tensor, weight: Tensor) -> None:
-        """What a piece adds, whose raw logits have the gradient `change`."""
+        """What a piece adds, whose logits have the gradient `change`."""
         if self.hidden.numel():
             self.hidden[piece.place] = (change @ weight).mul_(piece.rows)
         if self.weight.numel():
@@ -159,8 +188,12 @@ def head_loss(
     """The loss of hidden states [tokens, size], for a weight [classes, size]."""
     loss = _CrossEntropy(scale, cap, smoothing, ignored, mean, dtype)
     losses = hidden.new_empty((hidden.shape[0], 1), dtype=dtype)
-    for piece in _pieces(hidden, weight, bias, target, ignored):
-        losses[piece.place] = loss.of_rows(loss.log_softmax(piece.raw)[0], piece.labels)
+    kernel = loss.kernel(hidden)
+    for piece in _pieces(hidden, *_filled_up(weight, bias), target, ignored, weight.shape[0]):
+        if kernel:
+            losses[piece.place] = kernel(piece.raw, piece.labels, False)
+        else:
+            losses[piece.place] = loss.of_rows(loss.log_softmax(piece.raw)[0], piece.labels)
     return loss.total(losses, target)
 
 
@@ -184,7 +217,7 @@ def head_gradients(
     loss = _CrossEntropy(scale, cap, smoothing, ignored, mean, dtype)
     gradients = _new_gradients(hidden, weight, bias, train_hidden, train_weight)
     by = gradient / (target != ignored).sum() if mean else gradient
-    for piece in _pieces(hidden, weight, bias, target, ignored):
+    for piece in _pieces(hidden, weight, bias, target, ignored, weight.shape[0]):
         logs, slope = loss.log_softmax(piece.raw)
         of_label = (-by * (1 - smoothing)).expand(piece.labels.shape)
         of_logs = torch.zeros_like(logs).scatter_(1, piece.labels, of_label)
@@ -212,20 +245,15 @@ def head_loss_and_gradients(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """The loss, the gradients of the summed losses, and the factor between these and the gradients of the loss."""
     loss = _CrossEntropy(scale, cap, smoothing, ignored, mean, dtype)
-    gradients = _new_gradients(hidden, weight, bias, train_hidden, train_weight)
+    classes = weight.shape[0]
+    weight, bias = _filled_up(weight, bias)
+    found = _new_gradients(hidden, weight, bias, train_hidden, train_weight)
     losses = hidden.new_empty((hidden.shape[0], 1), dtype=dtype)
-    for piece in _pieces(hidden, weight, bias, target, ignored):
-        logs, slope = loss.log_softmax(piece.raw)
-        losses[piece.place] = loss.of_rows(logs, piece.labels)
-        of_label = logs.gather(1, piece.labels)
-        change = torch.exp(logs, out=piece.raw)
-        del logs  # of the size of the piece
-        if smoothing:
-            change -= smoothing / change.shape[1]
-        # Exact where the softmax is close to 1.
-        exact = of_label.expm1() + smoothing * (1 - 1 / change.shape[1])
-        change.scatter_(1, piece.labels, exact.to(change.dtype))
-        gradients.add(piece, change if slope is None else change.mul_(slope), weight)
+    in_place = loss.kernel(hidden) or loss.replace_by_gradient
+    for piece in _pieces(hidden, weight, bias, target, ignored, classes):
+        losses[piece.place] = in_place(piece.raw, piece.labels, True)
+        found.add(piece, piece.filled, weight)
+    gradients = found.hidden, found.weight[:classes], found.bias[:classes]
     factor = torch.ones((), dtype=dtype, device=hidden.device)
     if mean:
         factor = factor / (target != ignored).sum().clamp_min(1)

@@ -20,6 +20,7 @@ from vpipe.graph.ownership import bound_arguments, is_random
 from vpipe.graph.trace import Input, Kind, Spec
 from vpipe.stage import head_loss
 from vpipe.stage.compiled import BLOCK, SPEC, compile_regions
+from vpipe.stage.head_kernel import compiled_kernel
 from vpipe.stage.split import split_product
 
 _TRAINING_FLAGS = ("train", "training", "use_input_stats")
@@ -167,7 +168,10 @@ class _Builder:
             torch.float32 if head.dtype.itemsize == 2 else head.dtype,
         )
         gradients = head.hidden in self.trained, not self.trained.isdisjoint((head.weight, head.bias))
-        if any(gradients) and self.trace.specs[head.weight].dtype in head_loss.HALF:
+        half = self.trace.specs[head.weight].dtype in head_loss.HALF
+        if half and self.options.device.type == "cuda":
+            compiled_kernel()  # now: while CUDA graphs are captured it could not be tried
+        if half and any(gradients):
             made = call(torch.ops.vpipe.head_loss_and_gradients.default, *arguments, *gradients)
             loss = call(operator.getitem, made, 0)
         else:
