@@ -84,11 +84,15 @@ def test_a_killed_one_is_reported_as_by_popen(tmp_path: Path, monkeypatch: pytes
 
 
 def test_a_process_with_threads_is_not_forked() -> None:
+    before = can_fork()  # a worker of pytest has threads
     ended = threading.Event()
     thread = threading.Thread(target=ended.wait)
     thread.start()
     try:
         assert not can_fork()
+        name = Path(f"/proc/self/task/{thread.native_id}/comm")
+        name.write_text("jemalloc_bg_thd")  # as a library's that starts it again in a fork
+        assert can_fork() == before
     finally:
         ended.set()
         thread.join()
@@ -127,6 +131,7 @@ def test_the_model_is_captured_once_for_all_forks(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(captured, "capture", capture)
     monkeypatch.setattr(captured, "_ahead", None)
     monkeypatch.setattr(preload, "_prepared", None)
+    monkeypatch.setattr(preload, "can_fork", lambda: True)
     threads = torch.get_num_threads()
     sizes = {"hidden_size": 16, "num_layers": 1, "num_heads": 2, "vocab_size": 64, "sequence_length": 8}
     config = RunConfig(model_type="bert", batch_size=2, stages=2, **sizes)

@@ -19,13 +19,16 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 GPU_FILES = "/dev/nvidia"
+HARMLESS = {"jemalloc_bg_thd"}
+"""Threads of libraries that start them again in a fork: jemalloc's, which pyarrow brings along."""
 
 
 def can_fork() -> bool:
     """Whether forks of this process can compute: there is one thread, and no library has opened a GPU."""
     with suppress(OSError):
         files = [os.readlink(entry) for entry in Path("/proc/self/fd").iterdir() if entry.is_symlink()]
-        alone = len(os.listdir("/proc/self/task")) == 1
+        threads = [Path(entry, "comm").read_text().strip() for entry in Path("/proc/self/task").iterdir()]
+        alone = len([name for name in threads if name not in HARMLESS]) == 1
         return alone and not any(file.startswith(GPU_FILES) for file in files)
     return False
 

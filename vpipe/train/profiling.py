@@ -22,6 +22,7 @@ from vpipe.launch.rank import end_with_launcher, start_heartbeat
 from vpipe.system.console import announce, inform
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
+from vpipe.train.preload import preparation
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -45,6 +46,7 @@ def profile_by_ranks(config: RunConfig, count: int, gpus: Sequence[int] | None) 
                 heartbeat_limit=config.heartbeat_limit,
                 patience=config.timeout,
                 gpus=gpus,
+                prepare=preparation(config),
             )
         )
         return read_profile(output)

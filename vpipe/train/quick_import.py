@@ -59,7 +59,7 @@ class _Loader(Loader):
 
     def exec_module(self, module: ModuleType) -> None:
         real = importlib.metadata.packages_distributions
-        importlib.metadata.packages_distributions = lambda: packages(real)  # type: ignore[assignment]
+        importlib.metadata.packages_distributions = lambda: packages(real)
         try:
             self._usual.exec_module(module)
         finally:
