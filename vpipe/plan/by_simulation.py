@@ -257,18 +257,20 @@ class SimulatedSearch:
 
     def begin(self, start: PlanResult) -> None:
         """Simulate a plan by sums, with its own policies and the best ones for its partition, on regular placements."""
-        cuts, best = np.cumsum((0, *start.partition)), self.value
+        cuts = np.cumsum((0, *start.partition))
         own, profile, memory = start.to_plan().stage_policies(), self.task.profile, self.task.memory
         placed = self.by_bound(start.replicas, None, cuts, REGULAR)
         self.started.append((placed[0][1], cuts))
-        for key, shape in placed:
-            if key >= self.value * ROUNDING or (self.value < best and self.effort <= 0):
+        for number, (key, shape) in enumerate(placed):
+            if key >= self.value * ROUNDING or (number and self.effort <= 0):
                 break
             pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
             chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
             if all(choice.memory.total <= memory for choice in chosen):
                 self.simulate(shape, cuts, tuple(chosen))
-            self.settle(shape, cuts)
+            # On hosts there are more starts: when the effort is spent, their own policies have to do.
+            if self.effort > 0 or self.best is None or len(placed) == 1:
+                self.settle(shape, cuts)
             if self.best is not None and self.best.shape is shape:
                 self.started[-1] = shape, cuts
 

@@ -34,7 +34,7 @@ class ChunkedSearch:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.paths = Paths(task.profile)
-        self.effort = EFFORT * (1 if task.profile.hosts is None else PLACED)
+        self.effort = EFFORT * (PLACED if task.small and task.profile.hosts is not None else 1)
         self.best: PlanResult | None = None
         self.proven = inf
         """What no partition can be faster than that was not looked at."""

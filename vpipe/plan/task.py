@@ -160,7 +160,8 @@ def equal_loads_of(task: Task) -> Iterable[Loads]:
         return []
     ends = {task.ranks, 1} if task.kind.synchronous else {task.ranks}
     if task.profile.hosts is not None:  # what replicas cost depends on where they are, which sums do not know
-        ends = set(divisors(task))
+        room = max(map(len, task.profile.hosts.ranks))
+        ends |= set(divisors(task)) if task.small else {task.ranks // max(1, room // 2)}
     return [
         equal_loads(task.kind, task.ranks, task.ranks // positions, task.update)
         for positions in divisors(task)
