@@ -4,8 +4,8 @@
                  \\___________/   bytes over the bandwidth
 
 The default partition weighs blocks by it. By flops alone norms, rotations and the softmax over a vocabulary would be
-free: of Qwen3-0.6B (16 x 512 tokens, bf16, run eagerly on an H200) the head has the flops of 8.7 layers and takes as
-long as 4.2. Only ratios matter: they are those of a data-centre card, and a core's in float32 are not far from them.
+free: of Qwen3-0.6B (8 x 512 tokens, bf16, run eagerly on an H200) the head has the flops of 8.7 layers and takes as
+long as 4.8. Only ratios matter: they are those of a data-centre card, and a core's in float32 are not far from them.
 """
 
 from __future__ import annotations
@@ -27,6 +27,8 @@ BANDWIDTH = 4e12
 EAGER, FUSED = 1.8, 0.5
 """Bytes that an elementwise operation moves, in units of its inputs and its result: run eagerly, its backward adds up
 the gradients of several readers, and casts and slices have kernels of their own; compiled, most stay on the chip."""
+IN_PIECES = 0.5
+"""The same of the loss of a head in pieces: all of them without a kernel of its own, a quarter with it (H200)."""
 UNIT = 1e-15
 """Seconds of which a weight counts whole ones."""
 # They make a tensor as large as their input, which the backward reads, and return one number.
@@ -51,7 +53,10 @@ def operation_weight(node: fx.Node, trace: Trace, flops: int) -> Weight:
     if _is_view(node, read, trace):
         return Weight()
     moving = _moved_bytes(node, read, trace) / BANDWIDTH
-    if flops or operator_name(node) in _LOSSES or any(node in head.nodes for head in trace.heads):
+    in_pieces = any(node in head.nodes for head in trace.heads)
+    if in_pieces:
+        moving *= IN_PIECES
+    if flops or in_pieces or operator_name(node) in _LOSSES:
         widths = [trace.specs[arg].dtype.itemsize for arg in (*read, node) if arg in trace.specs]
         computing = flops / PEAK[min(8, max(widths, default=4))]
         if operator_name(node) == "scaled_dot_product_attention":

@@ -19,7 +19,7 @@ GAINS = 0.8
 
 
 class LaunchTimes:
-    """The times of one minibatch that is run eagerly; each of its parts begins with an idle device."""
+    """The times of one minibatch that is run eagerly; each of its parts begins with an idle stream."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -28,7 +28,8 @@ class LaunchTimes:
 
     @contextmanager
     def timing(self) -> Iterator[None]:
-        torch.cuda.synchronize(self._device)  # else the host may wait for room in the queue
+        # Else the host may wait for room in the queue. Not the device: ranks that are threads may capture graphs on it.
+        torch.cuda.current_stream(self._device).synchronize()
         start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         start.record()
         began = perf_counter()
@@ -38,7 +39,7 @@ class LaunchTimes:
         self._events.append((start, end))
 
     def host_is_slower(self) -> bool:
-        torch.cuda.synchronize(self._device)
+        self._events[-1][1].synchronize()
         return self._host > GAINS * sum(start.elapsed_time(end) / 1000 for start, end in self._events)
 
 

@@ -167,12 +167,12 @@ class GraphPool:
         """A slot with new graphs for the current weights; None if there is no memory for them."""
         if self.full:
             return None
-        device = self._context.device
-        # During a capture no memory can be returned to the device, so unused memory is returned before it.
-        gc.collect()
-        torch.cuda.empty_cache()
-        free, needed = available_memory(device), peak_memory(device) - used_memory(device)
-        if self._auto and free - self._set_bytes < needed:
+        if not self._free:
+            # During a capture no memory can be returned to the device, so unused memory is returned before it.
+            gc.collect()
+            torch.cuda.empty_cache()
+        free, needed = self._room()
+        if free - self._set_bytes < needed:
             self._stop_capturing(NO_MEMORY)
             return None
         reason = ""
@@ -182,8 +182,8 @@ class GraphPool:
             slot.graphs[addresses] = self._capture(slot.memory)
         except RuntimeError as error:
             reason = self._reason(error)
-        left = available_memory(device)
-        if not reason and self._auto and left < needed:  # what training needs at its peak must remain
+        left, _ = self._room()
+        if not reason and left < needed:
             assert slot is not None
             del slot.graphs[addresses]
             reason = NO_MEMORY
@@ -193,8 +193,15 @@ class GraphPool:
                 self._free.append(slot)
             return None
         self.captured += 1
-        self._set_bytes = max(self._set_bytes, free - left)
+        self._set_bytes = max(self._set_bytes, free - left)  # 0 without auto
         return slot
+
+    def _room(self) -> tuple[int, int]:
+        """With `auto` the bytes that are left, and those of them that training needs at its peak."""
+        if not self._auto:
+            return 0, 0
+        device = self._context.device
+        return available_memory(device), peak_memory(device) - used_memory(device)
 
     def _new_memory(self, inputs: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> SlotMemory:
         memory = SlotMemory(clones(inputs), clones(fields))
