@@ -187,6 +187,9 @@ def simulate(
     links: Links = None,
     hosts: Hosts = None,
     network: NetworkCard = None,
+    compress: Annotated[
+        str, typer.Option(help="What goes between hosts is compressed: bf16, int8 or int4.")
+    ] = "none",
     trace: Annotated[
         Path | None, typer.Option(help="Write the timeline (Chrome trace) to this file.")
     ] = None,
@@ -194,11 +197,13 @@ def simulate(
 ) -> None:
     """Predict time, waiting and memory of a step without running it."""
     from vpipe.cost import named_or_table, read_any_profile, read_plan, with_hosts
+    from vpipe.cost.compression import with_mode
     from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table
 
     costs = with_hosts(read_any_profile(profile), _given_hosts(links, hosts, network))
+    costs = with_mode(costs, compress)
     if minibatches is not None:
         at_least_one("minibatches", minibatches)
     planned = read_plan(plan)

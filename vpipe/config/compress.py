@@ -33,6 +33,10 @@ def compression_by_ranks(config: RunConfig) -> str | dict[Any, Any]:
 
 def compression_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the key, if anything."""
+    if config.compress == AUTO and None in (config.links, config.machines):
+        yield "compress", "give `machines`, and `links`: a file of `vpipe doctor --machines`"
+    if config.links is not None and config.compress != AUTO:
+        yield "links", "only compress: auto reads it: leave it out"
     if not isinstance(config.compress, Mapping):
         return
     hosts = _ranks_by_host(config)

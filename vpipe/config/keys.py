@@ -313,11 +313,15 @@ class RunConfig(_Keys):
     distributed_backend: Literal["gloo", "nccl"] | None = None
     """Channel between hosts (within one host it is shared memory, or CUDA IPC): gloo goes through the hosts' memory,
     from GPU to GPU too; chosen by the devices if not given."""
-    compress: Compress | dict[str, Compress | dict[Literal["forward", "backward"], Compress]] = "none"
+    compress: (
+        Compress | Literal["auto"] | dict[str, Compress | dict[Literal["forward", "backward"], Compress]]
+    ) = "none"
     """How activations and their gradients are compressed between ranks on different hosts: as bfloat16, or with 8 or 4
     bits a number; or for each apart, as in `{forward: int8, backward: bf16}`. `replicas` in that mapping is for the
     gradients of replicas; a pair of hosts, as in `{nodea/nodeb: int8}`, is a link with a mode, or such a mapping, of
-    its own (docs/many_machines.md)."""
+    its own. `auto`: bf16 or int8 on the links of `links` that bound an update of the plan (docs/many_machines.md)."""
+    links: Path_ | None = None
+    """File of `vpipe doctor --machines` with the hosts and the links between them, for `compress: auto`."""
     directory: Path_ | None = None
     """Directory that the ranks start in, also under torchrun and srun, and where `partition` and `config_file` are
     looked for if they are not beside this file. It is relative to this file or, if there is none, to the current

@@ -99,6 +99,10 @@ class DeviceCost(FileObject):
     that one which is copied out stays until the next forward; 2 where they do not."""
     adding: Annotated[float, Unit("seconds a byte")] = 0.0
     """The time to add up the parts of a gradient that stages share, beyond the messages."""
+    pack_bf16: Annotated[float, Unit("seconds a byte")] = 0.0
+    pack_int8: Annotated[float, Unit("seconds a byte")] = 0.0
+    pack_int4: Annotated[float, Unit("seconds a byte")] = 0.0
+    """The time to pack and unpack a byte of float32 that is compressed on its way to another host."""
     graphs: StrictBool = False
     """Whether stages are replayed from CUDA graphs: times are of that, and no memory of theirs is used for others."""
     eager_kinds: Annotated[int, Unit("kinds of blocks")] = 0

@@ -25,6 +25,13 @@ class LinkCost(FileObject):
     sender_busy: StrictBool = False
     """Whether the sending rank copies the message itself and computes nothing meanwhile: shared memory on CPU."""
 
+    reducing: Annotated[float, Unit("bytes a second")] = 0.0
+    """Of gradients that replicas add up, where they are compressed in another way. 0: `bandwidth`."""
+
+    @property
+    def reduce_bandwidth(self) -> float:
+        return self.reducing or self.bandwidth
+
     def seconds(self, count: float) -> float:
         """The time to send so many bytes."""
         return self.latency + count / self.bandwidth
@@ -46,7 +53,7 @@ def _by_pair(links: list[PairLink]) -> dict[tuple[int, int], LinkCost]:
             raise mistake(
                 f"from {ends[0]} to {ends[1]}: expected two different ranks, or hosts, and each pair once"
             )
-        found[ends] = LinkCost(link.bandwidth, link.latency, link.sender_busy)
+        found[ends] = LinkCost(link.bandwidth, link.latency, link.sender_busy, link.reducing)
     return found
 
 

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from statistics import median
 from time import perf_counter, thread_time
+from typing import Any
 
 import torch
 from torch import nn
 
 from vpipe.communication import HOST, InProcessWorld
+from vpipe.communication.compression import MODES, pack, unpack
 from vpipe.cost import DeviceCost
 from vpipe.graph import capture
 from vpipe.pipeline.threads import run_ranks
@@ -25,6 +27,8 @@ ADDED = 2**24
 """Elements of a gradient that stages share, such as an embedding's."""
 SLACK = 10 * 2**20
 """Half of a piece in which torch's allocator takes memory from a GPU for tensors of 1 to 10 MB."""
+PACKED = 2**18
+"""Numbers of a value that is compressed."""
 MINIBATCHES, UPDATES, WARM = 8, 12, 2
 """Of an update, and updates, by which the runtime's own time is measured."""
 
@@ -35,9 +39,29 @@ def measure_device(device: torch.device = HOST) -> DeviceCost:
         total = torch.cuda.get_device_properties(device).total_memory
         outside = measure_outside(device)
         return DeviceCost(
-            total, to_host, from_host, workspace=_workspace(device), swapped_in=3, **outside._asdict()
+            total,
+            to_host,
+            from_host,
+            workspace=_workspace(device),
+            swapped_in=3,
+            **measure_packing(device),
+            **outside._asdict(),
         )
-    return DeviceCost(total_memory(), to_host, from_host, measure_overhead())
+    return DeviceCost(total_memory(), to_host, from_host, measure_overhead(), **measure_packing(device))
+
+
+def measure_packing(device: torch.device) -> dict[str, Any]:
+    """Seconds a byte to pack and unpack float32, by the field that holds them."""
+    value = torch.ones(PACKED, device=device)
+    found: dict[str, Any] = {}
+    for mode in MODES[1:]:
+        taken = []
+        for _ in range(REPEATS):
+            start = _now(device)
+            unpack(pack(value, mode), mode, value.shape, value.dtype)
+            taken.append(_now(device) - start)
+        found[f"pack_{mode}"] = median(taken[1:]) / value.nbytes
+    return found
 
 
 def measure_adding(device: torch.device, dtype: torch.dtype | None, copied: bool) -> float:

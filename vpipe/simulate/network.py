@@ -163,7 +163,7 @@ def reduction(
     far = [profile.link_between(rank, other) for other in one_of_each.values()]
     lines = (OUT, host_of(rank)), (IN, host_of(rank))
     part = size / (len(near) + 1) / (len(far) + 1)
-    seconds = 2 * sum(part / link.bandwidth for link in far)
+    seconds = 2 * sum(part / link.reduce_bandwidth for link in far)
     early = min(backward, seconds) * (1 - 1 / bucket_count(size))
     latency = 2 * max(link.latency for link in far)
     return Reduction(own, MessageRoute(lines, seconds, latency, False, 2 * part * len(far)), early)

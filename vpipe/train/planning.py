@@ -38,6 +38,7 @@ from vpipe.system.files import is_folder, read_text
 from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
 from vpipe.system.units import read_bytes
+from vpipe.train.compression import compressed_profile
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -95,7 +96,7 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    profile = with_hosts(profile or cached_profile(config), hosts)
+    profile = compressed_profile(with_hosts(profile or cached_profile(config), hosts), config)
     announce(f"{config.source}: searching for a plan")
     find = partial(
         plan,

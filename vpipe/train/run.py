@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -95,6 +96,11 @@ def submit_run(
 
 
 def _check_planned(config: RunConfig) -> None:
+    if config.compress == AUTO:
+        raise ConfigError(
+            f"{config.source}: compress is {AUTO!r}, which is chosen before any rank is started: `vpipe train` does it "
+            "where it starts the ranks itself; else name the links, as in `compress: {nodea/nodeb: int8}`"
+        )
     if config.partition == AUTO:
         raise ConfigError(
             f"{config.source}: partition is {AUTO!r}, which plans before any rank is started: run `vpipe plan "
@@ -146,6 +152,10 @@ def launch(
         phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
         config = with_plan(config, plan)
+    if config.compress == AUTO:
+        modes = _choose_compression(config)
+        arguments = [*arguments, "--set", f"compress={json.dumps(modes)}", "--set", "links=null"]
+        config = config.model_copy(update={"compress": modes, "links": None})
     arguments = from_elsewhere(config, arguments)
     try:
         if apart:
@@ -170,6 +180,21 @@ def launch(
             )
         raise
     return folder
+
+
+def _choose_compression(config: RunConfig) -> str | dict[str, Any]:
+    from vpipe.cost import read_plan
+    from vpipe.train.compression import choose_for_run
+    from vpipe.train.planning import cached_profile
+
+    if config.planned is None:
+        raise ConfigError(
+            f"{config.source}: compress is {AUTO!r}, which simulates the plan of the run: set partition: auto, or to a "
+            "file of `vpipe plan`"
+        )
+    modes, line = choose_for_run(config, cached_profile(config), read_plan(config.planned[0]))
+    inform(f"{config.source}: {line}")
+    return modes
 
 
 def _ranks_here(
