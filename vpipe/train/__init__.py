@@ -1,5 +1,1 @@
 """A training run by its configuration: what the launcher does first, and what each rank does."""
-
-from vpipe.train.quick_import import install
-
-install()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -35,8 +35,12 @@ _prepared: _Prepared | None = None
 
 
 def preparation(config: RunConfig) -> Callable[[Phases], None] | None:
-    """What the launcher does before it forks the ranks; None: each is a new interpreter."""
-    return None if config.code or config.container else partial(preload, config)
+    """What the launcher does before it forks the ranks; None: each is a new interpreter.
+
+    On a host with GPUs libraries ask about them while they are imported, and a process that has opened a GPU cannot be
+    forked.
+    """
+    return None if config.code or config.container or count_gpus() else partial(preload, config)
 
 
 def preload(config: RunConfig, phases: Phases) -> None:
@@ -48,36 +52,18 @@ def preload(config: RunConfig, phases: Phases) -> None:
         import torch
 
         torch.set_num_threads(1)  # a process with threads cannot be forked
-        with _no_gpu_opened():
-            from vpipe.pipeline.captured import capture_ahead
-            from vpipe.train.rank import train_rank  # noqa: F401
-            from vpipe.train.workload import build_workload
+        from vpipe.pipeline.captured import capture_ahead
+        from vpipe.train.rank import train_rank  # noqa: F401
+        from vpipe.train.workload import build_workload
 
-            if not can_fork() or (_prepared is not None and _prepared.of == _model_of(config)):
-                return
-            phases.begin("capture")
-            announce("capturing the model")
-            with suppress(VPipeError):
-                work = build_workload(config, "meta")
-                capture_ahead(work.model, work.batch, work.loss_fn, config.precision, config.chunked_loss)
-                _prepared = _Prepared(_model_of(config), work.model)
-
-
-@contextmanager
-def _no_gpu_opened() -> Iterator[None]:
-    """Libraries that ask whether there is a GPU get the answer, but not from CUDA, which does not survive a fork."""
-    import torch
-
-    count = count_gpus()
-    answers = {"is_available": lambda: True, "device_count": lambda: count} if count else {}
-    before = {name: getattr(torch.cuda, name) for name in answers}
-    for name, answer in answers.items():
-        setattr(torch.cuda, name, answer)
-    try:
-        yield
-    finally:
-        for name, function in before.items():
-            setattr(torch.cuda, name, function)
+        if not can_fork() or (_prepared is not None and _prepared.of == _model_of(config)):
+            return
+        phases.begin("capture")
+        announce("capturing the model")
+        with suppress(VPipeError):
+            work = build_workload(config, "meta")
+            capture_ahead(work.model, work.batch, work.loss_fn, config.precision, config.chunked_loss)
+            _prepared = _Prepared(_model_of(config), work.model)
 
 
 def prepared_model(config: RunConfig) -> nn.Module | None:
