@@ -63,6 +63,22 @@ def test_the_table_is_plausible() -> None:
         assert sample_factor(one.delay, one.optimizer, one.predict) >= one.factor
 
 
+@pytest.mark.parametrize("optimizer", ["sgd", "adam", "adamw", "nadamw", "lamb"])
+def test_what_is_known_to_fail_is_warned_of(optimizer: str) -> None:
+    schedule = kind_of("vpipe").build(4, None)
+    factor = sample_factor(1.5, optimizer)
+    said = StaleTraining(optimizer, predict=False).warning(schedule) or ""
+    assert said.startswith(
+        f"gradients are up to 3 updates old: {optimizer} needs about {factor:.1f} times as many"
+    )
+    assert "optimizer muon with staleness [predict] needs 1.3 times as many" in said
+    assert (
+        StaleTraining(optimizer, predict=False).warning(kind_of("2bw").build(4, None, update_interval=64))
+        is None
+    )
+    assert sample_factor(1.5, "lamb", predict=True) == sample_factor(1.5, "lamb")  # not measured apart
+
+
 def test_a_file_of_slowdowns(tmp_path: Path) -> None:
     path = tmp_path / "converge.json"
     write_convergence([{"label": "vpipe", "loss": 1.5}], OWN, path)

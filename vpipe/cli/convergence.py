@@ -24,7 +24,7 @@ from vpipe.config.settings import read_settings
 from vpipe.cost import KEEP, Plan, Profile, Slowdown, read_profile, write_convergence
 from vpipe.errors import ConfigError, printable
 from vpipe.schedule import kind_of
-from vpipe.system.console import announce
+from vpipe.system.console import announce, warn
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -127,7 +127,12 @@ def converge(
     ]
     figures = [row.figures(rows[0].finals) for row in rows]
     if output is not None:
-        write_convergence(figures, slowdowns(rows), output)
+        found = slowdowns(rows)
+        write_convergence(figures, found, output)
+        if not found:
+            warn(
+                f"{output} has no slowdowns: no stale row has a synchronous one with its optimizer (--optimizers)"
+            )
     print_result(figures, table(figures, seeds), as_json)
     if picture is not None or find_spec("matplotlib") is not None:
         folder = Path(cases[0].config.log_directory)

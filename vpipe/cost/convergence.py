@@ -53,6 +53,10 @@ MEASURED = (
     Slowdown("adamw", False, 0.5, 1.5, "configs/demo.yml, vpipe on 2 stages"),
     Slowdown("adamw", True, 0.5, 1.25, "configs/demo.yml, vpipe on 2 stages"),
     Slowdown("adamw", True, 1.5, 5.0, "GPT of 25 M, vpipe on 4 stages"),
+    Slowdown("nadamw", False, 1.5, 1.35, "ViT of 4 layers x 48, vpipe on 4 stages"),
+    Slowdown("lamb", False, 1.5, 1.75, "ViT of 4 layers x 48, vpipe on 4 stages"),
+    Slowdown("sgd", False, 1.5, 3.9, "ViT of 4 layers x 48, vpipe on 4 stages"),
+    Slowdown("sgd", True, 1.5, 3.3, "ViT of 4 layers x 48, vpipe on 4 stages"),
 )
 
 
@@ -111,10 +115,11 @@ def sample_factor(
     """Between two delays that were measured, and beyond the last two, factors lie on a line."""
     if not delay:
         return 1.0
-    own = list(measured)
+    alike = LIKE.get(optimizer, optimizer)
     points = (
-        _points(own, optimizer, predict)
-        or _points(MEASURED, LIKE.get(optimizer, optimizer), predict)
+        _points(measured, optimizer, predict)
+        or _points(MEASURED, alike, predict)
+        or _points(MEASURED, alike, False)
         or _points(MEASURED, UNKNOWN, predict)
     )
     lines = list(pairwise([(0.0, 1.0), *points]))
