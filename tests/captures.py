@@ -9,8 +9,10 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 from transformers import PreTrainedModel
 
+from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.graph import ModelGraph, capture
+from vpipe.train.datasets import named_batch
 from vpipe.train.models import build_model
 
 _made: dict[Any, tuple[ModelGraph, Any]] = {}
@@ -48,7 +50,13 @@ def capture_unknown(
 
 def capture_config(file: Path, keys: Mapping[str, Any] | None = None) -> None:
     """The model of a run. For the process that its ranks are forked from: not each of them captures it then."""
-    capture_once(*build_model(read_config(file, keys), "meta"))
+    capture_run(read_config(file, keys))
+
+
+def capture_run(config: RunConfig) -> None:
+    """The model of this configuration, with the fields that its batches have."""
+    model = build_model(config, "meta").model
+    capture_once(model, named_batch(config, model, config.batch_size))
 
 
 def _key(model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None) -> Any:

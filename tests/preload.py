@@ -8,11 +8,10 @@ import gc
 import importlib
 
 import vpipe.pipeline.captured
-from tests.captures import capture_once, capture_unknown
+from tests.captures import capture_once, capture_run, capture_unknown
 from tests.end_to_end.tiny import MODEL
 from tests.multiprocess import tasks
 from vpipe.config import RunConfig
-from vpipe.train.models import build_model
 
 for name in (
     *(
@@ -25,7 +24,7 @@ for name in (
 ):
     importlib.import_module(name)
 capture_once(*tasks.bert())
-capture_once(*build_model(RunConfig(**MODEL), "meta"))
+capture_run(RunConfig(**MODEL))
 vpipe.pipeline.captured.capture = capture_unknown
 tasks.adamw(
     list(tasks.bert()[0].parameters())

@@ -11,6 +11,7 @@ from tests.multiprocess import tasks
 from tests.multiprocess.pool import Pool
 from vpipe import Pipeline
 from vpipe.config import RunConfig
+from vpipe.train.datasets import named_batch
 from vpipe.train.models import build_model
 
 WIDTH = 2400
@@ -51,7 +52,9 @@ def _build_wide(*, meta: bool) -> tuple[int, int]:
 
 
 def _train_bert() -> tuple[list[float], set[str], dict[str, torch.Tensor] | None]:
-    model, batch = build_model(RunConfig(**MODEL), "meta")
+    config = RunConfig(**MODEL)
+    model = build_model(config, "meta").model
+    batch = named_batch(config, model, config.batch_size)
     with Pipeline(model, batch, optimizer=tasks.adamw, schedule="pipedream", seed=3) as pipe:
         names = set(pipe.state_dict())
         return [loss for _, loss in pipe.train([batch] * 12)], names, pipe.full_state_dict()
