@@ -71,7 +71,7 @@ def test_a_run_leaves_its_files_and_resumes_to_the_same_losses(tiny: Callable[..
     plan = json.loads((run / "plan.json").read_text())
     assert plan["policies"] == ["keep"] * sum(plan["partition"])
     metrics = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert {line["kind"] for line in metrics} == {"train", "evaluation", "stages", "ranks"}
+    assert {line["kind"] for line in metrics} == {"train", "evaluation", "stages", "ranks", "stale"}
     assert [line["update"] for line in metrics if line["kind"] == "train"] == [4, 8, 12, 16]
     summary = json.loads((run / "summary.json").read_text())
     assert math.isclose(summary["perplexity"], math.exp(summary["evaluation_loss"]))

@@ -54,13 +54,13 @@ def test_a_forked_rank_runs_the_command_with_its_own_streams_and_exit_code(tmp_p
 def test_it_has_the_environment_the_directory_and_the_descriptors_of_a_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def look(name: str, run_name: str) -> None:
+    def look() -> None:
         open_files = sorted(int(entry.name) for entry in Path("/proc/self/fd").iterdir())
         comm = Path("/proc/self/comm").read_text().strip()
         print(os.environ == ENVIRONMENT, os.getcwd(), open_files[:4], comm, os.getsid(0) == os.getpid())
         print(signal.getsignal(signal.SIGTERM) is signal.SIG_DFL, bool(os.read(0, 1)))
 
-    monkeypatch.setattr(forked.runpy, "run_module", look)
+    monkeypatch.setattr(forked, "_command", look)
     before = signal.signal(signal.SIGTERM, lambda number, frame: None)
     try:
         with output(tmp_path / "log") as log, output(tmp_path / "page") as page:
@@ -74,7 +74,7 @@ def test_it_has_the_environment_the_directory_and_the_descriptors_of_a_rank(
 
 
 def test_a_killed_one_is_reported_as_by_popen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(forked.runpy, "run_module", lambda name, run_name: signal.pause())
+    monkeypatch.setattr(forked, "_command", signal.pause)
     with output(tmp_path / "log") as log:
         rank = start([], tmp_path, log)
     assert rank.poll() is None

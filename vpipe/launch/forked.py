@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import atexit
 import os
-import runpy
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -110,7 +110,11 @@ def _become_rank(
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())  # as `python -m` does
     sys.argv = ["vpipe", *arguments]
-    runpy.run_module("vpipe", run_name="__main__")
+    _command()
+
+
+def _command() -> None:
+    import_module("vpipe.cli").main()  # by its name: the command line stands above
 
 
 def _exit_with(work: Callable[[], None]) -> NoReturn:
