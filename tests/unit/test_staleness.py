@@ -20,6 +20,7 @@ from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.train.description import about_staleness
 from vpipe.weights import NamedParameters, optimizer_factory
 from vpipe.weights.named_optimizers import is_hidden_matrix
+from vpipe.weights.prediction import write_predicted
 
 pytestmark = pytest.mark.usefixtures("capture_once")
 MODEL, BATCH, LOSS = models.sequential(6, dropout=0.1)
@@ -51,6 +52,20 @@ def test_predicted_weights_follow_the_formula(optimizer: str) -> None:
 def test_large_parameters_are_predicted_alone(optimizer: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vpipe.weights.prediction.LARGE", 2)
     test_predicted_weights_follow_the_formula(optimizer)
+
+
+@pytest.mark.parametrize("large", [2, 1000])
+def test_a_rate_of_0_predicts_the_weights_themselves(large: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vpipe.weights.prediction.LARGE", large)
+    parameters = [nn.Parameter(torch.ones(3)), nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(4))]
+    optimizer = torch.optim.AdamW(parameters, 0.1)
+    for parameter in parameters[:2]:  # the last one has no gradient, and so no moments
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.0
+    targets = {parameter: torch.empty_like(parameter) for parameter in parameters}
+    write_predicted(optimizer, 3, targets)
+    assert all(torch.equal(target, parameter) for parameter, target in targets.items())
 
 
 @pytest.mark.parametrize("remedies", [[{"async_after": 2}], BOTH])

@@ -38,14 +38,13 @@ class Delay(NamedTuple):
 def write_predicted(optimizer: Optimizer, delay: int, targets: Mapping[nn.Parameter, Tensor]) -> None:
     """Write each parameter into its target, as it is expected to be `delay` updates later."""
     for group in optimizer.param_groups:
-        for parameters in _pieces(group["params"]):
-            states = [optimizer.state.get(parameter, {}) for parameter in parameters]
-            values: list[Tensor] = [parameter.detach() for parameter in parameters]
-            written = [targets[parameter] for parameter in parameters]
-            if not (
-                delay and all(states) and _write_expected(optimizer, group, states, values, delay, written)
-            ):
-                torch._foreach_copy_(written, values)
+        known = _with_known_updates(optimizer, group) if delay else []
+        if known:
+            _write_expected(optimizer, group, known, delay, targets)
+        among = set(known)
+        others = [parameter for parameter in group["params"] if parameter not in among]
+        if others:
+            torch._foreach_copy_([targets[parameter] for parameter in others], others)
 
 
 class PreviousWeights:
@@ -71,56 +70,62 @@ class PreviousWeights:
         self._before = {}
 
 
+def _with_known_updates(optimizer: Optimizer, group: State) -> list[nn.Parameter]:
+    """The parameters whose state says what the next update is expected to add."""
+    having = [parameter for parameter in group["params"] if optimizer.state.get(parameter)]
+    if _is_adam(optimizer) or _is_momentum(optimizer, group):
+        return having
+    return [parameter for parameter in having if PREVIOUS in optimizer.state[parameter]]
+
+
 def _write_expected(
     optimizer: Optimizer,
     group: State,
-    states: Sequence[State],
-    values: list[Tensor],
+    parameters: Sequence[nn.Parameter],
     delay: int,
-    targets: list[Tensor],
-) -> bool:
-    """False: nothing is known of the next update."""
-
-    def of(key: str) -> list[Tensor]:
-        return [state[key] for state in states]
-
-    alone = len(values) == 1
+    targets: Mapping[nn.Parameter, Tensor],
+) -> None:
     rate = -float(group["lr"]) * delay
-    if _is_adam(optimizer):
-        means, scales = of("exp_avg"), _scales_of_adam(group, states, rate)
-        if alone:
-            torch.addcdiv(values[0], means[0], scales[0], out=targets[0])
+    adam, momentum = _is_adam(optimizer), _is_momentum(optimizer, group)
+    if adam:
+        offset, factor = _corrections_of_adam(group, optimizer.state[parameters[0]], rate)
+    for piece in _pieces(parameters):
+        states = [optimizer.state[parameter] for parameter in piece]
+        operation: Any
+        operations: Any
+        operands: list[Sequence[Tensor]]
+        options: dict[str, float] = {}
+        if adam:
+            scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+            torch._foreach_add_(scales, offset)
+            torch._foreach_mul_(scales, factor)
+            operation, operations = torch.addcdiv, torch._foreach_addcdiv
+            operands = [[state["exp_avg"] for state in states], scales]
+        elif momentum:
+            operation, operations, options = torch.add, torch._foreach_add, {"alpha": rate}
+            operands = [[state["momentum_buffer"] for state in states]]
+        else:  # the last update once more for each of the delay
+            operation, operations, options = torch.lerp, torch._foreach_lerp, {"weight": -delay}
+            operands = [[state[PREVIOUS] for state in states]]
+        if len(piece) == 1:
+            operation(piece[0], *(operand[0] for operand in operands), **options, out=targets[piece[0]])
         else:
-            torch._foreach_copy_(targets, torch._foreach_addcdiv(values, means, scales))
-    elif _is_momentum(optimizer, group):
-        means = of("momentum_buffer")
-        if alone:
-            torch.add(values[0], means[0], alpha=rate, out=targets[0])
-        else:
-            torch._foreach_copy_(targets, torch._foreach_add(values, means, alpha=rate))
-    elif all(PREVIOUS in state for state in states):
-        before = of(PREVIOUS)
-        if alone:
-            torch.lerp(before[0], values[0], 1 + delay, out=targets[0])
-        else:
-            torch._foreach_copy_(targets, torch._foreach_lerp(before, values, 1 + delay))
-    else:
-        return False
-    return True
+            written = [targets[parameter] for parameter in piece]
+            torch._foreach_copy_(written, operations(piece, *operands, **options))
 
 
-def _scales_of_adam(group: State, states: Sequence[State], rate: float) -> list[Tensor]:
-    """What a first moment is divided by to be an update of this rate, all corrections for the beginning included."""
+def _corrections_of_adam(group: State, state: State, rate: float) -> tuple[Tensor, Tensor]:
+    """Offset and factor: an update of this rate is the first moment / ((root of the second + offset) * factor).
+
+    Parameters of a group have made equally many updates, so these numbers are computed once for all of them.
+    """
     beta1, beta2 = group["betas"]
     # A tensor, on a GPU one there: the host does not wait for it. In float32 its powers would be coarse.
-    step = torch.as_tensor(states[0]["step"]).double()
+    step = torch.as_tensor(state["step"]).double()
     root = (1 - beta2**step) ** 0.5
     factor = (1 - beta1**step) / root / torch.full_like(step, rate)  # of a rate of 0: infinite
-    scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
-    dtype = scales[0].dtype
-    torch._foreach_add_(scales, (group["eps"] * root).to(dtype))
-    torch._foreach_mul_(scales, factor.to(dtype))
-    return list(scales)
+    dtype = state["exp_avg"].dtype
+    return (group["eps"] * root).to(dtype), factor.to(dtype)
 
 
 def _is_adam(optimizer: Optimizer) -> bool:
