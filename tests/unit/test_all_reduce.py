@@ -221,6 +221,26 @@ def test_buckets_begin_in_the_last_backward(
     assert {op for operations in begun.values() for op in operations} == {"REDUCE"}
 
 
+def test_a_stage_with_cuda_graphs_begins_at_reduce(capture_once: None) -> None:
+    """Its pool looks at the gradients behind a backward: they must still be there."""
+
+    def work(world: Any) -> list[bool]:
+        model, batch, loss_fn = example("sequential", torch.float32)
+        with Pipeline(
+            model, batch, optimizer=adamw, loss_fn=loss_fn, replicas=(2,), minibatches=2, world=world
+        ) as pipe:
+            stage, begins = pipe.runtime.stages[0], []
+            for pool in (None, object()):
+                stage.graph_pool = pool  # type: ignore[assignment]
+                stage.gradients_ready = None
+                pipe.runtime.exchange.await_gradients(0, 0)
+                begins.append(stage.gradients_ready is not None)
+            stage.graph_pool = stage.gradients_ready = None
+            return begins
+
+    assert run_ranks(2, work) == [[True, False]] * 2
+
+
 def test_buckets_hold_every_parameter_once() -> None:
     parameters = [torch.nn.Parameter(torch.zeros(size)) for size in (3, 50, 1, 700, 20, 20, 400, 5)]
     backwards = parameters[::-1]

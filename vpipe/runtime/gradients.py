@@ -73,8 +73,9 @@ class GradientExchange:
     def await_gradients(self, stage: int, update: int) -> None:
         """The stage's next backward on this rank is the last one of the update."""
         buckets, own = self._buckets.get(stage), self.stages[stage]
-        # Modules that run as they are may add to a gradient several times in one backward.
-        if buckets is not None and own.graph.trace.boundaries is None:
+        # Modules that run as they are may add to a gradient several times in one backward, and a pool of CUDA graphs
+        # looks at all gradients behind it.
+        if buckets is not None and own.graph.trace.boundaries is None and own.graph_pool is None:
             buckets.await_gradients(update)
             own.gradients_ready = buckets.ready
 
