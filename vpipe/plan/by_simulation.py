@@ -172,7 +172,7 @@ class SimulatedSearch:
         heapify(heap)
         while heap and self.effort > 0:
             key, _, entry = heappop(heap)
-            if key >= min(self.limit, self.value) * ROUNDING:
+            if key >= self.bar:
                 break
             if entry.shape.placement is not None and not entry.open_depth:
                 self.settle(entry.shape, entry.cuts, entry.least)
@@ -221,6 +221,11 @@ class SimulatedSearch:
     def value(self) -> float:
         return inf if self.best is None else self.best.value
 
+    @property
+    def bar(self) -> float:
+        """What a plan must be below to be of use."""
+        return min(self.limit, self.value) * ROUNDING
+
     def choices(self, slices: Iterable[Slice]) -> list[list[PolicyChoice]] | None:
         """For each stage the policies to choose from; None: a stage does not fit."""
         found = []
@@ -243,7 +248,7 @@ class SimulatedSearch:
         if any(choice.longer for choice in quickest):
             longer = np.array([[choice.longer for choice in quickest]])
             bounds = self.paths.bounds(shape.facts, cuts[None, :], longer)
-            if float(self.keys(bounds)[0]) * shape.worth >= min(self.limit, self.value) * ROUNDING:
+            if float(self.keys(bounds)[0]) * shape.worth >= self.bar:
                 return False
         before = self.best
         for chosen in self.combined(choices):
@@ -262,7 +267,7 @@ class SimulatedSearch:
         placed = self.by_bound(start.replicas, None, cuts, REGULAR)
         self.started.append((placed[0][1], cuts))
         for number, (key, shape) in enumerate(placed):
-            if key >= self.value * ROUNDING or (number and self.effort <= 0):
+            if key >= self.bar or (number and self.effort <= 0):
                 break
             pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
             chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
@@ -314,7 +319,7 @@ class SimulatedSearch:
         found = Found(inf, shape, tuple(cuts.tolist()), choices)
         seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
         self.tried[key] = seconds
-        if seconds * shape.worth < min(self.value, self.limit) * ROUNDING:
+        if seconds * shape.worth < self.bar:
             self.best = found._replace(seconds=seconds)
 
     def result(self, found: Found) -> PlanResult:
@@ -343,7 +348,7 @@ class SimulatedSearch:
         others = self.by_bound(shape.replicas, shape.depth, cuts)
         self.effort += EFFORT if len(others) > 1 else 0
         for key, other in others:
-            if key >= self.value * ROUNDING or self.effort <= 0:
+            if key >= self.bar or self.effort <= 0:
                 break
             self.simulate(other, cuts, self.best.choices)
 
@@ -360,7 +365,7 @@ class SimulatedSearch:
                 break
             bounds = self.keys(self.paths.bounds(shape.facts, cuts)) * shape.worth
             for place in np.argsort(bounds):
-                if bounds[place] >= self.value * ROUNDING or self.effort <= 0:
+                if bounds[place] >= self.bar or self.effort <= 0:
                     break
                 if improved := self.settle(shape, cuts[place]):
                     break
@@ -380,7 +385,7 @@ class SimulatedSearch:
             for other in self.other_depths(shape, cuts)
         ]
         for key, other in sorted(keyed, key=lambda pair: pair[0]):
-            if key >= self.value * ROUNDING or self.effort <= 0:
+            if key >= self.bar or self.effort <= 0:
                 break
             self.settle(other, cuts)
 
