@@ -142,7 +142,7 @@ def read_slowdowns(path: Path) -> tuple[Slowdown, ...]:
     if not found:
         raise ConfigError(
             f"{path}: slowdowns is empty: compare a synchronous schedule and an asynchronous one with the same "
-            "optimizer, e.g. `vpipe converge CONFIG --schedules 1f1b:1,vpipe --output FILE`"
+            "optimizer, e.g. `vpipe converge CONFIG --schedules 1f1b:1,vpipe --optimizers muon --output FILE`"
         )
     return found
 
