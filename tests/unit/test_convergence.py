@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from vpipe.cli.convergence import _cases, _remedies, _schedules, table
+from vpipe.cli.convergence import _cases, _remedies, _schedules, predicted_seconds, table
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.errors import VPipeError
 from vpipe.observe.loss_curves import smoothed
 from vpipe.train.convergence import LossCurve
@@ -61,6 +62,16 @@ def test_cases_have_equal_samples_and_synchronous_ones_no_remedies(file: Path) -
 def test_mistakes(file: Path, schedules: str, staleness: str | None, message: str) -> None:
     with pytest.raises(VPipeError, match=message):
         _cases(file, {}, axes(schedules, staleness), None, 10)
+
+
+def test_the_predicted_time_of_an_update(file: Path) -> None:
+    """Of an endless schedule too: four equal stages take 3 s a minibatch each."""
+    block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
+    profile = Profile((block,) * 4, DeviceCost(10**6, 1e9, 1e9), LinkCost(1e12, 0.0), 2)
+    cases = _cases(file, {"partition": None}, axes("1f1b:1,vpipe,2bw:8"), 4, 10)
+    curve = LossCurve((1.0,), 2, 1.0, (1, 1, 1, 1), (0,) * 4, 0.0)
+    seconds = [predicted_seconds(profile, case.config, curve) for case in cases]
+    assert seconds == pytest.approx([12.0, 3.0, 24.0], rel=0.05)
 
 
 def test_figures_of_a_curve() -> None:

@@ -24,6 +24,7 @@ from vpipe.config.settings import read_settings
 from vpipe.cost import KEEP, Plan, Profile, Slowdown, read_profile, write_convergence
 from vpipe.errors import ConfigError, printable
 from vpipe.schedule import kind_of
+from vpipe.schedule.steady import enough_minibatches
 from vpipe.system.console import announce, warn
 
 if TYPE_CHECKING:
@@ -252,7 +253,10 @@ def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> 
 
     policies = config.policies or (KEEP,) * sum(curve.partition)
     plan = Plan(curve.partition, tuple(policies), batch_size=config.batch_size)
-    return simulate(profile, plan, build_schedule(config)).step_time
+    schedule = build_schedule(config)
+    endless = schedule.minibatches is None
+    enough = enough_minibatches(schedule.filling, schedule.update_interval) if endless else None
+    return simulate(profile, plan, schedule, enough).step_time
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
