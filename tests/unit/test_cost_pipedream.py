@@ -33,7 +33,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def test_the_example_of_the_docs(file: Path) -> None:
-    file.write_text(examples("Profile")[1])
+    file.write_text(examples("Profile")[2])
     found = read_any_profile(file).blocks
     assert [block.name for block in found] == ["Linear(8, 8)", "Linear(8, 2)"]
     assert [block.forward for block in found] == pytest.approx([0.0012, 0.0004])

@@ -27,7 +27,7 @@ def read(path: Path, values: Any) -> Plan:
 
 
 def test_the_examples_of_the_docs(file: Path) -> None:
-    short, whole = examples("Plan")
+    short, whole, *_ = examples("Plan")
     file.write_text(short)
     assert read_plan(file) == Plan((2, 2), ("keep", "recompute", "keep", "keep"))
     file.write_text(whole)

@@ -113,6 +113,12 @@ def test_a_gpu_is_measured_by_as_many_as_share_it(
     machines: list[str] | None, gpus: int, measured: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys.modules["vpipe.launch.mps"], "count_gpus", lambda: gpus)
-    monkeypatch.setattr(profiling, "profile_by_ranks", lambda config, count, places: (count, places))
-    found: Any = profiling.profile_config(RunConfig(machines=machines, stages=4))
-    assert found == (len(measured), measured)
+    asked: list[Any] = []
+
+    def by_ranks(config: RunConfig, *count_and_places: Any) -> Profile:
+        asked.append(count_and_places)
+        return profile(1)
+
+    monkeypatch.setattr(profiling, "profile_by_ranks", by_ranks)
+    assert profiling.profile_config(RunConfig(machines=machines, stages=4)) == profile(1)
+    assert asked == [(len(measured), measured)]

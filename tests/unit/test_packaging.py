@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 OLDEST, NEWEST = (3, 10), (3, 13)
 IMPORTED_AS = {"pyyaml": "yaml", "pytorch-optimizer": "pytorch_optimizer"}
-OTHERS = {"pydantic_core", "sympy"}
+OTHERS = {"pydantic_core", "sympy", "triton"}
 """Packages that come with pydantic and torch."""
 
 

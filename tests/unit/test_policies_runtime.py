@@ -107,7 +107,7 @@ def transformer(captured: Callable[..., ModelGraph]) -> tuple[models.Example, Pr
     batch = [models.token_ids(SAMPLES, LENGTH), models.token_ids(SAMPLES, LENGTH, seed=2)]
     given = (Stack(), batch, models.next_token_loss)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vpipe.profile.model.capture", captured)
+        patch.setattr("vpipe.pipeline.captured.capture", captured)
         profile = MeasuredModel(*given, optimizer=adamw).measure(0, DEVICE, LINK)
     return given, profile
 

@@ -169,7 +169,9 @@ class UserPipeline(Pipeline):
             device: "cpu" or "cuda"; by default the GPU if there is one.
         """
         model, given = self._model(), self._given
-        layout, training = given.layout, given.training
+        training = given.training
+        options = {**vars(given.layout), "precision": "fp32", "partition": self.layout.partition}
+        del options["compiled"]  # the proof compiles nothing
 
         def run() -> Any:
             if self.rank:
@@ -187,7 +189,7 @@ class UserPipeline(Pipeline):
                 updates=updates,
                 dtype=dtype,
                 device=device,
-                **{**vars(layout), "precision": "fp32", "partition": self.layout.partition},
+                **options,
             )
             return asdict(result)
 

@@ -38,7 +38,6 @@ from vpipe.system.files import is_folder, read_text
 from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
 from vpipe.system.units import read_bytes
-from vpipe.train.compression import compressed_profile
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -96,7 +95,10 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    profile = compressed_profile(with_hosts(profile or cached_profile(config), hosts), config)
+    measured = profile or cached_profile(config)
+    from vpipe.train.compression import compressed_profile  # with torch: behind the first line of the command
+
+    profile = compressed_profile(with_hosts(measured, hosts), config)
     announce(f"{config.source}: searching for a plan")
     find = partial(
         plan,
