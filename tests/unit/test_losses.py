@@ -66,7 +66,7 @@ def copies(monkeypatch: pytest.MonkeyPatch) -> dict[float, Copy]:
     def copied(number: Tensor) -> tuple[Tensor, Any]:
         return number, made[float(number)]
 
-    monkeypatch.setattr(module, "_copied_to_host", copied)
+    monkeypatch.setattr(module, "copied_to_host", copied)
     return made
 
 

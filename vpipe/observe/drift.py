@@ -25,6 +25,7 @@ from vpipe.cost import StaleTraining
 from vpipe.record.status import StageDrift
 from vpipe.schedule import Op
 from vpipe.schedule.facts import holdings, sample
+from vpipe.system.device import copied_to_host
 
 if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
@@ -131,12 +132,7 @@ class DriftMeter:
             watched.followed = None
 
     def _add(self, watched: _Watched, name: str, value: Tensor) -> None:
-        copied = None
-        if value.is_cuda:
-            value = torch.empty_like(value, device="cpu", pin_memory=True).copy_(value, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._coming.append((watched, name, value, copied))
+        self._coming.append((watched, name, *copied_to_host(value)))
         self._read(LATE)
 
     def _read(self, left: int) -> None:

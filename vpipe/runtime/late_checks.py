@@ -13,6 +13,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
+from vpipe.system.device import copied_to_host
+
 LATE = 2
 """Updates of a stage that a host may be ahead of what it has read."""
 
@@ -32,12 +34,7 @@ class LateChecks:
 
     def note(self, update: int, stage: int, flag: Tensor) -> None:
         """The update was launched with this flag, which the host reads later."""
-        copied = None
-        if flag.is_cuda:
-            flag = torch.empty_like(flag, device="cpu", pin_memory=True).copy_(flag, non_blocking=True)
-            copied = torch.cuda.Event()
-            copied.record()
-        self._coming.append((update, stage, flag, copied))
+        self._coming.append((update, stage, *copied_to_host(flag)))
 
     def skipped(self, *, all_of_them: bool = False) -> Iterator[tuple[int, int]]:
         """Update and stage of those that were not made, of the checks that the host reads now."""

@@ -22,6 +22,7 @@ from torch import Tensor
 from vpipe.communication import CommunicationHandler
 from vpipe.errors import NonFiniteError
 from vpipe.stage.precision import LESS_OR_SKIP
+from vpipe.system.device import copied_to_host
 
 NAME = "loss"
 
@@ -99,7 +100,7 @@ class Losses:
                 total += part.reshape(())
             if self._stop_unless_finite and not total.is_cuda and not math.isfinite(total):
                 raise self._not_finite(update, parts)
-            self._own[update] = _OwnLoss(*_copied_to_host(total), self._take_requests())
+            self._own[update] = _OwnLoss(*copied_to_host(total), self._take_requests())
             self._unsent.append(update)
         self._send(update - self.late)
 
@@ -139,13 +140,3 @@ class Losses:
             f"update {update}, rank {self.handler.rank}: the loss of minibatch {minibatch} is {loss}: "
             f"the update is not made; {LESS_OR_SKIP}"
         )
-
-
-def _copied_to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
-    """The number in host memory, once the event has passed."""
-    if not number.is_cuda:
-        return number, None
-    here = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
-    copied = torch.cuda.Event()
-    copied.record()
-    return here, copied

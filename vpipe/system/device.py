@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 
 import torch
+from torch import Tensor
 
 from vpipe.errors import VPipeError
 from vpipe.system.environment import DEVICE, GPU_SHARE
@@ -101,3 +102,13 @@ def make_deterministic() -> None:
     torch.use_deterministic_algorithms(True)
     torch.backends.cudnn.deterministic = True
     torch.backends.cudnn.benchmark = False
+
+
+def copied_to_host(number: Tensor) -> tuple[Tensor, torch.cuda.Event | None]:
+    """The number in host memory, once the event has passed; None: it is there."""
+    if not number.is_cuda:
+        return number, None
+    here = torch.empty_like(number, device="cpu", pin_memory=True).copy_(number, non_blocking=True)
+    copied = torch.cuda.Event()
+    copied.record()
+    return here, copied
