@@ -4,6 +4,8 @@ The short suite has every schedule over one channel, and each of the other occas
 an asynchronous one, over another channel each.
 """
 
+import time
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -90,6 +92,43 @@ def test_leaving_the_loop_and_training_again(
 ) -> None:
     data, more = tasks.batches(16), tasks.batches(6, first=50)
     against_threads(2, tasks.leave_and_train_again, schedule, data, more, channel=channel)
+
+
+def evaluate_and_leave(channel: str, slow: int) -> tuple[float, int]:
+    """The last thing that either does; one rank comes late to every message."""
+    with tasks.make_pipeline("1f1b", channel=channel) as pipe:
+        if pipe.rank == slow:
+            wait_first(pipe.handler)
+        return pipe.evaluate(tasks.batches(2)), 0
+
+
+def predict_and_leave(channel: str, slow: int) -> tuple[float, int]:
+    with tasks.make_pipeline("1f1b", channel=channel) as pipe:
+        if pipe.rank == slow:
+            wait_first(pipe.handler)
+        outputs = [output for output in pipe.predict(tasks.batches(2)) if output is not None]
+        return float(sum(output["loss"] for output in outputs)), len(outputs)
+
+
+def wait_first(handler: CommunicationHandler) -> None:
+    for name in ("recv", "collect"):
+        take = getattr(handler, name)
+
+        def late(*args: Any, take: Callable[..., Any] = take, **options: Any) -> Any:
+            time.sleep(0.3)
+            return take(*args, **options)
+
+        setattr(handler, name, late)
+
+
+@pytest.mark.parametrize("channel", ["gloo", "shared_memory"])
+@pytest.mark.parametrize("slow", [0, 1])
+def test_a_rank_that_leaves_first_takes_nothing_with_it(pool: Pool, channel: str, slow: int) -> None:
+    (loss, _), (same, _) = pool.run(2, evaluate_and_leave, channel, slow)
+    assert loss == same
+    (total, outputs), (nothing, none) = pool.run(2, predict_and_leave, channel, slow)
+    assert (outputs, nothing, none) == (2, 0.0, 0)
+    assert total == pytest.approx(2 * loss, rel=1e-5)
 
 
 def reduce_small_tensors(channel: str) -> list[list[float]]:

@@ -50,10 +50,8 @@ class Loop:
         self._drained: list[Arrived] = []  # losses that came while draining
         self._compiled = False
         self._countings = 0
-        self._evaluations = 0
         self._exchange = OutputExchange(layout, runtime)
-        for name in ("admitted", "evaluation"):
-            self.handler.register_tensor(name)
+        self.handler.register_tensor("admitted")
 
     @property
     def training(self) -> bool:
@@ -120,8 +118,8 @@ class Loop:
         """Of what all ranks have evaluated."""
         losses, self.runtime.evaluated = self.runtime.evaluated, []
         sums = [sum(float(loss) * weight for loss, weight in losses), sum(weight for _, weight in losses)]
-        self._evaluations += 1
-        parts = self.handler.all_gather("evaluation", self._evaluations, sums)
+        # By the rendezvous, not by a channel: a rank that then closes its channels leaves nobody without an answer.
+        parts = self.world.all_gather("evaluation", sums)
         total = sum(weight for _, weight in parts)
         if not total:
             raise VPipeError("evaluate was given no batch: there is no loss to report")
@@ -153,8 +151,10 @@ class Loop:
                 batch, place = read.pop(number), number - first
                 here, output = self._exchange.output(kept, number, place, batch, receiver(place))
                 yield batch, here, output
+        self.wait_for_all()
 
     def wait_for_all(self) -> None:
+        """Before a rank may close its channels: it would take with it what is still under way."""
         self.world.all_gather("settled", None)
 
     def _open_feed(self, batches: Iterable[Any], updates: int) -> Feed:

@@ -422,7 +422,7 @@ class Pipeline:
         """
         self.flush()
         state = self._whole.gather()
-        self._loop.wait_for_all()  # whoever closes now would take with it what is still under way
+        self._loop.wait_for_all()
         return state
 
     def load_state_dict(self, state: dict[str, Tensor]) -> None:
