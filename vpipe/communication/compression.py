@@ -2,11 +2,12 @@
 
     bf16    each number as bfloat16
     int8    tiles of 128 numbers: step = largest / 127, codes = round(number / step)
-    int4    tiles of 128 numbers, rotated: step = largest / 7, codes likewise, two in a byte
+    int4    tiles of 128 numbers, less their mean, rotated: step = largest / 7, codes likewise, two in a byte
 
-    message │ codes of all tiles │ steps of all tiles (bfloat16) │
+    message │ codes of all tiles │ steps of all tiles (bfloat16) │ with int4 their means (bfloat16) │
 
-A rotation spreads one large number over its tile, which with 4 bits would leave only zeros beside it. Nothing is kept
+A rotation spreads one large number over its tile, which with 4 bits would leave only zeros beside it. What all numbers
+of a tile have in common it would not spread: their mean is sent beside the codes. Nothing is kept
 between messages. The receiver knows shape and type of the tensor, so no header is sent. A tile with a number that is
 not finite has none that is when it arrives.
 """
@@ -30,7 +31,8 @@ SMALLEST = 1024
 """Numbers that a tensor has at least to be compressed: a small message takes as long with fewer bytes."""
 _LARGEST_CODE = {INT8: 127, INT4: 7}
 _SMALLEST_STEP = 1e-38
-_TILE_BYTES = {INT8: TILE + 2, INT4: TILE // 2 + 2}
+_TILE_PARTS = {INT8: (TILE, 2, 0), INT4: (TILE // 2, 2, 2)}
+"""Bytes of a tile: codes, step, mean."""
 
 
 class Compression(NamedTuple):
@@ -98,7 +100,7 @@ def wire_form(mode: str, shape: Sequence[int], dtype: torch.dtype) -> tuple[str,
     """The mode in which such a tensor is sent, and shape and type of the message: none, unless it is smaller then."""
     count = math.prod(shape)
     if mode != NONE and dtype.is_floating_point and count >= SMALLEST:
-        size = 2 * count if mode == BF16 else -(-count // TILE) * _TILE_BYTES[mode]
+        size = 2 * count if mode == BF16 else -(-count // TILE) * sum(_TILE_PARTS[mode])
         if size < count * dtype.itemsize:
             return mode, (size,), torch.uint8
     return NONE, shape, dtype
@@ -110,8 +112,10 @@ def pack(tensor: Tensor, mode: str) -> Tensor:
     if mode == BF16:
         return flat.to(torch.bfloat16).view(torch.uint8)
     tiles = functional.pad(flat.float(), (0, -flat.numel() % TILE)).view(-1, TILE)
+    beside: list[Tensor] = []
     if mode == INT4:
-        tiles = tiles @ _rotation(tiles.device)
+        beside = [tiles.mean(1, keepdim=True).bfloat16()]
+        tiles = (tiles - beside[0].float()) @ _rotation(tiles.device)
     most = _LARGEST_CODE[mode]
     # Rounded first, so that both ends use the same: the largest number is still at most half a step from its code.
     steps = (tiles.abs().amax(1, keepdim=True) / most).bfloat16()
@@ -119,7 +123,7 @@ def pack(tensor: Tensor, mode: str) -> Tensor:
     if mode == INT4:
         codes = codes + 8
         codes = codes[:, 0::2] | codes[:, 1::2] << 4
-    return torch.cat([part.view(torch.uint8).reshape(-1) for part in (codes, steps)])
+    return torch.cat([part.view(torch.uint8).reshape(-1) for part in (codes, steps, *beside)])
 
 
 @torch.no_grad()
@@ -130,12 +134,12 @@ def unpack(packed: Tensor, mode: str, shape: Sequence[int], dtype: torch.dtype) 
         return packed.view(torch.bfloat16).view(shape).to(dtype)
     count = math.prod(shape)
     number = -(-count // TILE)
-    codes, steps = packed.split([number * (_TILE_BYTES[mode] - 2), number * 2])
+    codes, steps, means = packed.split([number * size for size in _TILE_PARTS[mode]])
     if mode == INT4:
         codes = torch.stack((codes & 15, codes >> 4), 1).view(torch.int8) - 8
     tiles = codes.view(torch.int8).view(number, TILE) * steps.view(torch.bfloat16).float().view(number, 1)
     if mode == INT4:
-        tiles = tiles @ _rotation(tiles.device).t()
+        tiles = tiles @ _rotation(tiles.device).t() + means.view(torch.bfloat16).float().view(number, 1)
     return tiles.view(-1)[:count].view(shape).to(dtype)
 
 
