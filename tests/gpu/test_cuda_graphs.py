@@ -169,7 +169,7 @@ def test_small_minibatches_are_replayed_with_auto() -> None:
     assert_close(threads(2, "1f1b", data, cuda_graphs="auto"), threads(2, "1f1b", data))
 
 
-@pytest.mark.parametrize("room", [0, 3])
+@pytest.mark.parametrize("room", [0, 2])
 @pytest.mark.parametrize("schedule", ["zb-h1", "pipedream"])
 def test_graphs_that_find_no_memory_are_left_out(
     schedule: str, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

@@ -64,8 +64,14 @@ class ProgressReport:
             self._bar = None
 
 
+TOO_SHORT = "too few updates to measure the speed"
+"""In the first ones the pipeline fills up, and they are left out."""
+
+
 def speed_text(figures: Mapping[str, float | None]) -> str:
     """Samples a second and, as far as they are known, tokens and the share of the cards' peak."""
+    if not figures["samples_per_s"]:
+        return TOO_SHORT
     tokens, mfu = figures.get("tokens_per_s"), figures.get("mfu")
     return (
         f"{figures['samples_per_s']:.1f} samples/s"
@@ -95,11 +101,15 @@ def summary_table(summary: dict[str, Any]) -> Table:
         else f"loss {evaluated:.4f}, perplexity {summary['perplexity']:.2f}",
         **{name: f"{value:.4f}" for name, value in summary.get("metrics", {}).items()},
         "speed": speed_text(summary),
+    }
+    measured = {
         "time an update": f"{1000 * summary['seconds_per_update']:.1f} ms",
         "share of the limit": f"{computing:.1%} of the ranks' time is computing",
         "communication": f"{sending:.1%} sending",
         "bubble": f"{waiting:.1%} waiting for messages, {between:.1%} between actions",
     }
+    if summary["samples_per_s"]:
+        rows |= measured
     if phases := summary.get("phases"):
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= 0.05)
         rows["start"] = f"{sum(phases.values()):.1f} s to the first update: {parts}"

@@ -100,7 +100,8 @@ class GraphSequence:
     def capturing(self, pool: Pool) -> Iterator[None]:
         self._pool = pool
         context = self.context
-        context.stream.wait_stream(torch.cuda.current_stream(context.device))
+        current = torch.cuda.current_stream(context.device)
+        context.stream.wait_stream(current)
         with torch.cuda.stream(context.stream), context.restoring_generator():
             self._begin(pool)
             try:
@@ -110,6 +111,8 @@ class GraphSequence:
                     self._end()
                 raise
             self._end()
+        # A capture begins with kernels that run, and write the generators' seeds: a replay writes its own behind them.
+        current.wait_stream(context.stream)
 
     @contextmanager
     def in_shared_pool(self) -> Iterator[None]:
