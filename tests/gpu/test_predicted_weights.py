@@ -1,18 +1,38 @@
-"""Predicted versions on a GPU: large parameters are cast by the operation that predicts them, small ones together."""
+"""Predicted versions on a GPU: by one kernel, and by operations of torch where Triton cannot compile it."""
+
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from vpipe.weights import Delay, OptimizerWithWeightStashing, optimizer_factory
+from vpipe.weights.prediction_kernel import compiled_kernel
 
 DELAY = 3
 
 
+@pytest.mark.parametrize("by", ["kernel", "operations"])
 @pytest.mark.parametrize("optimizer", ["adamw", "nadamw", "sgd", "muon"])
-def test_versions_in_bf16_follow_the_formula(optimizer: str) -> None:
+def test_versions_in_bf16_follow_the_formula(
+    optimizer: str, by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, called = compiled_kernel(), 0
+    if by == "kernel" and kernel is None:
+        pytest.skip("Triton cannot compile here")
+
+    def counted(*arguments: Any) -> bool:
+        nonlocal called
+        assert kernel is not None
+        fitted = kernel(*arguments)
+        called += fitted
+        return fitted
+
+    monkeypatch.setattr(
+        "vpipe.weights.prediction.compiled_kernel", lambda: counted if by == "kernel" else None
+    )
     generator = torch.Generator().manual_seed(0)
-    shapes = {"layer.weight": (512, 256), "layer.bias": (512,), "other.weight": (16, 8)}
+    shapes = {"layer.weight": (512, 257), "layer.bias": (513,), "other.weight": (16, 8)}
     values = {name: torch.randn(shape, generator=generator).cuda() for name, shape in shapes.items()}
     parameters = {name: nn.Parameter(value.bfloat16()) for name, value in values.items()}
     weights = OptimizerWithWeightStashing(
@@ -25,6 +45,7 @@ def test_versions_in_bf16_follow_the_formula(optimizer: str) -> None:
             parameter.grad = torch.randn(parameter.shape, generator=generator).cuda().bfloat16()
         weights.step()
     weights.load_new_params(0, Delay(DELAY))
+    assert bool(called) == (by == "kernel")
     for name, now in weights.values().items():
         expected = now + DELAY * _next_step(weights, name, now - before[name])
         torch.testing.assert_close(parameters[name].detach(), expected.bfloat16(), rtol=0.01, atol=1e-3)

@@ -17,6 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from vpipe.weights.prediction_kernel import ADAM, LAST, MOMENTUM, Row, compiled_kernel
+
 PREVIOUS = "previous_weights"
 """Key in an optimizer's state, so that it is saved and restored with the moments."""
 LARGE = 2**16
@@ -85,36 +87,45 @@ def _write_expected(
     delay: int,
     targets: Mapping[nn.Parameter, Tensor],
 ) -> None:
-    rate = -float(group["lr"]) * delay
-    adam, momentum = _is_adam(optimizer), _is_momentum(optimizer, group)
-    if adam:
-        offset, factor = _corrections_of_adam(group, optimizer.state[parameters[0]], rate)
-    for piece in _pieces(parameters):
-        states = [optimizer.state[parameter] for parameter in piece]
+    kind, keys, rate = LAST, [PREVIOUS], -float(delay)  # the last update once more for each of the delay
+    corrections = None
+    if _is_adam(optimizer):
+        kind, keys, rate = ADAM, ["exp_avg", "exp_avg_sq"], -float(group["lr"]) * delay
+        corrections = _corrections_of_adam(group, optimizer.state[parameters[0]], rate)
+    elif _is_momentum(optimizer, group):
+        kind, keys, rate = MOMENTUM, ["momentum_buffer"], -float(group["lr"]) * delay
+    rows = [(p, *(optimizer.state[p][key] for key in keys), targets[p]) for p in parameters]
+    kernel = compiled_kernel() if parameters[0].is_cuda else None
+    on_device = None if corrections is None else corrections.to(rows[0][0].device)
+    if kernel is None or not kernel(rows, kind, on_device, rate):
+        _write_by_operations(rows, kind, corrections, rate)
+
+
+def _write_by_operations(rows: Sequence[Row], kind: int, corrections: Tensor | None, rate: float) -> None:
+    """What the kernel does, by operations of torch."""
+    for piece in _pieces(rows):
+        weights, *operands, written = (list(column) for column in zip(*piece, strict=True))
         operation: Any
         operations: Any
-        operands: list[Sequence[Tensor]]
         options: dict[str, float] = {}
-        if adam:
-            scales = torch._foreach_sqrt([state["exp_avg_sq"] for state in states])
+        if corrections is not None:
+            offset, factor = corrections.unbind()
+            scales = torch._foreach_sqrt(operands.pop())
             torch._foreach_add_(scales, offset)
             torch._foreach_mul_(scales, factor)
             operation, operations = torch.addcdiv, torch._foreach_addcdiv
-            operands = [[state["exp_avg"] for state in states], scales]
-        elif momentum:
+            operands.append(list(scales))
+        elif kind == MOMENTUM:
             operation, operations, options = torch.add, torch._foreach_add, {"alpha": rate}
-            operands = [[state["momentum_buffer"] for state in states]]
-        else:  # the last update once more for each of the delay
-            operation, operations, options = torch.lerp, torch._foreach_lerp, {"weight": -delay}
-            operands = [[state[PREVIOUS] for state in states]]
-        if len(piece) == 1:
-            operation(piece[0], *(operand[0] for operand in operands), **options, out=targets[piece[0]])
         else:
-            written = [targets[parameter] for parameter in piece]
-            torch._foreach_copy_(written, operations(piece, *operands, **options))
+            operation, operations, options = torch.lerp, torch._foreach_lerp, {"weight": rate}
+        if len(piece) == 1:
+            operation(weights[0], *(operand[0] for operand in operands), **options, out=written[0])
+        else:
+            torch._foreach_copy_(written, operations(weights, *operands, **options))
 
 
-def _corrections_of_adam(group: State, state: State, rate: float) -> tuple[Tensor, Tensor]:
+def _corrections_of_adam(group: State, state: State, rate: float) -> Tensor:
     """Offset and factor: an update of this rate is the first moment / ((root of the second + offset) * factor).
 
     Parameters of a group have made equally many updates, so these numbers are computed once for all of them.
@@ -125,7 +136,7 @@ def _corrections_of_adam(group: State, state: State, rate: float) -> tuple[Tenso
     root = (1 - beta2**step) ** 0.5
     factor = (1 - beta1**step) / root / torch.full_like(step, rate)  # of a rate of 0: infinite
     dtype = state["exp_avg"].dtype
-    return (group["eps"] * root).to(dtype), factor.to(dtype)
+    return torch.stack([group["eps"] * root, factor]).to(dtype)
 
 
 def _is_adam(optimizer: Optimizer) -> bool:
@@ -136,8 +147,8 @@ def _is_momentum(optimizer: Optimizer, group: State) -> bool:
     return isinstance(optimizer, torch.optim.SGD) and group["momentum"] > 0
 
 
-def _pieces(parameters: Sequence[nn.Parameter]) -> Iterator[list[nn.Parameter]]:
-    small = [parameter for parameter in parameters if parameter.numel() < LARGE]
+def _pieces(rows: Sequence[Row]) -> Iterator[Sequence[Row]]:
+    small = [row for row in rows if row[0].numel() < LARGE]
     if small:
         yield small
-    yield from ([parameter] for parameter in parameters if parameter.numel() >= LARGE)
+    yield from ([row] for row in rows if row[0].numel() >= LARGE)
