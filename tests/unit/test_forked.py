@@ -15,7 +15,7 @@ from torch import nn
 from vpipe.config import RunConfig
 from vpipe.graph import ModelGraph
 from vpipe.launch import forked
-from vpipe.launch.forked import ForkedRank, can_fork
+from vpipe.launch.forked import ForkedRank, RankStart, can_fork
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.pipeline import captured
 from vpipe.system.start import Phases
@@ -29,7 +29,7 @@ def start(arguments: list[str], directory: Path, log: int, kept: Sequence[int] =
     with pytest.MonkeyPatch.context() as patch:  # pytest's streams are files that a fork closes
         patch.setattr(sys, "stdout", sys.__stdout__)
         patch.setattr(sys, "stderr", sys.__stderr__)
-        return ForkedRank(arguments, ENVIRONMENT, directory, log, log, kept)
+        return ForkedRank(RankStart(arguments, ENVIRONMENT, directory, log, log, kept))
 
 
 @contextmanager
@@ -124,7 +124,8 @@ def test_a_signal_ends_a_launcher_that_prepares(tmp_path: Path) -> None:
 def test_the_model_is_captured_once_for_all_forks(monkeypatch: pytest.MonkeyPatch) -> None:
     captures = []
 
-    def capture(model: nn.Module, *rest: object, chunked_loss: bool) -> ModelGraph:
+    def capture(model: nn.Module, *rest: object, chunked_loss: bool, keep: bool) -> ModelGraph:
+        assert keep  # no code of a user is in it
         captures.append(model)
         return object()  # type: ignore[return-value]
 

@@ -96,7 +96,7 @@ def test_stages_read_only_the_fields_that_they_use() -> None:
     assert [stage.is_criterion for stage in (first, last)] == [False, True]
 
 
-@pytest.mark.parametrize("stages", [2, 4, pytest.param(3, marks=pytest.mark.long)])
+@pytest.mark.parametrize("stages", [4, *(pytest.param(count, marks=pytest.mark.long) for count in (2, 3))])
 @pytest.mark.parametrize("name", models.ZOO)
 def test_stages_give_the_models_loss_and_gradients(name: str, stages: int) -> None:
     model, batch, _, graph = by_hand.captured(name)

@@ -28,6 +28,7 @@ from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
 from vpipe.graph.head import find_heads
 from vpipe.graph.inplace import functionalise, protect_fields, prune
+from vpipe.graph.kept import Exported, find_graph, graph_key, keep_graph
 from vpipe.graph.lengths import free_lengths
 from vpipe.graph.loss import LossModule
 from vpipe.graph.model_graph import ModelGraph
@@ -49,6 +50,7 @@ def capture(
     loss_fn: Callable[..., Tensor] | None = None,
     *,
     chunked_loss: bool = True,
+    keep: bool = False,
 ) -> ModelGraph:
     """The model as a graph from the batch to its loss, with the blocks at which it can be cut.
 
@@ -58,13 +60,17 @@ def capture(
         loss_fn: `loss_fn(output, *rest)` gets the fields that `forward` does not take. Without it the output has to
             contain the loss.
         chunked_loss: Whether stages compute the head and the loss of a large vocabulary in pieces.
+        keep: Whether what is exported of a model of transformers is kept for other processes, which do not export it
+            again. Only where no code of a user has changed these models.
     """
     layout = BatchLayout(model, example_batch, loss_fn)
     entries = layout.entries(example_batch)
     fields = {name: entries[name] for name in layout.tensors}
     with _training(model), collector_off():
         module, traced = LossModule(model, layout, loss_fn), for_tracing(fields, model)
-        trace = _trace(module, traced)
+        key = graph_key(module, traced) if keep else None
+        found = None if key is None else find_graph(key)
+        trace = _trace(module, traced, key) if found is None else _with_output(found)
         if trace.boundaries is None:
             images = {name: _is_image(tensor) for name, tensor in traced.items()}
             free_lengths(trace, traced, images, lambda others: _trace_export(module, others))
@@ -75,7 +81,7 @@ def capture(
     return ModelGraph(model, trace, check)
 
 
-def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
+def _trace(module: LossModule, fields: dict[str, Tensor], key: str | None) -> Trace:
     try:
         program, form = _export(module, list(fields.values()))
     except VPipeError:
@@ -89,22 +95,30 @@ def _trace(module: LossModule, fields: dict[str, Tensor]) -> Trace:
                 return trace
         _LOG.debug("torch.export failed", exc_info=error)
         raise _explain(error, module.model) from None
-    return _from_export(program, form, module, fields)
+    exported = _from_export(program, form, module, fields)
+    if key is not None:
+        keep_graph(key, exported)
+    return _with_output(exported)
 
 
 def _trace_export(module: LossModule, fields: dict[str, Tensor]) -> Trace:
-    return _from_export(*_export(module, list(fields.values())), module, fields)
+    return _with_output(_from_export(*_export(module, list(fields.values())), module, fields))
 
 
 def _from_export(
     program: ExportedProgram, form: OutputForm, module: LossModule, fields: dict[str, Tensor]
-) -> Trace:
+) -> Exported:
     trace = trace_exported(program, module, fields)
     functionalise(trace)
     protect_fields(trace)
     (end,) = trace.graph.find_nodes(op="output")
     (_, *leaves), *_ = end.args
     end.args = ((trace.loss,),)
+    return Exported(trace, leaves, form)
+
+
+def _with_output(exported: Exported) -> Trace:
+    trace, leaves, form = exported
     trace.output = ModelOutput(trace, leaves, form)
     return trace
 

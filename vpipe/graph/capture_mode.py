@@ -5,7 +5,8 @@ A graph has no branches that depend on data. Two kinds of them are common, and n
     if torch.rand([]) < self.layerdrop:     LayerDrop: with a probability of 0 no layer is ever skipped
     if labels.max() >= vocab_size: raise    a check: it is left out of the graph, as `assert` is
 
-The CTC loss is replaced by an operator that can be exported (`ctc_loss.py`).
+The CTC loss is replaced by an operator that can be exported (`ctc_loss.py`), and a histogram of whole numbers by one
+that runs on every device (`histogram.py`).
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from torch.overrides import TorchFunctionMode
 
 from vpipe.errors import CaptureError
 from vpipe.graph.ctc_loss import ctc_loss
+from vpipe.graph.histogram import histc
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     name: getattr(operator, name.strip("_"))
@@ -52,6 +54,8 @@ class CaptureMode(TorchFunctionMode):
             return passing
         if func is functional.ctc_loss:
             return ctc_loss(*args, **kwargs)
+        if func is torch.histc:
+            return histc(*args, **kwargs)
         result = func(*args, **kwargs)
         if func is torch.rand and isinstance(result, Tensor) and result.ndim == 0:
             self._drawn.append(result)

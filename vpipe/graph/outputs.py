@@ -37,6 +37,18 @@ class OutputForm:
         tensors, self._tensors = self._tensors, []
         return tensors
 
+    def written(self) -> dict[str, Any]:
+        """As JSON; `read` reads it."""
+        leaves = [{"tensor": True} if leaf is _TENSOR else leaf for leaf in self._leaves]
+        return {"structure": pytree.treespec_dumps(self._spec), "leaves": leaves}
+
+    @classmethod
+    def read(cls, values: Mapping[str, Any]) -> OutputForm:
+        form = cls(None)
+        form._spec = pytree.treespec_loads(values["structure"])
+        form._leaves = [_TENSOR if isinstance(leaf, dict) else leaf for leaf in values["leaves"]]
+        return form
+
     def fill(self, tensors: list[Tensor | None]) -> Any:
         remaining = iter(tensors)
         leaves = [next(remaining) if leaf is _TENSOR else leaf for leaf in self._leaves]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
+from weakref import WeakSet
 
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
@@ -19,6 +20,7 @@ class _Ahead(NamedTuple):
 
 
 _ahead: _Ahead | None = None
+_unchanged: WeakSet[nn.Module] = WeakSet()
 
 
 def captured(
@@ -34,7 +36,12 @@ def captured(
         return _ahead.graph
     dtype = compute_dtype(precision)
     own = model if dtype is None else skeleton(model, dtype)
-    return capture(own, example_batch, loss_fn, chunked_loss=chunked_loss)
+    return capture(own, example_batch, loss_fn, chunked_loss=chunked_loss, keep=model in _unchanged)
+
+
+def keep_graph_of(model: nn.Module) -> None:
+    """What is exported of this model may be kept for other processes: its code is that of its library."""
+    _unchanged.add(model)
 
 
 def capture_ahead(

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from vpipe.config.code import call_function
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.pipeline.captured import keep_graph_of
 from vpipe.train.model_settings import read_model_settings
 
 if TYPE_CHECKING:
@@ -51,6 +52,7 @@ def build_model(config: RunConfig, device: str = "cpu") -> Example:
         with torch.random.fork_rng(devices=[]), torch.device(device):
             torch.manual_seed(config.seed)
             model = architecture(settings)
+        keep_graph_of(model)
         return Example(model, synthetic_batch(model, config.batch_size, config.sequence_length))
     except VPipeError:
         raise
