@@ -13,7 +13,7 @@ from vpipe.cost import read_profile
 from vpipe.graph import ModelGraph, capture
 from vpipe.graph.inplace import operator_name
 from vpipe.graph.partition import balanced_partition
-from vpipe.graph.roofline import BANDWIDTH, EAGER, FUSED, PEAK, UNIT, Weight, operation_weight
+from vpipe.graph.roofline import CPU, GPU, UNIT, Weight, operation_weight
 
 ROWS, WIDTH, WORDS = 64, 128, 4096
 MEASURED = Path(__file__).parents[2] / "docs" / "measured"
@@ -56,18 +56,45 @@ def test_each_operation_takes_the_longer_of_computing_and_moving() -> None:
     many = {"linear": 10**12}
     found = weights(graph, **many)
     for name in ("embedding", "view", "to"):
-        seconds = moved[name] / BANDWIDTH
-        assert found[name] == (units(EAGER * seconds), units(FUSED * seconds))
-    assert found["cross_entropy_loss"] == (units(moved["cross_entropy_loss"] / BANDWIDTH),) * 2
-    assert found["linear"] == (units(10**12 / PEAK[2]),) * 2
-    assert weights(graph, linear=1)["linear"] == (units(moved["linear"] / BANDWIDTH),) * 2
+        seconds = moved[name] / GPU.bandwidth
+        cpu = units(CPU.eager * moved[name] / CPU.bandwidth)
+        assert found[name] == (units(GPU.eager * seconds), units(GPU.fused * seconds), cpu)
+    loss = moved["cross_entropy_loss"]
+    assert found["cross_entropy_loss"] == (
+        *(units(loss / GPU.bandwidth),) * 2,
+        units(CPU.loss * loss / CPU.bandwidth),
+    )
+    assert found["linear"] == (*(units(10**12 / GPU.peak[2]),) * 2, units(10**12 / CPU.peak[2]))
+    few = moved["linear"]
+    assert weights(graph, linear=1)["linear"] == (
+        *(units(few / GPU.bandwidth),) * 2,
+        units(few / CPU.bandwidth),
+    )
     assert sum((block.weight for block in graph.blocks), Weight()).eager > found["to"].eager
 
 
 def test_in_float32_a_product_takes_longer() -> None:
     ids = torch.zeros(4, ROWS // 4, dtype=torch.long)
     graph = capture(Head(), {"ids": ids})
-    assert weights(graph, linear=10**12)["linear"].eager == units(10**12 / PEAK[4])
+    assert weights(graph, linear=10**12)["linear"].eager == units(10**12 / GPU.peak[4])
+
+
+@pytest.mark.long
+def test_the_demo_is_cut_for_a_cpu() -> None:
+    """Shares that one core of a Xeon took for its blocks, forward and backward (`vpipe profile configs/demo.yml`)."""
+    measured = [0.073, *[0.09, 0.072] * 3, 0.09, 0.35]
+    config = hf.BertConfig(
+        vocab_size=4096, hidden_size=192, num_hidden_layers=4, num_attention_heads=4, intermediate_size=768,
+        max_position_embeddings=64, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
+    )  # fmt: skip
+    with torch.device("meta"):
+        model = hf.BertForMaskedLM(config)
+    ids = torch.zeros(16, 64, dtype=torch.long)
+    graph = capture(model, {"input_ids": ids, "labels": ids})
+    assert graph.partition_for_ranks([[0], [1]], cpu=True) == (6, 3)
+    whole = sum(block.weight.cpu for block in graph.blocks)
+    for block, share in zip(graph.blocks, measured, strict=True):
+        assert block.weight.cpu / whole == pytest.approx(share, rel=0.2)
 
 
 @pytest.mark.long

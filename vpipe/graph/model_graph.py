@@ -61,10 +61,11 @@ class ModelGraph:
         return balanced_partition([block.weight.eager for block in self.blocks], stages, self._uncut)
 
     def partition_for_ranks(
-        self, placement: Sequence[Sequence[int]], *, compiled: bool = False
+        self, placement: Sequence[Sequence[int]], *, compiled: bool = False, cpu: bool = False
     ) -> tuple[int, ...]:
         """Numbers of blocks that make the busiest rank's work as small as possible; `placement`: each stage's ranks."""
-        weights = [block.weight.compiled if compiled else block.weight.eager for block in self.blocks]
+        kind = "cpu" if cpu else "compiled" if compiled else "eager"
+        weights = [getattr(block.weight, kind) for block in self.blocks]
         return partition_for_ranks(weights, placement, self._uncut)
 
     @property

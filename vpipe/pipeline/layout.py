@@ -97,11 +97,12 @@ def make_layout(
     loss_fn: Callable[..., Tensor] | None,
     ranks: int,
     options: LayoutOptions,
+    device: torch.device,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
     graph = captured(model, example_batch, loss_fn, options.precision, options.chunked_loss)
     plain, for_count = _schedule(options, ranks)
-    partition = _partition(options, graph, plain)
+    partition = _partition(options, graph, plain, device)
     stage_graphs = graph.stages(partition)
     trained = {name for name, info in graph.parameters.items() if info.requires_grad}
     ties = {name: holders for name, holders in tied(stage_graphs).items() if name in trained}
@@ -153,10 +154,13 @@ def _schedule(options: LayoutOptions, ranks: int) -> tuple[Schedule, Callable[[i
     return plain, for_count
 
 
-def _partition(options: LayoutOptions, graph: ModelGraph, schedule: Schedule) -> Sequence[int]:
+def _partition(
+    options: LayoutOptions, graph: ModelGraph, schedule: Schedule, device: torch.device
+) -> Sequence[int]:
     partition = options.partition
     if partition is None:
-        return graph.partition_for_ranks(schedule.placement, compiled=options.compiled)
+        on_cpu = device.type == "cpu"
+        return graph.partition_for_ranks(schedule.placement, compiled=options.compiled, cpu=on_cpu)
     if len(partition) != schedule.num_stages:
         raise PartitionError(
             f"partition {list(partition)} has {len(partition)} stages, schedule {schedule.name!r} "

@@ -190,7 +190,8 @@ class Pipeline:
         faults.point("init")
         self.phases.begin("capture")
         self.layout = self._in_turn(
-            "layout", lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options)
+            "layout",
+            lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options, self.device),
         )
         self.phases.begin("build")
         agree_on_run(self.world, self.layout, model, training_options)
