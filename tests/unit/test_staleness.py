@@ -1,6 +1,7 @@
 """Remedies for stale weights: predicted versions and a synchronous beginning, against the plain formulas."""
 
 import copy
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ pytestmark = pytest.mark.usefixtures("capture_once")
 MODEL, BATCH, LOSS = models.sequential(6, dropout=0.1)
 FLOAT = copy.deepcopy(MODEL).float()
 BOTH = ["predict", {"async_after": 2}]
+TIED, TIED_BATCH, TIED_LOSS = models.bert(2)
 
 
 def minibatch(number: int) -> Any:
@@ -87,19 +89,69 @@ def test_every_schedule_gives_its_own_delays(options: dict[str, Any], remedies: 
     assert result.ok, result.differences
 
 
+def tied_minibatch(number: int) -> dict[str, Tensor]:
+    return {name: field.roll(number, 0) for name, field in TIED_BATCH.items()}
+
+
 @pytest.mark.parametrize("schedule", ["pipedream", "2bw"])
 def test_tied_weights_are_predicted_for_each_holder(schedule: str) -> None:
-    model, batch, loss_fn = models.bert(2)
     result = vpipe.verify(
-        model,
-        lambda number: {name: field.roll(number, 0) for name, field in batch.items()},
-        loss_fn=loss_fn,
-        ranks=2,
-        schedule=schedule,
-        staleness=BOTH,
-        updates=6,
+        TIED, tied_minibatch, loss_fn=TIED_LOSS, ranks=2, schedule=schedule, staleness=BOTH, updates=6
     )
     assert result.ok, result.differences
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"schedule": "pipedream", "staleness": ["split_tied"]},
+        {"schedule": "pipedream", "staleness": ["split_tied", *BOTH], "clip_norm": 0.5},
+        {"schedule": "2bw", "staleness": ["split_tied", *BOTH]},
+        {"schedule": "vpipe", "staleness": ["split_tied", "predict"], "replicas": [2, 1]},
+        {"schedule": "pipedream", "staleness": ["split_tied"], "replicas": [1, 2], "update_interval": 2},
+        {"schedule": "1f1b", "staleness": ["split_tied"]},
+    ],
+    ids=str,
+)
+def test_split_tied_gradients_follow_the_formula(options: dict[str, Any]) -> None:
+    result = vpipe.verify(TIED, tied_minibatch, loss_fn=TIED_LOSS, ranks=3, updates=9, **options)
+    assert result.ok, result.differences
+
+
+def test_a_late_part_of_a_tied_gradient_is_kept_over_a_drained_pipeline(tmp_path: Path) -> None:
+    """What is saved goes on to the bit; one rank, where nothing is tied, adds the late part to its first gradient."""
+    rate, name = 0.1, "bert.embeddings.word_embeddings.weight"
+    alone: dict[str, Any] = {"schedule": "1f1b", "minibatches": 1}
+    together: dict[str, Any] = {"schedule": "pipedream", "staleness": ["split_tied"]}
+
+    def run(world: Any, options: dict[str, Any], resumed: bool, end: int) -> Any:
+        optimizer = partial(torch.optim.SGD, lr=rate)
+        with vpipe.Pipeline(TIED, TIED_BATCH, optimizer=optimizer, world=world, **options) as pipe:
+            if resumed:
+                pipe.load(tmp_path, data=False)
+            losses, before = [], pipe.full_state_dict()
+            held = next(iter(pipe.runtime.stages.values())).optimizer
+            late = held.optimizer_state()[0].get(f"{name}.late_gradient")
+            for update, loss in pipe.train(map(tied_minibatch, range(pipe.updates, end))):
+                losses.append(loss)
+                if not resumed and update == 3:
+                    pipe.save(tmp_path)
+            return losses, before, pipe.full_state_dict(), late
+
+    losses, _, weights, _ = run_ranks(3, lambda world: run(world, together, False, 12))[0]
+    later, before, again, late = run_ranks(3, lambda world: run(world, together, True, 12))[0]
+    assert late is not None
+    assert later == losses[-len(later) :]
+    assert 2 <= len(later) < len(losses)
+    assert all(torch.equal(weights[key], again[key]) for key in weights)
+    saved = 12 - len(later)
+    _, _, after, _ = run_ranks(1, lambda world: run(world, alone, True, saved + 1))[0]
+    plain = copy.deepcopy(TIED)
+    plain.load_state_dict(before)
+    plain(**tied_minibatch(saved)).loss.backward()
+    expected = before[name] - rate * (plain.get_parameter(name).grad + late)
+    assert torch.allclose(after[name], expected, rtol=1e-4, atol=1e-6)
+    assert not torch.allclose(after[name], expected + rate * late, rtol=1e-4, atol=1e-6)
 
 
 def trained(world: Any, folder: Path | None, optimizer: str, precision: str, resumed: bool) -> Any:
@@ -162,6 +214,7 @@ def test_remedies_are_read() -> None:
         ([{"async_after": -1}], "async_after: -1: give a number"),
         ([{"async_after": True}], "async_after: True: give a number"),
         ([{"predict": 3}], "predict: 3: it takes no number"),
+        ([{"split_tied": 3}], "split_tied: 3: it takes no number"),
         ([3], "unknown remedy 3"),
     ],
 )
@@ -252,16 +305,17 @@ def test_what_a_run_has_if_nothing_is_chosen(
     ("keys", "betas"),
     [
         ("schedule: vpipe", (0.97, 0.99)),
-        ("schedule: 2bw\noptimizer: muon", (0.97, 0.99)),
+        ("schedule: vpipe\nupdate_interval: 3", (0.9, 0.95)),
+        ("schedule: 2bw\noptimizer: muon", (0.9, 0.95)),
         ("schedule: vpipe\nbetas: [0.8, 0.9]", (0.8, 0.9)),
         ("schedule: 1f1b\noptimizer: muon", (0.9, 0.95)),
         ("schedule: vpipe\noptimizer: adamw", (0.9, 0.999)),
     ],
 )
-def test_moments_beside_muon_are_slower_with_stale_weights(
+def test_moments_beside_muon_are_slower_with_old_weights(
     tmp_path: Path, keys: str, betas: tuple[float, float]
 ) -> None:
-    (tmp_path / "run.yml").write_text(f"{keys}\nstages: 2\n")
+    (tmp_path / "run.yml").write_text(f"{keys}\nstages: 3\n")
     factory = make_optimizer_factory(read_config(tmp_path / "run.yml"))
     made: Any = factory(NamedParameters([("bias", nn.Parameter(torch.zeros(2)))]))
     (optimizer,) = made if isinstance(made, list) else [made]

@@ -108,7 +108,9 @@ def converge(
     optimizers: Annotated[str | None, typer.Option(help="Optimizers to compare: adamw,muon.")] = None,
     staleness: Annotated[
         str | None,
-        typer.Option(help="Remedies to compare, for stale schedules: none,predict,predict+async_after:100."),
+        typer.Option(
+            help="Remedies to compare, for stale schedules: none,predict,predict+split_tied,predict+async_after:100."
+        ),
     ] = None,
     rates: Annotated[str | None, typer.Option(help="Learning rates to compare: 3e-4,1e-3.")] = None,
     updates: Annotated[

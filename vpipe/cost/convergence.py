@@ -1,7 +1,8 @@
 """Samples to equal loss with stale weights: how many times as many as with fresh ones, measured and looked up.
 
 `MEASURED` is the one place for these figures. Whoever measures better ones replaces them here; docs/convergence.md has
-the runs that they are from. A user's own figures come from a file of `vpipe converge --output`.
+the runs that they are from, and the one command that measures those of Muon and AdamW anew
+(`benchmarks/staleness.py --output`). A user's own figures come from a file of `vpipe converge --output`.
 
 The delay of a run is one number: the updates between the weights that a gradient is of and those that it is applied to,
 on average over stages and minibatches (`schedule.facts.mean_delay`). It is (P - 1) / 2 for an update a minibatch on P
@@ -45,9 +46,9 @@ class Slowdown(FileObject):
 
 
 MEASURED = (
-    Slowdown("muon", True, 0.375, 1.02, "GPT of 25 M, 2bw on 4 stages"),
-    Slowdown("muon", True, 1.5, 1.29, "GPT of 25 M, vpipe on 4 stages"),
-    Slowdown("muon", True, 3.5, 3.6, "GPT of 25 M, vpipe on 8 stages"),
+    Slowdown("muon", True, 0.375, 1.02, "GPT of 25 M, 3,000 updates, 2bw on 4 stages"),
+    Slowdown("muon", True, 1.5, 1.14, "GPT of 25 M, 3,000 updates, vpipe on 4 stages"),
+    Slowdown("muon", True, 3.5, 1.53, "GPT of 25 M, 3,000 updates, vpipe on 8 stages, split_tied"),
     Slowdown("muon", False, 0.375, 1.05, "GPT of 25 M, 2bw on 4 stages"),
     Slowdown("muon", False, 1.5, 1.95, "GPT of 25 M, vpipe on 4 stages"),
     Slowdown("adamw", False, 0.5, 1.5, "configs/demo.yml, vpipe on 2 stages"),

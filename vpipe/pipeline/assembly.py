@@ -84,7 +84,17 @@ def assemble(
         for index in schedule.stages_of(handler.rank)
     }
     loss_scale = LossScale.for_precision(layout.precision, options.loss_scale)
-    exchange = GradientExchange(handler, schedule.placement, stages, layout.tied, schedule.lag, loss_scale)
+    remedies = options.staleness
+    split = remedies.split_tied and not schedule.synchronous
+    exchange = GradientExchange(
+        handler,
+        schedule.placement,
+        stages,
+        layout.tied,
+        schedule.lag,
+        loss_scale,
+        split_from=remedies.async_after if split else None,
+    )
     updates = Updates(
         handler,
         exchange,

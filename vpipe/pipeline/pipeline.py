@@ -95,8 +95,9 @@ class Pipeline:
         lr_scheduler: A function from an optimizer to its scheduler, which is stepped at each update; one that is driven
             by a metric (ReduceLROnPlateau) is stepped by `step_schedulers`.
         staleness: Remedies for the stale weights of an asynchronous schedule: "predict" lets forwards read the weights
-            as they are expected to be when their gradients are applied; {"async_after": 100} makes the first 100
-            updates one after the other, with an empty pipeline between them (see docs/convergence.md).
+            as they are expected to be when their gradients are applied; "split_tied" applies the last stage's part of a
+            tied parameter's gradient at once and the other parts when they have come; {"async_after": 100} makes the
+            first 100 updates one after the other, with an empty pipeline between them (see docs/convergence.md).
         seed: Seed of dropout, whose masks depend on it, the block and the minibatch alone, not on partition or
             schedule; and of the weights of a model on `meta`.
         initial_weights: "rank 0": where the ranks have built the model with different values, those of rank 0 count;

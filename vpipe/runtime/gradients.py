@@ -13,6 +13,15 @@ has certainly been sent:
     stage 0   ... STEP4 applies update 4          stage 3   ... STEP8 applies update 4   (lag 4)
 
 When the pipeline is drained the late ones catch up (`overdue`), and the copies are equal again.
+
+So the last stage, whose own weights are never stale, has a tied parameter that is `lag` updates old. With `split_tied`
+(`staleness:`) an update of it is the last holder's part of that update and the parts of the others of the update `lag`
+before, which are there by then. Every holder applies it with its own STEP:
+
+    stage 0   ... STEP8 applies 8 of stage 3, 4 of stage 0          stage 3   ... STEP8 applies the same
+
+When the pipeline is drained, parts that are not applied yet are added up and kept with the optimizer's state
+(`postpone`): they are part of the next update, also of a run that is resumed.
 """
 
 from collections import defaultdict
@@ -41,7 +50,9 @@ class GradientExchange:
         tied: Mapping[str, tuple[int, ...]],
         lag: int,
         loss_scale: LossScale,
+        split_from: int | None = None,
     ) -> None:
+        """`split_from`: the first update of which tied parameters are split; None: none is."""
         self.handler = handler
         self.rank = handler.rank
         self.placement = placement
@@ -49,6 +60,9 @@ class GradientExchange:
         self.tied = tied
         self.lag = lag
         self.loss_scale = loss_scale
+        self.split_from = split_from
+        self._drained = 0  # updates when the pipeline was empty last
+        self._kinds: dict[str, tuple[torch.Size, torch.dtype]] = {}  # of the parts of tied parameters
         self._parts: dict[tuple[str, int], Tensor] = {}  # (name on the wire, update) ▶ own part
         self._totals: dict[tuple[str, int], Tensor] = {}  # (name, update) ▶ sum of a tied parameter
         self._applied: dict[tuple[str, int], int] = defaultdict(int)  # (name, stage) ▶ updates applied
@@ -90,6 +104,7 @@ class GradientExchange:
             if part.dtype == torch.float16:
                 # Unscaled before it leaves: it may be applied when the scale is another.
                 part = part.float().div_(self.loss_scale.value)
+            self._kinds[name] = part.shape, part.dtype
             ranks = {rank for holder in self.tied[name] for rank in self.placement[holder]}
             self._send(_tied_name(name, stage), part, update, ranks)
 
@@ -102,9 +117,13 @@ class GradientExchange:
         """The tied parameters' gradients that this stage applies with its own update."""
         found = {}
         for name in self.tied_of(stage):
-            due = update if stage == self.tied[name][0] else update - self.lag
+            at_once = stage == self.tied[name][0] or self._is_split(update)
+            due = update if at_once else update - self.lag
             if due >= self._applied[name, stage]:
                 found[name] = self._total(name, stage, due)
+                late = self.stages[stage].optimizer.take_late(name)
+                if late is not None:
+                    found[name] = found[name] + late
         return found
 
     def overdue(self, stage: int, updates: int) -> Iterable[dict[str, Tensor]]:
@@ -113,9 +132,28 @@ class GradientExchange:
             while self._applied[name, stage] < updates:
                 yield {name: self._total(name, stage, self._applied[name, stage])}
 
+    def postpone(self, updates: int) -> None:
+        """The pipeline is drained: keep the parts that no update has had, as one sum, for the next update."""
+        first = max(self._split_since, updates - self.lag) if self._is_split(updates - 1) else updates
+        self._drained = updates
+        for name in (
+            {name for stage in self.stages for name in self.tied_of(stage)} if first < updates else ()
+        ):
+            late = [
+                part
+                for update in range(first, updates)
+                for stage in self.tied[name][:-1]
+                for part in self._parts_of(name, stage, update)
+            ]
+            total = self._sum(name, late)
+            for stage in self.tied[name]:
+                if stage in self.stages:
+                    self.stages[stage].optimizer.keep_late(name, total)
+
     def start_at(self, updates: int) -> None:
         """Continue as if every holder of a tied parameter had applied this many updates."""
         self.forget_lost()
+        self._drained = updates
         self._applied.update({(name, s): updates for s in self.stages for name in self.tied_of(s)})
 
     def forget_lost(self) -> None:
@@ -168,25 +206,40 @@ class GradientExchange:
         """The sum over all holders, made once and kept until every stage of this rank has read it."""
         key = (name, update)
         if key not in self._totals:
-            holders = [(_tied_name(name, s), rank) for s in self.tied[name] for rank in self.placement[s]]
-            self._totals[key] = self._sum(holders, update)
+            late = update - self.lag if self._is_split(update) else update
+            due = {s: update if s == self.tied[name][-1] else late for s in self.tied[name]}
+            first = self._split_since if self._is_split(update) else 0
+            parts = [p for s, u in due.items() if u >= first for p in self._parts_of(name, s, u)]
+            self._totals[key] = self._sum(name, parts)
         total = self._totals[key]
         self._applied[name, stage] = update + 1
         if all(self._applied[name, s] > update for s in self.tied[name] if s in self.stages):
             del self._totals[key]
         return total
 
-    def _sum(self, holders: list[tuple[str, int]], update: int) -> Tensor:
-        """Add the parts of (name on the wire, rank) pairs in their order, own and received."""
-        mine = next(self._parts[name, update] for name, rank in holders if rank == self.rank)
-        dtype = torch.float32 if mine.dtype == torch.bfloat16 else mine.dtype  # it goes to a float32 master
-        owner = (holders[0], update)
+    @property
+    def _split_since(self) -> int:
+        """The first update whose parts come at different times: those before it were complete, or are kept as a sum."""
+        return max(self._drained, self.split_from or 0)
+
+    def _is_split(self, update: int) -> bool:
+        return self.split_from is not None and update >= self.split_from
+
+    def _parts_of(self, name: str, stage: int, update: int) -> list[tuple[str, int, int]]:
+        """Name on the wire, update and rank of each part that this holder's replicas have."""
+        return [(_tied_name(name, stage), update, rank) for rank in self.placement[stage]]
+
+    def _sum(self, name: str, parts: list[tuple[str, int, int]]) -> Tensor:
+        """Add these parts of a tied parameter in their order, own and received."""
+        shape, kind = self._kinds[name]
+        dtype = torch.float32 if kind == torch.bfloat16 else kind  # it goes to a float32 master
+        owner = parts[0]
         total = None
-        for name, rank in holders:
+        for wire, update, rank in parts:
             if rank == self.rank:
-                part = self._parts.pop((name, update))
+                part = self._parts.pop((wire, update))
             else:
-                part = self.handler.recv(name, update, rank, mine.shape, mine.dtype, owner=owner)
+                part = self.handler.recv(wire, update, rank, shape, kind, owner=owner)
             total = part.to(dtype, copy=True) if total is None else total.add_(part)
         self.handler.release(owner)
         assert total is not None

@@ -106,6 +106,7 @@ class Updates:
             for gradients in self.exchange.overdue(index, max(self.begun.values())):
                 if math.isfinite(norm := self._norm_of(gradients.values())):
                     stage.optimizer.step_tied(_scaled(gradients, self._clip_factor(norm)))
+        self.exchange.postpone(max(self.begun.values()))
         for update in sorted(self._overflows):
             self._collect_overflow(update)
 

@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 from vpipe.errors import VPipeError, meant
 
-REMEDIES = ("predict", "async_after")
+FLAGS = ("predict", "split_tied")
+REMEDIES = (*FLAGS, "async_after")
 Remedy = str | Mapping[str, int]
 
 
@@ -18,6 +19,8 @@ class Staleness(NamedTuple):
     """Forwards read the weights as they are expected to be when their gradients are applied."""
     async_after: int = 0
     """So many updates at the beginning are made one after the other, with an empty pipeline between them."""
+    split_tied: bool = False
+    """The last holder's part of a tied gradient is applied at once, the parts of the others when they have come."""
 
 
 def read_staleness(remedies: Iterable[Remedy] | Staleness, place: str = "staleness") -> Staleness:
@@ -34,8 +37,8 @@ def read_staleness(remedies: Iterable[Remedy] | Staleness, place: str = "stalene
                 raise VPipeError(f"{place} has the unknown remedy {name!r}: {meant(str(name), REMEDIES)}")
             if name in found:
                 raise VPipeError(f"{place} has {name} twice: give it once")
-            if name == "predict" and number is not None:
-                raise VPipeError(f"{place} has predict: {number!r}: it takes no number, write predict alone")
+            if name in FLAGS and number is not None:
+                raise VPipeError(f"{place} has {name}: {number!r}: it takes no number, write {name} alone")
             if name == "async_after" and (type(number) is not int or number < 0):
                 raise VPipeError(
                     f"{place} has async_after: {number!r}: give a number of updates, e.g. {{async_after: 100}}"

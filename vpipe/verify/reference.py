@@ -7,7 +7,7 @@ the block of each random draw, and the stages of each parameter (`vpipe.verify.e
 from __future__ import annotations
 
 import copy
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -121,7 +121,8 @@ class StagedWeights:
     """The versions of all stages' weights: each stage makes its own updates, when the schedule says.
 
     A parameter that several stages hold is one parameter, updated with the sum of their gradients. The first
-    of these stages applies an update at once, the others `lag` updates later.
+    of these stages applies an update at once, the others `lag` updates later. With `split_tied` all apply it at
+    once; the gradients of all but the last of these stages are part of it `lag` updates later (`gradient_update`).
     """
 
     def __init__(
@@ -134,7 +135,9 @@ class StagedWeights:
         per_update: int,
         async_after: int,
         predict: bool,
+        split_tied: bool,
     ) -> None:
+        self.split_tied = split_tied
         self.versions = versions
         self.lag = lag
         self.per_update = per_update
@@ -181,8 +184,15 @@ class StagedWeights:
     def newest(self) -> dict[str, Tensor]:
         return {name: value for history in self.histories for name, value in history.newest().items()}
 
+    def gradient_update(self, name: str, stage: int, minibatch: int) -> int:
+        """The update that has this stage's gradient of a tied parameter."""
+        update = minibatch // self.per_update
+        split = self.split_tied and update >= self.async_after
+        return update + self.lag if split and stage != self.holders[name][-1] else update
+
     def _tied_version(self, name: str, stage: int, minibatch: int) -> int:
-        late = 0 if stage == self.holders[name][0] else self.lag
+        split = self.split_tied and minibatch >= self.async_after * self.per_update
+        late = 0 if split or stage == self.holders[name][0] else self.lag
         # When the pipeline is drained all holders are equal.
         drained = min(minibatch // self.per_update, self.async_after)
         return max(drained, self.versions[stage, minibatch] - late)
@@ -205,6 +215,7 @@ def train_asynchronously(
     lag: int,
     async_after: int = 0,
     predict: bool = False,
+    split_tied: bool = False,
 ) -> Trained:
     """Each minibatch reads in each stage the version that follows from the schedule (`versions_read`).
 
@@ -216,22 +227,31 @@ def train_asynchronously(
     plain = _in_training(copy.deepcopy(model))
     eager = EagerModel(plain, graph, recipe.loss_fn, recipe.seed, stages)
     values = _trained(plain)
-    weights = StagedWeights(values, stages, versions, lag, recipe.optimizer, per_update, async_after, predict)
+    weights = StagedWeights(
+        values, stages, versions, lag, recipe.optimizer, per_update, async_after, predict, split_tied
+    )
     losses: list[float] = []
     first: dict[str, Tensor] = {}
+    by_update: dict[int, dict[str, Tensor | None]] = defaultdict(lambda: dict.fromkeys(values))
     for group in _groups(minibatches, per_update, graph, recipe.loss_weight):
-        sums: dict[str, Tensor | None] = dict.fromkeys(values)
         mean = 0.0
         for minibatch, batch, share in group:
             own, tied = weights.read(minibatch)
             loss = eager.loss(batch, minibatch, own, tied)
             (loss * share).backward()
             mean += loss.item() * share
-            for name, leaf in [*own.items(), *((n, leaf) for n in tied for leaf in tied[n].values())]:
+            update = minibatch // per_update
+            leaves = [(update, name, leaf) for name, leaf in own.items()]
+            for name in tied:
+                leaves += [
+                    (weights.gradient_update(name, s, minibatch), name, leaf)
+                    for s, leaf in tied[name].items()
+                ]
+            for number, name, leaf in leaves:
                 if leaf.grad is not None:
-                    known = sums[name]
-                    sums[name] = leaf.grad if known is None else known + leaf.grad
-        used = weights.update(sums, recipe.clip_norm)
+                    known = by_update[number][name]
+                    by_update[number][name] = leaf.grad if known is None else known + leaf.grad
+        used = weights.update(by_update.pop(update), recipe.clip_norm)
         first = first or used
         losses.append(mean)
         weights.drop(range(group[-1][0] + 1, len(minibatches)))

@@ -30,6 +30,8 @@ from vpipe.weights.schedulers import SchedulerFactory, driven_by_metric, make_sc
 from vpipe.weights.versions import Version, flat_tensors
 
 NO_DELAY = Delay()
+LATE = ".late_gradient"
+"""Behind a parameter's name, among the tensors of the optimizers' state."""
 
 
 class OptimizerWithWeightStashing:
@@ -65,6 +67,7 @@ class OptimizerWithWeightStashing:
         self.predicts = predict
         self._made = 0
         self._previous = PreviousWeights() if predict else None
+        self._late: dict[str, Tensor] = {}
         self.mixed = any(p.dtype in (torch.float16, torch.bfloat16) for p in self.model_parameters)
         self.separate_masters = self.mixed or predict  # else they share the newest version's storage
         self.master_parameters = self._make_masters(first, master_values)
@@ -155,11 +158,18 @@ class OptimizerWithWeightStashing:
             own, record = read_state(optimizer, self.lr_schedulers.get(id(optimizer)), self._name_of)
             tensors |= own
             records.append(record)
-        return tensors, records
+        late = {name + LATE: gradient for name, gradient in self._late.items() if name not in besides}
+        return tensors | late, records
 
     def load_optimizer_state(self, tensors: Mapping[str, Tensor], records: Sequence[Record]) -> Changes:
         """Set the base optimizers' state, tied ones included, from records of any partition."""
         changes: Changes = {}
+        self._late = {
+            name: tensors[name + LATE].to(master.device, master.dtype, copy=True)
+            for name, master in self._master.items()
+            if name + LATE in tensors
+        }
+        tensors = {name: tensor for name, tensor in tensors.items() if not name.endswith(LATE)}
         for optimizer in self.optimizers:
             scheduler = self.lr_schedulers.get(id(optimizer))
             changes = write_state(optimizer, scheduler, self._name_of, tensors, records) | changes
@@ -191,10 +201,20 @@ class OptimizerWithWeightStashing:
         )
         for parameter in self.model_parameters:
             parameter.grad = None
+        for name in self._late.keys() - self.tied_optimizers.keys():  # it was tied when it was saved
+            master, late = self._master[name], self._late.pop(name)
+            master.grad = late if master.grad is None else master.grad.add_(late)
         for optimizer in self.base_optimizers:
             self._apply(optimizer, flag)
         self._apply_tied(tied_gradients or {}, tied_flags or {})
         self._publish()
+
+    def keep_late(self, name: str, gradient: Tensor) -> None:
+        """Keep a part of a gradient that came too late for its own update: the next one has it, also after a resume."""
+        self._late[name] = gradient
+
+    def take_late(self, name: str) -> Tensor | None:
+        return self._late.pop(name, None)
 
     def step_tied(self, gradients: Mapping[str, Tensor]) -> None:
         """Apply updates of tied parameters that were pending when the pipeline was drained."""
