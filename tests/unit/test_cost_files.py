@@ -3,6 +3,7 @@
 import json
 import re
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from vpipe.cost import (
     DeviceCost,
     Hosts,
     LinkCost,
+    OtherSize,
     Profile,
     Tie,
     for_batch_size,
@@ -121,7 +123,7 @@ def test_what_may_be_left_out(file: Path) -> None:
     assert found.blocks[0].swapping == 0
 
 
-@pytest.mark.parametrize("kind", [Profile, BlockCost, DeviceCost, PairLink, Hosts, Tie])
+@pytest.mark.parametrize("kind", [Profile, BlockCost, DeviceCost, PairLink, Hosts, Tie, OtherSize])
 def test_every_key_stands_in_the_docs(kind: type) -> None:
     text = DOCS.read_text(encoding="utf-8").split("## Plan")[0]
     for key in file_fields(kind):
@@ -159,6 +161,40 @@ def test_figures_of_samples_scale_with_the_minibatch(size: int) -> None:
     assert found.blocks[1].kept_bytes == round(factor)
     assert found.blocks[1].deferred_bytes is None
     assert found.blocks[1].recomputing is None
+
+
+def test_figures_lie_on_the_lines_between_the_measured_sizes() -> None:
+    """A block with 5 bytes at any size and 3 for each sample; a host that needs 4 seconds, a device 1 for a sample."""
+    seconds = {size: max(4.0, 1.0 * size) for size in (2, 4, 8)}
+    blocks = {
+        size: (BlockCost("a", seconds[size], 0.0, 0.0, 7.0, 5 + 3 * size, 2 * size, 9),) for size in seconds
+    }
+    others = tuple(OtherSize(size, blocks[size], overhead=1.0 / size) for size in (4, 2))
+    profile = Profile(blocks[8], DeviceCost(1, 1.0, 1.0, 0.125), LinkCost(1.0, 0.0), 8, other_sizes=others)
+    for size in (1, 2, 3, 4, 6, 8, 24):
+        found = for_batch_size(profile, size)
+        (block,) = found.blocks
+        assert block.forward == max(4.0, size)
+        assert (block.kept_bytes, block.boundary_bytes) == (5 + 3 * size, 2 * size)
+        assert (block.update, block.parameter_bytes) == (7.0, 9)
+        assert found.device.overhead == {1: 0.5, 3: 0.375, 6: 0.1875, 24: 0.125}.get(size, 1.0 / size)
+        assert for_batch_size(found, 8).blocks == profile.blocks
+    # Noise: with more samples in less time, more of them take as long; no figure has a negative fixed part.
+    odd = replace(profile, blocks=(replace(blocks[8][0], forward=3.0, kept_bytes=60),))
+    assert for_batch_size(odd, 16).blocks[0].forward == 3.0
+    assert for_batch_size(odd, 16).blocks[0].kept_bytes == 120
+
+
+def test_other_sizes_are_those_of_the_same_blocks(tmp_path: Path) -> None:
+    one = BlockCost("a", 1, 1, 1, 0, 0, 0, 0)
+    profile = Profile((one,), DeviceCost(1, 1, 1), LinkCost(5.0), 4, other_sizes=(OtherSize(2, (one,), 0.5),))
+    path = tmp_path / "profile.json"
+    write_profile(profile, path)
+    assert read_profile(path) == profile
+    for wrong in (OtherSize(2, (one, one)), OtherSize(4, (one,))):
+        write_profile(replace(profile, other_sizes=(wrong,)), path)
+        with pytest.raises(VPipeError, match=r"other_sizes, entry 0: has . blocks.*expected 1 blocks"):
+            read_profile(path)
 
 
 @pytest.mark.parametrize(

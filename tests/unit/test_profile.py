@@ -24,7 +24,7 @@ from vpipe.cli.planning import profile as profile_command
 from vpipe.cli.planning import profile_table
 from vpipe.communication.channel import Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
-from vpipe.cost import DeviceCost, LinkCost, Profile, read_profile
+from vpipe.cost import DeviceCost, LinkCost, Profile, for_batch_size, read_profile
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, StageGraph, capture
 from vpipe.profile import device as device_module
@@ -122,6 +122,43 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert profile.optimizer_ratio == 2.0
 
 
+class TiedWords(nn.Module):
+    """A tied embedding, and a table that every layer reads and that is as large for any number of samples."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.words = nn.Embedding(40, 16)
+        self.places = nn.Linear(6, 6)
+        self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, tokens: Tensor, labels: Tensor) -> Tensor:
+        table = self.places(torch.eye(6)).softmax(-1)
+        hidden = self.words(tokens)
+        for layer in self.layers:
+            hidden = hidden + (table @ layer(hidden)).tanh()
+        logits = hidden @ self.words.weight.T
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def test_bytes_of_other_sizes_are_those_that_would_be_measured() -> None:
+    """From a profile of 8 samples: sizes that were measured with it, between, below and beyond them."""
+
+    def of(size: int) -> Profile:
+        tokens = torch.arange(6 * size).reshape(size, 6) % 40
+        return profiled((TiedWords(), {"tokens": tokens, "labels": tokens}, None))
+
+    profile = of(8)
+    assert [other.batch_size for other in profile.other_sizes] == [4, 2]
+    fixed = 0
+    for size in (2, 12):
+        scaled, measured = for_batch_size(profile, size), of(size)
+        for found, block, own in zip(scaled.blocks, measured.blocks, profile.blocks, strict=True):
+            for name in ("kept_bytes", "deferred_bytes", "boundary_bytes", "parameter_bytes"):
+                assert getattr(found, name) == getattr(block, name)
+            fixed += 8 * block.boundary_bytes > size * own.boundary_bytes
+    assert fixed  # the table crosses cuts
+
+
 def test_a_value_is_counted_for_the_first_block_that_keeps_it(captured: Callable[..., ModelGraph]) -> None:
     """An encoder's output is read by every layer of the decoder and held once."""
     model, batch, loss_fn = example("t5")
@@ -198,9 +235,9 @@ def test_block_times_add_up_to_those_of_their_stage(monkeypatch: pytest.MonkeyPa
     def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
         return MeasuredStage(stage, model, adamw, None, values, fields)
 
-    kinds, _, _ = _set_up(graph, found, make)
+    kinds = _set_up(graph, found, None, fields, make).kinds
     whole = make(graph.stages((3, 1))[0], {})
-    run_rounds([*(one for same in kinds.values() for one in same), whole], 1, 1, 0.0)
+    run_rounds([[*(one for same in kinds.values() for one in same), whole]], 1, 1, 0.0)
     times = [block_times(kinds[shape.kind]) for shape in found]
     assert [time.forward for time in times] == [1.0, 2.0, 4.0, 8.0]
     assert [time.input_gradient + time.weight_gradient for time in times] == [2.0, 4.0, 8.0, 16.0]

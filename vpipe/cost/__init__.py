@@ -7,7 +7,15 @@ from vpipe.cost.convergence import (
     sample_factor,
     write_convergence,
 )
-from vpipe.cost.costs import BlockCost, DeviceCost, Profile, Tie, all_reduce_seconds, bucket_count
+from vpipe.cost.costs import (
+    BlockCost,
+    DeviceCost,
+    OtherSize,
+    Profile,
+    Tie,
+    all_reduce_seconds,
+    bucket_count,
+)
 from vpipe.cost.files import GivenHosts, read_any_profile, read_profile, with_hosts, with_links, write_profile
 from vpipe.cost.held_bytes import backward_bytes, forward_bytes, held_bytes, input_bytes, update_bytes
 from vpipe.cost.links import Hosts, LinkCost
@@ -27,6 +35,7 @@ __all__ = [
     "Hosts",
     "LinkCost",
     "MemoryPolicy",
+    "OtherSize",
     "Plan",
     "Profile",
     "Slowdown",

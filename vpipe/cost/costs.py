@@ -170,13 +170,27 @@ def _completed(blocks: Any) -> Any:
     ]
 
 
+Blocks = Annotated[tuple[BlockCost, ...], BeforeValidator(_completed), FileKey(min_length=1)]
+BatchSize = Annotated[int, Unit("samples of a minibatch", least=1)]
+
+
+@dataclass(frozen=True)
+class OtherSize(FileObject):
+    """The same blocks, measured with minibatches of another size."""
+
+    batch_size: BatchSize
+    blocks: Blocks
+    overhead: Seconds = 0.0
+    """That of the device: where the host cannot keep a GPU busy, it depends on the size."""
+
+
 @dataclass(frozen=True)
 class Profile(FileObject):
-    blocks: Annotated[tuple[BlockCost, ...], BeforeValidator(_completed), FileKey(min_length=1)]
+    blocks: Blocks
     device: DeviceCost
     link: LinkCost
     """Between any two ranks, unless `links` or `hosts` say otherwise."""
-    batch_size: Annotated[int, Unit("samples of a minibatch", least=1)]
+    batch_size: BatchSize
     optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
     """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
     links: Links = field(default_factory=dict)
@@ -186,6 +200,8 @@ class Profile(FileObject):
     fingerprint: str = ""
     """That of the model; empty if it is unknown."""
     tied: tuple[Tie, ...] = ()
+    other_sizes: tuple[OtherSize, ...] = ()
+    """For plans with other sizes (`scaling.py`)."""
     format: Literal["vpipe profile 1"] = "vpipe profile 1"
 
     def parameter_bytes(self, start: int, stop: int) -> int:

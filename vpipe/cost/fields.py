@@ -47,7 +47,7 @@ class Unit:
     positive: bool = False
     """More than 0."""
     scales: bool = False
-    """In proportion to the samples of a minibatch."""
+    """It depends on the samples of a minibatch."""
 
     def expected(self, whole: bool) -> str:
         if self.most < LARGEST:

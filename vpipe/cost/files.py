@@ -30,6 +30,14 @@ def read_any_profile(path: Path) -> Profile:
 
 def read_profile(path: Path) -> Profile:
     profile = read_object(Profile, path)
+    for number, other in enumerate(profile.other_sizes):
+        sizes = [profile.batch_size, *(each.batch_size for each in profile.other_sizes[:number])]
+        if other.batch_size in sizes or len(other.blocks) != len(profile.blocks):
+            raise ConfigError(
+                f"{path}: other_sizes, entry {number}: has {len(other.blocks)} blocks for a batch_size of "
+                f"{other.batch_size}: expected {len(profile.blocks)} blocks, as the profile has, and another "
+                f"batch_size than {short_repr(sizes)}"
+            )
     for number, tie in enumerate(profile.tied):
         if tie.blocks[-1] >= len(profile.blocks):
             raise ConfigError(
@@ -95,7 +103,10 @@ def write_profile(profile: Profile, path: Path) -> None:
     tied = [asdict(tie) for tie in profile.tied]
     entries = (("links", _pairs(profile.links)), ("hosts", written_hosts(profile.hosts)), ("tied", tied))
     values |= {key: value for key, value in entries if value}
-    write_json(path, values | {"blocks": [asdict(block) for block in profile.blocks]})
+    values["blocks"] = [asdict(block) for block in profile.blocks]
+    if profile.other_sizes:
+        values["other_sizes"] = [asdict(other) for other in profile.other_sizes]
+    write_json(path, values)
 
 
 def written_hosts(hosts: Hosts | None) -> dict[str, Any] | None:

@@ -54,11 +54,16 @@ def measure_kept(
 
 
 def block_costs(
-    graph: ModelGraph, found: list[Shape], times: Mapping[str, BlockTimes], kept: Mapping[str, Kept]
+    graph: ModelGraph,
+    found: list[Shape],
+    times: Mapping[str, BlockTimes],
+    kept: Mapping[str, Kept],
+    fields: Mapping[str, Tensor],
 ) -> tuple[BlockCost, ...]:
+    """`fields` are those of the minibatch that was measured."""
     already: set[str] = set()  # values that an earlier block has kept
     costs = []
-    for block, shape in zip(graph.blocks, found, strict=True):
+    for block, shape, crossing in zip(graph.blocks, found, _crossing_bytes(graph, fields), strict=True):
         memory = kept[shape.kind]
         new = {shape.inputs[number]: size for number, size in memory.inputs.items()}
         size = memory.own + sum(size for name, size in new.items() if name not in already)
@@ -67,7 +72,7 @@ def block_costs(
             BlockCost(
                 name=block.name,
                 kept_bytes=size,
-                boundary_bytes=block.cut_bytes,
+                boundary_bytes=crossing,
                 parameter_bytes=sum(_bytes(graph.parameters[name]) for name in block.parameters),
                 deferred_bytes=memory.deferred,
                 working_bytes=max(memory.forward, memory.backward),
@@ -77,6 +82,18 @@ def block_costs(
             )
         )
     return tuple(costs)
+
+
+def _crossing_bytes(graph: ModelGraph, fields: Mapping[str, Tensor]) -> list[int]:
+    """The bytes that cross the cut behind each block, with a minibatch of these fields."""
+    shapes = {name: tensor.shape for name, tensor in fields.items()}
+    crossing = [0] * len(graph.blocks)
+    for stage in graph.stages((1,) * len(graph.blocks)):
+        for value, readers in stage.writes.items():
+            size = graph.shape(value, shapes).numel() * stage.value_dtype(value).itemsize
+            for cut in range(stage.index, readers[-1]):
+                crossing[cut] += size
+    return crossing
 
 
 def ties(graph: ModelGraph) -> tuple[Tie, ...]:

@@ -25,7 +25,6 @@ from vpipe.communication import World
 from vpipe.cost import Profile, read_profile, write_profile
 from vpipe.profile.device import measure_device
 from vpipe.profile.links import measure_link
-from vpipe.profile.rounds import run_round
 
 if TYPE_CHECKING:
     from vpipe.profile.model import MeasuredModel
@@ -70,7 +69,7 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
     if world.rank == 0:
         device, link = measure_device(model.place), measure_link(model.place)
     world.all_gather("profile: before the first round", None)
-    run_round(model.stages)  # compiles, or captures graphs, before anybody waits for it
+    model.warm()  # compiles, or captures graphs, before anybody waits for it
     world.all_gather("profile: warm", None)
     alone: Profile | None = None
     if world.rank == 0:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from vpipe.profile.measured_stage import Interval, MeasuredStage
 from vpipe.stage import StageModule
@@ -20,9 +22,12 @@ class MeasuredGraphStage(MeasuredStage):
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self._begun = False
-        self._pools: dict[StageModule, GraphPool] = {}
         # Of a stage one module runs at a time, so that the graphs of all can have the same memory.
         self._memory = torch.cuda.graph_pool_handle(), torch.cuda.graph_pool_handle()
+
+    def _take_minibatch(self, *given: Mapping[str, Tensor]) -> None:
+        super()._take_minibatch(*given)
+        self._pools: dict[StageModule, GraphPool] = {}
         self._replayed: tuple[GraphPool, GraphSlot] | None = None
 
     @property

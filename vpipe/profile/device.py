@@ -127,7 +127,7 @@ def measure_overhead() -> float:
         graph = capture(model, batch, nn.functional.mse_loss)
         (stage,) = graph.stages((len(graph.blocks),))
         module = MeasuredStage(stage, model, _optimizer, None, {}, graph.batch_fields(batch), HOST)
-        run_rounds([module], 50, 50, 0.0)
+        run_rounds([[module]], 50, 50, 0.0)
     bare = sum(median(map(seconds, module.intervals[phase])) for phase in (FORWARD, BACKWARD))
     return max(0.0, (update / MINIBATCHES - bare) / 2)
 

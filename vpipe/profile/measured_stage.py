@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping
+from copy import copy
 from time import perf_counter, thread_time
 from typing import TypeAlias
 
@@ -74,7 +75,6 @@ class MeasuredStage:
         predict: bool = False,
     ) -> None:
         self.stage = stage
-        self.fields = {name: fields[name] for name in stage.fields}
         self.device = device
         self.compile = compile
         self.whole = StageModule(stage, model, device=device, compile=compile)
@@ -88,10 +88,20 @@ class MeasuredStage:
         self.weights = OptimizerWithWeightStashing(
             self.whole.parameters_by_name, optimizer, master_values=originals, predict=predict
         )
-        self.inputs = {name: values[name] for name in stage.reads}
+        self.clock = clock_of(device)
+        self._take_minibatch(values, fields)
+
+    def with_minibatch(self, values: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> MeasuredStage:
+        """A stage with the same modules and weights, and inputs and times of its own."""
+        other = copy(self)
+        other._take_minibatch(values, fields)
+        return other
+
+    def _take_minibatch(self, values: Mapping[str, Tensor], fields: Mapping[str, Tensor]) -> None:
+        self.fields = {name: fields[name] for name in self.stage.fields}
+        self.inputs = {name: values[name] for name in self.stage.reads}
         self.free = self.whole.free_values(self.fields, RandomContext())
         self.intervals: dict[str, list[Interval]] = defaultdict(list)
-        self.clock = clock_of(device)
         self._outputs: dict[str, Tensor] = {}
         self._gradients: dict[str, Tensor] = {}
         self._context = RandomContext()

@@ -8,13 +8,15 @@ from dataclasses import replace
 from functools import partial
 from itertools import cycle
 from time import perf_counter
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from vpipe.communication import HOST
-from vpipe.cost import DeviceCost, LinkCost, Profile
+from vpipe.cost import DeviceCost, LinkCost, OtherSize, Profile
+from vpipe.errors import BatchError
 from vpipe.graph import ModelGraph, StageGraph
 from vpipe.pipeline.captured import captured
 from vpipe.profile.block_costs import Kept, block_costs, measure_kept, optimizer_ratio, ties
@@ -32,6 +34,7 @@ from vpipe.profile.rounds import (
     measure_swapping,
     run_round,
     run_rounds,
+    run_turns,
 )
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype
@@ -42,10 +45,27 @@ MEMBERS = 2
 """Blocks of a kind that are measured: with one alone, its weights would never leave the caches."""
 RUN = 4
 """Consecutive blocks that are measured as one stage as well, on a GPU: it gives the cost of a call."""
+SMALLER = (2, 4)
+"""By what a minibatch is divided for the other sizes that are measured. Compiled blocks are measured with one size:
+every other one is compiled again."""
 LEAST_ROUNDS, MOST_ROUNDS = 5, 25
 LARGEST_SWAPPED = 2**29
 """Bytes that a block keeps, of those that are swapped to be measured. Copying more takes seconds, and much longer than
 the host needs to start it."""
+
+
+class SizedStages(NamedTuple):
+    """The stages that are measured with a minibatch of one size: of single blocks, by kind, and of several."""
+
+    fields: dict[str, Tensor]
+    kinds: dict[str, list[MeasuredStage]]
+    kept: dict[str, Kept]
+    run: MeasuredStage | None
+
+    @property
+    def stages(self) -> list[MeasuredStage]:
+        singles = [single for same in self.kinds.values() for single in same]
+        return singles if self.run is None else [*singles, self.run]
 
 
 class MeasuredModel:
@@ -82,31 +102,47 @@ class MeasuredModel:
             run_length = RUN if place.type == "cuda" else 0
         self.dtype = dtype = compute_dtype(precision)
         self.graph = captured(model, example_batch, loss_fn, precision, chunked_loss)
-        fields = self.graph.batch_fields(example_batch)
-        fields = {name: cast(tensor, dtype).to(place) for name, tensor in fields.items()}
-        self.batch_size = int(count_samples(fields))
         self.shapes = shapes(self.graph)
+        batches = list(_of_sizes(self.graph, example_batch, () if compile else SMALLER))
+        fields, *smaller = [
+            {name: cast(tensor, dtype).to(place) for name, tensor in each.items()} for each in batches
+        ]
+        self.batch_size = int(count_samples(fields))
+        joined: StageGraph | None = None
+        if min(run_length, len(self.shapes)) > 1:
+            joined = _commonest(self.graph, self.shapes, run_length)
 
-        def build(kind: type[MeasuredStage]) -> None:
+        def build(kind: type[MeasuredStage]) -> SizedStages:
             def make(stage: StageGraph, values: Mapping[str, Tensor]) -> MeasuredStage:
                 return kind(stage, model, optimizer, dtype, values, fields, place, compile, predict)
 
-            with torch.random.fork_rng(devices=[]):
-                self.kinds, self._kept, values = _set_up(self.graph, self.shapes, make)
-                self.run: MeasuredStage | None = None
-                if min(run_length, len(self.shapes)) > 1:
-                    self.run = make(_commonest(self.graph, self.shapes, run_length), values)
-            self.stages = [single for same in self.kinds.values() for single in same]
-            if self.run is not None:
-                self.stages.append(self.run)
+            return _set_up(self.graph, self.shapes, joined, fields, make)
 
-        self.graphs = cuda_graphs is True
-        build(MeasuredGraphStage if self.graphs else MeasuredStage)
-        if cuda_graphs == AUTO_GRAPHS and self.run is not None and host_is_slower(self.run):
-            self.graphs = True
-            build(MeasuredGraphStage)
-        for measured in self.stages:
-            measured.begin_rounds()
+        with torch.random.fork_rng(devices=[]):
+            self.graphs = cuda_graphs is True
+            main = build(MeasuredGraphStage if self.graphs else MeasuredStage)
+            if cuda_graphs == AUTO_GRAPHS and main.run is not None and host_is_slower(main.run):
+                self.graphs = True
+                main = build(MeasuredGraphStage)
+            built = {stage.stage.blocks: stage for stage in main.stages}
+
+            def share(
+                fields: Mapping[str, Tensor], stage: StageGraph, values: Mapping[str, Tensor]
+            ) -> MeasuredStage:
+                return built[stage.blocks].with_minibatch(values, fields)
+
+            self._sizes = [main]
+            for fewer in smaller:
+                self._sizes.append(_set_up(self.graph, self.shapes, joined, fewer, partial(share, fewer)))
+        self.kinds, self.run, self.stages, self._kept = main.kinds, main.run, main.stages, main.kept
+        for stages in self._turns:
+            for measured in stages:
+                measured.begin_rounds()
+
+    @property
+    def _turns(self) -> list[list[MeasuredStage]]:
+        """The stages of each size; those of two sizes share weights."""
+        return [sized.stages for sized in self._sizes]
 
     def measure(
         self,
@@ -128,8 +164,12 @@ class MeasuredModel:
             self.measure_swapping()
         else:
             with busy_processes(other_processes, partial(run_round, self.stages)):
-                run_rounds(self.stages, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+                run_rounds(self._turns, LEAST_ROUNDS, MOST_ROUNDS, seconds)
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
+
+    def warm(self) -> None:
+        """The first rounds, which compile blocks or capture graphs."""
+        run_turns(self._turns)
 
     def run_for(self, seconds: float, share: float = 0.0) -> None:
         """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds."""
@@ -154,12 +194,15 @@ class MeasuredModel:
         count = Counter(shape.kind for shape in self.shapes)
         often = {kind: -(-count[kind] // (len(same) + in_run[kind])) for kind, same in self.kinds.items()}
         rounds = [
-            [stage for stage in self.stages if max(often[kind] for kind in self._kinds_of(stage)) > number]
+            [
+                [stage for stage in stages if max(often[kind] for kind in self._kinds_of(stage)) > number]
+                for stages in self._turns
+            ]
             for number in range(max(often.values()))
         ]
         first = round(share * len(rounds))
         for number in cycle([*range(first, len(rounds)), *range(first)]):
-            run_round(rounds[number])
+            run_turns(rounds[number])
             yield number == (first or len(rounds)) - 1
 
     def _kinds_of(self, stage: MeasuredStage) -> Sequence[str]:
@@ -167,20 +210,19 @@ class MeasuredModel:
 
     def clear(self) -> None:
         """Drop the times of the rounds so far."""
-        for stage in self.stages:
-            stage.intervals.clear()
+        for stages in self._turns:
+            for stage in stages:
+                stage.intervals.clear()
 
     def profile(self, device: DeviceCost, link: LinkCost) -> Profile:
-        """From all rounds so far."""
-        calls = NO_CALLS
-        if self.run is not None:
-            calls = call_times([self.kinds[kind] for kind in self._kinds_of(self.run)], self.run)
-        times = {kind: block_times(same, calls) for kind, same in self.kinds.items()}
+        """From all rounds so far, of the sizes that were in some."""
+        measured = [sized for sized in self._sizes if sized.stages[0].intervals]
+        own, *others = (self._of_size(sized, device) for sized in measured)
         return Profile(
-            blocks=block_costs(self.graph, self.shapes, times, self._kept),
+            blocks=own.blocks,
             device=replace(
                 device,
-                overhead=device.overhead + (calls.forward + calls.backward) / 2,
+                overhead=own.overhead,
                 adding=measure_adding(self.place, self.dtype, self.graphs) if ties(self.graph) else 0.0,
                 graphs=self.graphs,
                 eager_kinds=sum(any(stage.lacks_memory for stage in same) for same in self.kinds.values()),
@@ -191,13 +233,46 @@ class MeasuredModel:
             optimizer_ratio=optimizer_ratio(self.stages),
             fingerprint=self.graph.plan_fingerprint,
             tied=ties(self.graph),
+            other_sizes=tuple(others),
+        )
+
+    def _of_size(self, sized: SizedStages, device: DeviceCost) -> OtherSize:
+        calls = NO_CALLS
+        if sized.run is not None:
+            calls = call_times([sized.kinds[kind] for kind in self._kinds_of(sized.run)], sized.run)
+        times = {kind: block_times(same, calls) for kind, same in sized.kinds.items()}
+        return OtherSize(
+            int(count_samples(sized.fields)),
+            block_costs(self.graph, self.shapes, times, sized.kept, sized.fields),
+            device.overhead + (calls.forward + calls.backward) / 2,
         )
 
 
+def _of_sizes(graph: ModelGraph, batch: Any, smaller: Sequence[int]) -> Iterator[dict[str, Tensor]]:
+    """The fields of a batch, and of the first samples of it, as far as the model takes fewer."""
+    fields = graph.batch_fields(batch)
+    yield fields
+    whole = int(count_samples(fields))
+    for count in sorted({whole // divisor for divisor in smaller} - {0, whole}, reverse=True):
+        try:
+            yield graph.batch_fields(pytree.tree_map(partial(_first, count, whole), batch))
+        except BatchError:
+            return
+
+
+def _first(count: int, whole: int, value: Any) -> Any:
+    of_samples = isinstance(value, Tensor) and value.dim() and len(value) == whole
+    return value[:count] if of_samples else value
+
+
 def _set_up(
-    graph: ModelGraph, found: list[Shape], make: Callable[[StageGraph, Mapping[str, Tensor]], MeasuredStage]
-) -> tuple[dict[str, list[MeasuredStage]], dict[str, Kept], dict[str, Tensor]]:
-    """Stages of one block for each kind, with the inputs that earlier blocks made for them; and all these values."""
+    graph: ModelGraph,
+    found: list[Shape],
+    joined: StageGraph | None,
+    fields: dict[str, Tensor],
+    make: Callable[[StageGraph, Mapping[str, Tensor]], MeasuredStage],
+) -> SizedStages:
+    """Stages of one block for each kind, with the inputs that earlier blocks made for them, and one of several."""
     kinds: dict[str, list[MeasuredStage]] = defaultdict(list)
     kept: dict[str, Kept] = {}
     values: dict[str, Tensor] = {}
@@ -215,7 +290,7 @@ def _set_up(
             values.update(
                 zip(shape.outputs, (values[n] for n in found[same[-1].stage.index].outputs), strict=True)
             )
-    return kinds, kept, values
+    return SizedStages(fields, kinds, kept, None if joined is None else make(joined, values))
 
 
 def _commonest(graph: ModelGraph, found: Sequence[Shape], length: int) -> StageGraph:

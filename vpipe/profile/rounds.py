@@ -69,20 +69,27 @@ def _run_minibatch(
             stage.intervals[phase].append(stage.weight_gradients())
 
 
-def run_rounds(stages: Sequence[MeasuredStage], least: int, most: int, duration: float) -> None:
-    """Some rounds to warm up, then at least `least`, and more (`most` at most) while there is time."""
+def run_rounds(turns: Sequence[Sequence[MeasuredStage]], least: int, most: int, duration: float) -> None:
+    """Some rounds of all turns to warm up, then at least `least`, and more (`most` at most) while there is time."""
     for _ in range(WARM):
         began = perf_counter()
-        run_round(stages)
+        run_turns(turns)
         if perf_counter() - began > SLOW:
             least = 1
             break
-    for stage in stages:
-        stage.intervals.clear()
+    for stages in turns:
+        for stage in stages:
+            stage.intervals.clear()
     deadline = perf_counter() + duration
     for number in range(most):
         if number >= least and perf_counter() > deadline:
             break
+        run_turns(turns)
+
+
+def run_turns(turns: Iterable[Sequence[MeasuredStage]]) -> None:
+    """A round of each: of stages that share weights only one may be in a round."""
+    for stages in turns:
         run_round(stages)
 
 
