@@ -84,7 +84,7 @@ def test_a_named_schedule_as_a_table_is_planned_the_same(name: str) -> None:
 def test_several_stages_on_a_rank(name: str) -> None:
     table = read_table(write_table(build(name, 2, 4)), "chunks.csv")
     profile = made_of(*[BLOCK] * 8)
-    found, named = plan(profile, 2, 10**6, table), plan(profile, 2, 10**6, name, 4)
+    found, named = plan(profile, 2, 10**6, table), plan(profile, 2, 10**6, name, 4, all_ranks=True)
     simulated = simulate(profile, found.to_plan(), table)
     assert [position.memory.total for position in found.positions] == [
         rank.memory.total for rank in simulated.ranks

@@ -68,7 +68,9 @@ def test_auto_is_the_fastest_of_all(
     check_auto(replace(profile, device=device, links=FAR if far else {}), ranks, cap, MINIBATCHES)
 
 
-@pytest.mark.parametrize(("count", "different"), [pytest.param(12, 3, marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    ("count", "different"), [pytest.param(12, 3, marks=[pytest.mark.long, pytest.mark.timeout(900)])]
+)
 def test_auto_is_the_fastest_of_all_on_more_ranks(count: int, different: int) -> None:
     """Larger models, of which different schedules are the best."""
     random, best = Random(3), Counter[str]()

@@ -12,10 +12,11 @@ from tests.every_plan import SCHEDULES, Problem, best_seconds, compositions, dra
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile
 from vpipe.errors import VPipeError
 from vpipe.plan import PlanResult, plan
-from vpipe.plan.by_simulation import NOISE
 from vpipe.plan.paths import Paths
-from vpipe.plan.shape import PlanShape
+from vpipe.plan.report import plan_table
+from vpipe.plan.shape import SAMPLES_WORTH, PlanShape
 from vpipe.plan.task import Task
+from vpipe.plan.trials import NOISE
 from vpipe.schedule import kind_of
 from vpipe.schedule.kind import too_shallow
 from vpipe.simulate import simulate
@@ -30,18 +31,25 @@ def planned(problem: Problem) -> PlanResult | None:
         return None
 
 
-def check_best(problem: Problem) -> None:
-    """The plan takes what a simulation says, fits, and is as fast as any of the schedule's own depth."""
-    result, best = planned(problem), best_seconds(problem)
+def check_best(problem: Problem, deepest: int = 3) -> None:
+    """The plan takes what a simulation says, fits, and is as fast as any of these depths, on all ranks or fewer."""
+    result = planned(problem)
+    best = best_seconds(problem, problem.ranks if result is None else result.update_interval, deepest)
     if result is None:
         assert best == inf
         return
     found = simulate(problem.profile, result.to_plan())
     assert result.seconds == seconds_of(found)
     assert all(rank.memory.total <= problem.cap for rank in found.ranks)
-    assert result.seconds <= best * (1 + 1e-9)
-    assert result.depth or result.seconds >= best * (1 - 1e-9)
-    assert result.gap is None
+    assert max(result.depth, default=0) > deepest or result.seconds >= best * (1 - 1e-9)
+    if kind_of(problem.schedule).synchronous:
+        assert result.seconds <= best * (1 + 1e-9)
+        assert result.gap is None
+    else:
+        # On hosts there are more depths and placements than can be looked at: the plan says how far off it may be.
+        assert result.gap is None or problem.profile.hosts is not None
+        assert result.seconds <= best * SAMPLES_WORTH  # a depth that makes weights older has to be worth it
+    assert sum(result.replicas) + result.idle == problem.ranks
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -50,10 +58,40 @@ def test_the_plan_is_the_best(schedule: str, seed: int) -> None:
     check_best(drawn(Random(seed), schedule, range(4, 7), range(2, 5), capped=False))
 
 
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("seed", range(10, 13))
+def test_the_plan_is_the_best_of_odd_blocks(schedule: str, seed: int) -> None:
+    """Very uneven times, a giant, boundaries and weights that are huge or nothing."""
+    check_best(drawn(Random(seed), schedule, range(2, 7), range(2, 4), capped=False, odd=True))
+
+
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe", "zb-h1", "pipedream", "2bw"])
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.long)])
 def test_the_plan_is_the_best_where_memory_is_short(schedule: str, seed: int) -> None:
     check_best(drawn(Random(seed), schedule, range(4, 5), range(2, 3), capped=True))
+
+
+def test_less_depth_makes_a_plan_fit() -> None:
+    """A version of the weights, or a gradient, has 100 bytes; three stages have three versions, two, and one."""
+    blocks = tuple(BlockCost("b", 1.0, 1.0, 1.0, 0.0, 4, 0, 100) for _ in range(3))
+    profile = Profile(blocks, DeviceCost(10**6, 1e9, 1e9), LinkCost(1e9, 0.0), 1, optimizer_ratio=0.0)
+    for cap, depth, seconds in ((420, (), 3), (320, (1, 1, 0), 6), (250, (0, 0, 0), 9)):
+        found = plan(profile, 3, cap, "pipedream")
+        assert (found.depth, found.seconds) == (depth, pytest.approx(seconds))
+    with pytest.raises(VPipeError, match="what would fit: a memory of 200 bytes"):
+        plan(profile, 3, 199, "pipedream")
+    assert plan(profile, 3, 200, "pipedream").seconds == pytest.approx(9)
+
+
+def test_a_rank_stays_idle_where_it_would_only_cost() -> None:
+    """Two blocks make two stages; a replica on the third rank would send 1000 bytes for each update."""
+    blocks = tuple(BlockCost("b", 1.0, 1.0, 1.0, 0.0, 4, 0, 1000) for _ in range(2))
+    profile = Profile(blocks, DeviceCost(10**6, 1e9, 1e9), LinkCost(10.0, 0.0), 1)
+    for schedule in ("1f1b", "pipedream"):
+        found = plan(profile, 3, schedule=schedule)
+        assert (found.replicas, found.idle, found.to_plan().idle) == ((1, 1), 1, 1)
+        assert plan(profile, 3, schedule=schedule, all_ranks=True).seconds > found.seconds
+    assert "rank 2 is idle" in (plan_table(found).caption or "")
 
 
 def slow_cut(schedule: str, ranks: int = 2, memory: int = 10**6) -> PlanResult:
@@ -140,7 +178,7 @@ def test_a_search_that_is_cut_short_says_how_far_it_may_be_from_the_best(
 ) -> None:
     problem = drawn(Random(3), "1f1b", range(7, 8), range(4, 5), capped=False)
     best = planned(problem)
-    monkeypatch.setattr("vpipe.plan.by_simulation.EFFORT", 1)
+    monkeypatch.setattr("vpipe.plan.trials.EFFORT", 1)
     short = planned(problem)
     assert best is not None
     assert short is not None

@@ -71,7 +71,7 @@ def test_the_fastest_schedule_of_100_blocks_on_16_ranks(solved: Counter[type]) -
 
 def test_a_refusal_of_100_blocks_on_16_ranks(solved: Counter[type]) -> None:
     with pytest.raises(VPipeError, match=REFUSED):
-        plan(all_different(100), 16, 990 * 2**20, "auto")
+        plan(all_different(100), 16, 600 * 2**20, "auto")
     assert not solved[TimeCosts]
     assert 16 <= solved[MemoryCosts] < 2000
 
@@ -100,5 +100,5 @@ def test_where_swapping_takes_time(blocks: int, ranks: int, memory: int, schedul
 @pytest.mark.long
 def test_a_refusal_of_400_blocks_on_64_ranks(solved: Counter[type]) -> None:
     with pytest.raises(VPipeError, match=REFUSED):
-        plan(all_different(400), 64, GIB, "auto")
-    assert 64 <= solved[MemoryCosts] < 2000
+        plan(all_different(400), 64, GIB // 2, "auto")
+    assert 64 <= solved[MemoryCosts] < 3000

@@ -95,10 +95,18 @@ def every_choice(
 class Brute:
     """The slowest stage of the best plan, and the least memory of any plan, by trying all of them."""
 
-    def __init__(self, profile: Profile, ranks: int, cap: int, schedule: str, stale: bool = False) -> None:
-        """`stale`: as if gradients were always there."""
+    def __init__(
+        self,
+        profile: Profile,
+        ranks: int,
+        cap: int,
+        schedule: str,
+        stale: bool = False,
+        shallow: bool = False,
+    ) -> None:
+        """`stale`: as if gradients were always there; `shallow`: with one minibatch in flight, if it can be chosen."""
         self.profile, self.ranks, self.cap, self.schedule = profile, ranks, cap, schedule
-        self.stale = stale
+        self.stale, self.shallow = stale, shallow and schedule != "gpipe"
         self.stage = lru_cache(maxsize=None)(self._stage)
 
     def best(self, equal: int | None = None) -> float:
@@ -131,7 +139,7 @@ class Brute:
         """Its least time under the cap, and its least memory."""
         profile = self.profile
         blocks = profile.blocks[start:stop]
-        flight, versions = in_flight_and_versions(self.schedule, behind, copies)
+        flight, versions = (1, 1) if self.shallow else in_flight_and_versions(self.schedule, behind, copies)
         per_update = {"pipedream": 1, "2bw": self.ranks / copies}.get(
             self.schedule, ceil(MINIBATCHES / copies)
         )
@@ -139,6 +147,7 @@ class Brute:
         parameters = sum(b.parameter_bytes for b in blocks)
         exchanged = parts = 0
         lag = {"pipedream": self.ranks, "2bw": 2}.get(self.schedule, 0)
+        lag = min(lag, 1) if self.shallow else lag
         for tie in profile.tied:
             here = sum(start <= number < stop for number in tie.blocks)
             parameters -= tie.bytes * max(0, here - 1)
@@ -146,7 +155,7 @@ class Brute:
                 exchanged += tie.bytes
                 # Parts on their way, and of later holders their own; the sum while nothing else is there.
                 first = start <= min(tie.blocks) < stop
-                parts += tie.bytes * ((3 if first else 2 * lag) if lag else 2)
+                parts += tie.bytes * ((4 if first else 2 * lag + 1) if lag else 2)
         left = blocks[-1].boundary_bytes if stop < len(profile.blocks) else 0
         fixed = parameters * (versions + (not fresh) + profile.optimizer_ratio) + 2 * (entered[0] + left)
         fixed += parts + profile.device.workspace
@@ -238,7 +247,7 @@ def by_sums(profile: Profile, ranks: int, cap: int, schedule: str) -> PlanResult
     kind = kind_of(schedule)
     task = Task(profile, ranks, cap, kind, MINIBATCHES, None, profile)
     task = task._replace(profile=as_scheduled(profile, kind.splits_backward, task.update_interval))
-    return min(plans_by_sums(task), key=slowest, default=None)
+    return min((found for found in plans_by_sums(task) if not found.depth), key=slowest, default=None)
 
 
 def slowest(result: PlanResult) -> float:
@@ -285,7 +294,7 @@ def test_a_plan_fits(problem: tuple[Profile, int, int], schedule: str) -> None:
     if result is not None:
         assert all(position.memory.total <= cap for position in result.positions)
         assert sum(result.partition) == len(profile.blocks) == len(result.policies)
-        assert sum(result.replicas) == ranks
+        assert sum(result.replicas) + result.idle == ranks
 
 
 @draws(10)
@@ -373,7 +382,9 @@ def test_the_refusal_names_the_smallest_changes(
     profile, cap = replace(profile, batch_size=size), 1 + cap // part
 
     def least(ranks: int, size: int = size) -> float:
-        return Brute(for_batch_size(profile, size), ranks, 0, schedule).least()
+        """With one minibatch in flight, perhaps on fewer ranks."""
+        sized = for_batch_size(profile, size)
+        return min(Brute(sized, own, 0, schedule, shallow=True).least() for own in range(1, ranks + 1))
 
     text = refusal(profile, ranks, cap, schedule)
     assert (text is None) == (least(ranks) <= cap)

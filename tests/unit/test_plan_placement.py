@@ -14,12 +14,12 @@ from tests.every_plan import SCHEDULES, Problem, drawn, layouts, on_hosts, secon
 from tests.unit.test_plan_best import check_best
 from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Profile
 from vpipe.plan import PlanResult, plan
-from vpipe.plan.by_simulation import NOISE
 from vpipe.plan.chunks_by_simulation import ChunkedSearch
 from vpipe.plan.paths import Paths
 from vpipe.plan.placements import placements as tried
 from vpipe.plan.shape import PlanShape
 from vpipe.plan.task import Task
+from vpipe.plan.trials import NOISE
 from vpipe.schedule import build, kind_of
 from vpipe.simulate import simulate
 

@@ -9,7 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from tests.every_plan import SCHEDULES
+from tests import every_plan
+from tests.every_plan import SCHEDULES, on_hosts
 from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile, bucket_count
 from vpipe.cost import costs as costs_module
 from vpipe.errors import VPipeError
@@ -144,6 +145,24 @@ def drawn(random: Random) -> tuple[Profile, Simulation]:
     link = LinkCost(random.choice([1.0, 5.0, 50.0]), random.choice([0.0, 0.3]))
     costs = replace(profile(*blocks, hosts=hosts, link=link), link=LinkCost(random.choice([9.0, 1e9])))
     return costs, run(costs, replicas, name, random.randint(3, 12))
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_the_numbers_of_a_hosts_ranks_do_not_matter(seed: int) -> None:
+    """Those of a host are exchanged: another rank number runs each replica, over the same links."""
+    random = Random(seed)
+    schedule = ("pipedream", "2bw", "1f1b")[seed % 3]
+    problem = on_hosts(random, every_plan.drawn(random, schedule, [4, 5], [5], capped=False), (3, 2))
+    hosts = problem.profile.hosts
+    assert hosts is not None
+    plan = random.choice([one for one in every_plan.layouts(problem) if max(one.replicas) > 1])
+    if schedule == "2bw":
+        plan = replace(plan, update_interval=15)
+    other = {one: one for one in range(5)}
+    for own in hosts.ranks:
+        other |= dict(zip(own, random.sample(own, len(own)), strict=True))
+    moved = replace(plan, placement=tuple(tuple(other[rank] for rank in ranks) for ranks in plan.placement))
+    assert simulate(problem.profile, plan).step_time == simulate(problem.profile, moved).step_time
 
 
 def serve(line: list[tuple[float, tuple[int, ...], float]]) -> dict[tuple[int, ...], tuple[float, float]]:

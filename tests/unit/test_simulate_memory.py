@@ -123,7 +123,7 @@ def test_a_shared_parameter_is_held_once_and_its_gradients_wait() -> None:
     tied = simulate(costs, plan("keep", "keep", "keep"), "pipedream", 12)
     lag = build("pipedream", 3, 12).lag
     more = [a.memory.total - b.memory.total for a, b in zip(tied.ranks, bare.ranks, strict=True)]
-    assert more == [(2 + 1) * 60, 0, 2 * lag * 60]
+    assert more == [4 * 60, 0, (2 * lag + 1) * 60]
     assert (lag, build("1f1b", 3, 12).lag) == (3, 0)
     # Each update of the outer stages sends 60 bytes, and adds as many; the inner one is no busier than before.
     work = [a.compute * a_time - b.compute * b_time for a, b, a_time, b_time in _with_times(tied, bare)]

@@ -239,7 +239,17 @@ class UserPipeline(Pipeline):
             )
             wanted = schedule or given.layout.schedule
             stale = StaleTraining(self.optimizer_name, training.staleness.predict)
-            return plan(measured, self.world.size, memory, wanted, minibatches, batch_size, chunks, stale)
+            return plan(
+                measured,
+                self.world.size,
+                memory,
+                wanted,
+                minibatches,
+                batch_size,
+                chunks,
+                stale,
+                all_ranks=True,
+            )
 
         return agree(self.world, "plan", run)
 

@@ -221,18 +221,19 @@ class Profile(FileObject):
         """Gradients that a stage of these blocks and another one add up at each update."""
         return sum(tie.bytes for tie in self.tied if 0 < tie.inside(start, stop) < len(tie.blocks))
 
-    def exchange_buffers(self, start: int, stop: int, lag: int) -> int:
-        """Bytes that they hold for that, where the first of these stages may be `lag` updates behind the last.
+    def exchange_buffers(self, start: int, stop: int, lag: int, *, apart: bool = True) -> int:
+        """Bytes that they hold for that at their peak, where the first of these stages may be `lag` updates behind the
+        last.
 
-        A part in flight and the sum; the first stage a second part in flight. The others apply the sum `lag` updates
-        later: they hold the parts of all updates between, those in flight and their own. Their sum only exists while
-        they update, when the backward before has freed its memory.
+        In a synchronous schedule (no lag) a part and the sum, or the sum alone where no other rank has a part (not
+        `apart`). Else the first stage has one part in use, one under way and their sum in float32; the others apply the
+        sum `lag` updates later, and hold the parts of all updates between, those under way and their own.
         """
         size = 0
         for tie in self.tied:
             if 0 < tie.inside(start, stop) < len(tie.blocks):
                 first = start <= tie.blocks[0] < stop
-                size += tie.bytes * (2 + (min(lag, 1) if first else max(0, 2 * lag - 2)))
+                size += tie.bytes * ((4 if first else 2 * lag + 1) if lag else 1 + apart)
         return size
 
     def exchange_seconds(self, count: int) -> float:

@@ -32,7 +32,7 @@ def _policy(name: Any) -> Any:
     return name
 
 
-def _schedule(name: str) -> str:
+def check_schedule(name: str) -> str:
     if name not in KINDS and not name.endswith(".csv"):
         raise ValueError(f"the path of a .csv file, or the name of a schedule: {meant(name, KINDS)}")
     return check_path(name)
@@ -45,7 +45,7 @@ def _figure(value: Any) -> Any:
 
 
 Policies = Annotated[tuple[Annotated[str, PlainValidator(_policy)], ...], Field(min_length=1)]
-ScheduleName = Annotated[str, AfterValidator(_schedule)]
+ScheduleName = Annotated[str, AfterValidator(check_schedule)]
 Ranks = Annotated[tuple[Annotated[int, Unit("a rank")], ...], Field(min_length=1)]
 Share = Annotated[float, Unit("a number", most=1)]
 
@@ -76,6 +76,8 @@ class Plan(FileObject):
     placement: Annotated[tuple[Ranks, ...], Field(min_length=1)] = ()
     """The ranks of each pipeline position, in the order of their first minibatches; empty: numbered position by
     position."""
+    idle: Annotated[int, Unit("idle ranks")] = 0
+    """The last ranks of the run, which have no stage: the plan is faster without them."""
     scheduled: bool = field(default=True, compare=False, metadata={"in_file": False})
     """Whether it says which schedule it is for; the guides' file of two keys does not."""
     format: Literal["vpipe plan 1"] = "vpipe plan 1"
@@ -122,6 +124,11 @@ def read_plan(path: Path) -> Plan:
         raise ConfigError(
             f"{path}: partition is {short_repr(list(file.partition))}: expected {MOST_BLOCKS:,} blocks at most"
         )
+    if file.idle and not file.replicas:
+        raise ConfigError(
+            f"{path}: idle is {file.idle}, but there are no replicas, which say how many ranks are not idle: give one "
+            f"number for each position of the pipeline, such as {[1] * min(4, len(file.partition))}"
+        )
     values = {entry.name: getattr(file, entry.name) for entry in fields(Plan)}
     return Plan(
         **values
@@ -144,6 +151,7 @@ def write_plan(plan: Plan, path: Path) -> None:
         "schedule": plan.schedule,
         "replicas": list(plan.replicas) or None,
         "placement": [list(own) for own in plan.placement] or None,
+        "idle": plan.idle or None,
         "minibatches": plan.minibatches,
         "chunks": plan.chunks,
         "update_interval": plan.update_interval,

@@ -13,7 +13,7 @@ from vpipe.plan.model import Slice
 from vpipe.plan.slices import MemoryCosts
 from vpipe.plan.stage_bounds import all_moves, least_limit
 from vpipe.plan.stages import placed, search
-from vpipe.plan.task import Task, divisors, holdings_of, loads_of, weights_alone
+from vpipe.plan.task import Task, divisors, holdings_of, least_loads_of, weights_alone
 from vpipe.system.units import show_bytes
 
 
@@ -102,27 +102,28 @@ def least_of_all(tasks: Sequence[Task]) -> tuple[Task, Least] | None:
     Exact searches go first, those that seem to need least before the others, and leave a limit to the climbs.
     """
     best: tuple[Task, Least] | None = None
-    for _, bound, place, task, find in sorted(_ways(tasks), key=lambda way: way[:3]):
+    for _, bound, place, find in sorted(_ways(tasks), key=lambda way: way[:3]):
         limit = inf if best is None else best[1].memory
         found = find(limit) if bound <= limit else None
         if found is not None and (best is None or (found.memory, place) < (limit, tasks.index(best[0]))):
-            best = task, found
+            best = tasks[place], found
     return best
 
 
-def _ways(tasks: Sequence[Task]) -> Iterator[tuple[bool, float, int, Task, Callable[[float], Least | None]]]:
-    """Whether it is a climb, a bound, the task's place, the task; how the least of a layout is found under a limit."""
-    for place, task in enumerate(tasks):
+def _ways(tasks: Sequence[Task]) -> Iterator[tuple[bool, float, int, Callable[[float], Least | None]]]:
+    """Whether it is a climb, a bound, the task's place; how the least of a layout is found under a limit."""
+    placed = [(place, own) for place, task in enumerate(tasks) for own in task.with_idle_ranks()]
+    for place, task in placed:
         if not task.in_line:
             # Of large problems only the most positions: there may be less elsewhere, but this fits.
             for positions in divisors(task) if task.small else divisors(task)[-1:]:
                 bound = max(weights_alone(task, positions), task.memory)
-                yield True, bound, place, task, partial(_chunked_least, task, positions)
+                yield True, bound, place, partial(_chunked_least, task, positions)
             continue
-        for loads in loads_of(task):
+        for loads in least_loads_of(task):
             costs = MemoryCosts(task.profile, loads)
             bound = least_limit(all_moves(loads), costs.floors, len(task.profile.blocks))
-            yield False, bound, place, task, partial(_line_least, costs)
+            yield False, bound, place, partial(_line_least, costs)
 
 
 def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
@@ -135,9 +136,13 @@ def _line_least(costs: MemoryCosts, limit: float) -> Least | None:
 
 def fits(task: Task) -> bool:
     """Whether there is any plan."""
+    return any(map(_fits_all_ranks, task.with_idle_ranks()))
+
+
+def _fits_all_ranks(task: Task) -> bool:
     if not task.in_line:
         return any(_missing(holdings) == 0 for holdings in _every_layout(task))
-    costs = (MemoryCosts(task.profile, loads) for loads in loads_of(task))
+    costs = (MemoryCosts(task.profile, loads) for loads in least_loads_of(task))
     blocks = len(task.profile.blocks)
     return any(search(cost, blocks, even=False, limit=task.memory) is not None for cost in costs)
 

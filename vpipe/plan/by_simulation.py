@@ -1,93 +1,66 @@
 """The search by simulation: the plan that takes least time, or the best that was found and how far off it may be.
 
 What a step takes depends on links and on who waits for whom, which sums over stages do not know. So each partition with
-its replicas and its placement on hosts has a lower bound (`paths.py`), and they are simulated in the order of these
-bounds, until no bound is below the best time. Where there are too many of them, or `EFFORT` is spent, the plans that
-the sums found are improved cut by cut, and `gap` says how far the result may be from the best.
-
-Other depths than the schedule's own cost memory and, in asynchronous runs, make weights older: a plan has them only if
-that makes it faster by `WORTH`.
+its replicas, its placement on hosts and its depth has a lower bound (`paths.py`), and they are simulated in the order
+of these bounds, until no bound is below the best time. Where there are too many of them, or `EFFORT` is spent, the
+plans that the sums found are improved cut by cut, and `gap` says how far the result may be from the best.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from heapq import heapify, heappop, heappush
-from itertools import product
-from math import comb, inf, prod
+from itertools import accumulate, chain, zip_longest
+from math import comb, inf
 from typing import NamedTuple
 
 import numpy as np
 
-from vpipe.plan.chunks import PositionHolding
-from vpipe.plan.frontier import FEW, PolicyChoice, policy_choice, policy_choices
-from vpipe.plan.model import Load, Slice
-from vpipe.plan.paths import Bounds, Cuts, Paths, PipelineFacts, all_cuts, compositions
-from vpipe.plan.placements import placements
-from vpipe.plan.result import PlanResult, assemble, simulated_seconds
+from vpipe.plan.frontier import FEW, policy_choice
+from vpipe.plan.other_cuts import elsewhere, neighbours
+from vpipe.plan.paths import Cuts, PipelineFacts, all_cuts, compositions
+from vpipe.plan.result import PlanResult
 from vpipe.plan.shape import WORTH, PlanShape
-from vpipe.plan.sums import Floats
 from vpipe.plan.task import Task
-from vpipe.schedule.program import Placement
+from vpipe.plan.trials import EFFORT, ROUNDING, Trials, effort_of
+from vpipe.schedule.kind import too_shallow
 from vpipe.schedule.staircase import depths
 
 MOST = 20_000
 """Partitions, with replicas, that are looked at one by one."""
-EFFORT = 200_000
-"""Actions that may be simulated; each simulation counts as `EACH` more."""
-EACH = 600
+THOROUGH = 3
+"""Times the effort where every plan is looked at."""
 PLACED = 4
 """Times the effort where ranks are on several hosts and every partition is looked at."""
+MORE = 0.4
+"""Of the effort, in addition, for plans of few stages, and as much for cuts elsewhere, where not all are looked at."""
 REGULAR = 4
 """Placements on which a plan by sums is simulated."""
-NOISE = 0.95
-"""What an asynchronous simulation may be below the time of an endless run."""
-ROUNDING = 1 - 1e-9
-COMBINED = 24
-"""Policies of all stages that are tried in every combination."""
 
 
 class Entry(NamedTuple):
     """A partition in the order of the search; a shape without ranks stands for all placements."""
 
     key: float
-    least: float
+    """Its bound times what a depth must be worth."""
+    bound: float
     shape: PlanShape
     cuts: Cuts
     open_depth: bool
     """Whether it stands for all depths but the schedule's own."""
 
 
-class Found(NamedTuple):
-    seconds: float
-    shape: PlanShape
-    cuts: tuple[int, ...]
-    choices: tuple[PolicyChoice, ...]
-
-    @property
-    def value(self) -> float:
-        return self.seconds * self.shape.worth
-
-
-class SimulatedSearch:
+class SimulatedSearch(Trials):
     """The search for stages in line: one on each rank."""
 
     def __init__(self, task: Task) -> None:
-        self.task = task
+        super().__init__(task)
         self.blocks = len(task.profile.blocks)
-        self.paths = Paths(task.profile)
-        self.known: dict[tuple[int, int, Load], list[PolicyChoice]] = {}
-        self.tried: dict[tuple[object, ...], float] = {}
-        self.made: dict[tuple[object, ...], PlanShape] = {}
-        """By replicas, depth and placement."""
-        self.effort = EFFORT
-        self.best: Found | None = None
-        self.doubted = inf
-        """The least bound of a partition of which not all policies, or placements, were looked at."""
         self.started: list[tuple[PlanShape, Cuts]] = []
         """Where a climb begins."""
-        self.placed: dict[tuple[int, ...], tuple[list[Placement], bool]] = {}
+        self.every_depth = False
+        """Whether all depths are looked at, if they are not too many, instead of some that are likely to suit."""
 
     def run(self, starts: Iterable[PlanResult], limit: float) -> PlanResult | None:
         """`starts`: plans by sums; `limit`: a plan that takes longer is of no use."""
@@ -98,6 +71,10 @@ class SimulatedSearch:
         if self.count() <= MOST:
             self.effort *= 1 if self.task.profile.hosts is None else PLACED
             proven = self.in_order(self.entries())
+            self.step_depths()
+            if self.task.few and self.task.kind.any_depth:
+                self.every_depth, self.effort, self.doubted = True, EFFORT * THOROUGH, inf
+                proven = self.in_order(self.entries())
         else:
             proven = self.climb()
         if self.best is None:
@@ -105,39 +82,23 @@ class SimulatedSearch:
         gap = self.best.seconds / proven - 1 if proven else inf
         return replace(self.result(self.best), gap=None if gap <= 1e-6 else gap)
 
-    def shapes(self) -> Iterator[PlanShape]:
+    def shapes(self, counts: Iterable[int]) -> Iterator[PlanShape]:
+        """With so many stages; a table has its own."""
         task = self.task
         if task.kind.table is not None:
             yield self.shape(tuple(map(len, task.kind.table.placement)))
             return
-        for stages in task.counts:
+        for stages in counts:
             for replicas in compositions(task.ranks, stages):
                 if task.allows(replicas):
                     yield self.shape(replicas)
 
-    def shape(
-        self,
-        replicas: tuple[int, ...],
-        depth: tuple[int, ...] | None = None,
-        placement: Placement | None = None,
-    ) -> PlanShape:
-        """One object for each: what it computes is kept. Where there is one placement only, it has that."""
-        if placement is None and len(self.placements(replicas)[0]) == 1:
-            placement = self.placements(replicas)[0][0]
-        made = PlanShape(self.task, replicas, depth, placement)
-        return self.made.setdefault((replicas, depth, placement), made)
-
-    def placements(self, replicas: tuple[int, ...]) -> tuple[list[Placement], bool]:
-        """Those to try, and whether these are all; a table has its own."""
-        if replicas not in self.placed:
-            table = self.task.kind.table
-            found = placements(self.task.profile, replicas) if table is None else ([table.placement], True)
-            self.placed[replicas] = found
-        return self.placed[replicas]
-
     def count(self) -> int:
         """Partitions with all replicas, at most."""
-        return sum(comb(self.blocks - 1, n - 1) * comb(self.task.ranks - 1, n - 1) for n in self.task.counts)
+        return sum(map(self.count_of, self.task.counts))
+
+    def count_of(self, stages: int) -> int:
+        return comb(self.blocks - 1, stages - 1) * comb(self.task.ranks - 1, stages - 1)
 
     @property
     def complete(self) -> bool:
@@ -148,7 +109,7 @@ class SimulatedSearch:
 
     def entries(self) -> list[Entry]:
         found: list[Entry] = []
-        for shape in self.shapes():
+        for shape in self.shapes(self.task.counts):
             cuts = all_cuts(self.blocks, len(shape.replicas))
             found += self.of_shape(shape, cuts, shape.facts, False)
             if self.task.kind.any_depth and len(shape.replicas) > 1:
@@ -156,14 +117,11 @@ class SimulatedSearch:
         return found
 
     def of_shape(self, shape: PlanShape, cuts: Cuts, facts: PipelineFacts, open_depth: bool) -> list[Entry]:
-        bounds = self.paths.bounds(facts, cuts)
-        keys = self.keys(bounds) * (WORTH if open_depth else shape.worth)
-        rows = zip(keys.tolist(), bounds.least.tolist(), cuts, strict=True)
-        return [Entry(key, least, shape, row, open_depth) for key, least, row in rows]
-
-    @staticmethod
-    def keys(bounds: Bounds) -> Floats:
-        return np.maximum(bounds.least, NOISE * bounds.expected)
+        bounds, worth = self.keys(self.paths.bounds(facts, cuts)).tolist(), 1.0 if open_depth else shape.worth
+        return [
+            Entry(worth * bound, bound, shape, row, open_depth)
+            for bound, row in zip(bounds, cuts, strict=True)
+        ]
 
     def in_order(self, entries: list[Entry]) -> float:
         """What no plan can be faster than, as far as it is proven."""
@@ -175,163 +133,86 @@ class SimulatedSearch:
             if key >= self.bar:
                 break
             if entry.shape.placement is not None and not entry.open_depth:
-                self.settle(entry.shape, entry.cuts, entry.least)
+                self.settle(entry.shape, entry.cuts)
                 continue
             for more in self.expand(entry):
                 number += 1
                 heappush(heap, (more.key, number, more))
         if self.effort > 0:
             return min(self.doubted, inf if self.best is None else self.best.seconds)
-        left = min((entry.least for _, _, entry in heap), default=inf)
+        left = min((entry.bound for _, _, entry in heap), default=inf)
         return min(left, self.doubted, inf if self.best is None else self.best.seconds)
+
+    def look_at_few_stages(self, until: float) -> None:
+        """Simulate plans with so few stages that all of these can be put in order, as long as more than so much effort
+        is left: of each number of replicas the one with the least bound, then the next of each.
+
+        Sums do not know that replicas wait for each other, nor how long messages are on their way: of large problems
+        they may miss two or three stages with many replicas.
+        """
+        if self.task.kind.table is not None or self.task.profile.hosts is not None:
+            return
+        totals = accumulate(map(self.count_of, self.task.counts))
+        few = [stages for stages, total in zip(self.task.counts, totals, strict=True) if total <= MOST]
+        ordered = []
+        for shape in self.shapes(few):
+            found = self.of_shape(shape, all_cuts(self.blocks, len(shape.replicas)), shape.facts, False)
+            ordered.append(sorted(found, key=lambda entry: entry.key))
+        for entry in chain.from_iterable(zip_longest(*ordered)):
+            if self.effort <= until:
+                break
+            if entry is not None and entry.key < self.bar:
+                self.settle(entry.shape, entry.cuts)
 
     def expand(self, entry: Entry) -> Iterator[Entry]:
         """The placements or, of a shape that has one, the depths that an entry stands for."""
-        shape, cuts = entry.shape, entry.cuts[None, :]
+        shape = entry.shape
         if shape.placement is not None:
-            for other in self.other_depths(shape, entry.cuts):
-                yield from self.of_shape(other, cuts, other.facts, False)
-            return
-        found, complete = self.placements(shape.replicas)
+            found, complete = self.depths(shape, entry.cuts)
+            yield from found
+        else:
+            placed, complete = self.placements(shape.replicas)
+            for placement in placed:
+                other = self.shape(shape.replicas, shape.depth, placement)
+                facts = other.any_depth if entry.open_depth else other.facts
+                yield from self.of_shape(other, entry.cuts[None, :], facts, entry.open_depth)
         if not complete:
-            self.doubted = min(self.doubted, entry.least)
-        for placement in found:
-            placed = self.shape(shape.replicas, shape.depth, placement)
-            yield from self.of_shape(
-                placed, cuts, placed.any_depth if entry.open_depth else placed.facts, entry.open_depth
-            )
+            self.doubted = min(self.doubted, entry.bound)
 
-    def other_depths(self, shape: PlanShape, cuts: Cuts) -> Iterator[PlanShape]:
-        """Deeper ones, and where memory is short less deep ones; none if the usual one does not fit.
-
-        So whether a schedule fits at all, and what is said if not, depends on its own depth only.
-        """
-        choices = self.choices(shape.slices(cuts.tolist()))
-        if choices is None:
-            return
-        usual, short = depths(shape.replicas), any(own[0].longer or own[0].copied for own in choices)
-        for depth in self.paths.depths(shape.any_depth, cuts):
-            deeper = any(ahead > own for ahead, own in zip(depth, usual, strict=True))
-            if list(depth) != usual and (deeper or short):
-                yield self.shape(shape.replicas, depth, shape.placement)
-
-    # One partition
-
-    @property
-    def value(self) -> float:
-        return inf if self.best is None else self.best.value
-
-    @property
-    def bar(self) -> float:
-        """What a plan must be below to be of use."""
-        return min(self.limit, self.value) * ROUNDING
-
-    def choices(self, slices: Iterable[Slice]) -> list[list[PolicyChoice]] | None:
-        """For each stage the policies to choose from; None: a stage does not fit."""
+    def depths(self, shape: PlanShape, cuts: Cuts) -> tuple[list[Entry], bool]:
+        """Those of other depths than the schedule's own that may be of use, and whether no other may."""
+        depth, complete = self.paths.depths(shape.any_depth, cuts, self.task.interval, self.every_depth)
+        depth = depth[(depth != depths(shape.replicas)).any(axis=1)]
+        each = self.keys(self.paths.bounds(shape.with_depths(depth), cuts[None, :]))
+        bounds = np.broadcast_to(each, len(depth))
         found = []
-        for piece in slices:
-            key = (piece.start, piece.stop, piece.load)
-            if key not in self.known:
-                self.known[key] = policy_choices(self.task.profile, piece, self.task.memory)
-                self.effort -= 20 * (len(self.known[key]) != 1) * (piece.stop - piece.start)
-            if not self.known[key]:
-                return None
-            found.append(self.known[key])
-        return found
+        for place in np.flatnonzero(bounds * (1.0 if self.task.small else WORTH) < self.bar):
+            other = self.shape(shape.replicas, tuple(depth[place].tolist()), shape.placement)
+            bound = float(bounds[place])
+            found.append(Entry(bound * other.worth, bound, other, cuts, False))
+        return found, complete
 
-    def settle(self, shape: PlanShape, cuts: Cuts, least: float = 0.0) -> bool:
-        """Simulate a partition with the best policies; whether it is better than all before."""
-        choices = self.choices(shape.slices(cuts.tolist()))
-        if choices is None:
-            return False
-        quickest = [own[0] for own in choices]
-        if any(choice.longer for choice in quickest):
-            longer = np.array([[choice.longer for choice in quickest]])
-            bounds = self.paths.bounds(shape.facts, cuts[None, :], longer)
-            if float(self.keys(bounds)[0]) * shape.worth >= self.bar:
-                return False
-        before = self.best
-        for chosen in self.combined(choices):
-            self.simulate(shape, cuts, tuple(chosen))
-        if any(choice.copied for choice in quickest) and self.best is not before:
-            self.exchange(shape, cuts, choices)
-        many = any(piece.stop - piece.start > FEW for piece in shape.slices(cuts.tolist()))
-        if prod(map(len, choices)) > COMBINED or (many and any(choice.longer for choice in quickest)):
-            self.doubted = min(self.doubted, least)
-        return self.best is not before
+    # From a start
 
     def begin(self, start: PlanResult) -> None:
         """Simulate a plan by sums, with its own policies and the best ones for its partition, on regular placements."""
         cuts = np.cumsum((0, *start.partition))
         own, profile, memory = start.to_plan().stage_policies(), self.task.profile, self.task.memory
-        placed = self.by_bound(start.replicas, None, cuts, REGULAR)
+        placed = self.by_bound(start.replicas, start.depth or None, cuts, REGULAR)
         self.started.append((placed[0][1], cuts))
         for number, (key, shape) in enumerate(placed):
             if key >= self.bar or (number and self.effort <= 0):
                 break
             pieces = zip(shape.slices(cuts.tolist()), own, strict=True)
             chosen = [policy_choice(profile, piece, list(policies), memory) for piece, policies in pieces]
-            if all(choice.memory.total <= memory for choice in chosen):
+            fits = all(choice.memory.total <= memory for choice in chosen)
+            if fits and self.bound(shape, cuts, chosen) < self.bar:
                 self.simulate(shape, cuts, tuple(chosen))
-            # On hosts there are more starts: when the effort is spent, their own policies have to do.
-            if self.effort > 0 or self.best is None or len(placed) == 1:
+            # When the effort is spent, its own policies have to do.
+            if self.effort > 0 or self.best is None:
                 self.settle(shape, cuts)
             if self.best is not None and self.best.shape is shape:
                 self.started[-1] = shape, cuts
-
-    def combined(self, choices: list[list[PolicyChoice]]) -> Iterator[Sequence[PolicyChoice]]:
-        """All combinations of few, else the quickest of each stage and those that copy least."""
-        if prod(map(len, choices)) <= COMBINED:
-            yield from product(*choices)
-        else:
-            yield [own[0] for own in choices]
-            yield [own[-1] for own in choices]
-
-    def exchange(self, shape: PlanShape, cuts: Cuts, choices: list[list[PolicyChoice]]) -> None:
-        """Other policies for one stage after the other, as long as that helps."""
-        improved = True
-        while improved and self.effort > 0:
-            before = self.best
-            for stage, own in enumerate(choices):
-                for choice in own:
-                    if self.effort <= 0:
-                        return
-                    assert self.best is not None
-                    chosen = list(self.best.choices)
-                    chosen[stage] = choice
-                    self.simulate(shape, cuts, tuple(chosen))
-            improved = self.best is not before
-
-    def simulate(self, shape: PlanShape, cuts: Cuts, choices: tuple[PolicyChoice, ...]) -> None:
-        key = (
-            shape.replicas,
-            shape.depth,
-            shape.placement,
-            cuts.tobytes(),
-            tuple((one.longer, one.copied) for one in choices),
-        )
-        if key in self.tried:
-            return
-        schedule = shape.schedule
-        run = schedule.minibatches or 6 * schedule.filling + 4 * schedule.update_interval
-        shared = self.task.profile.device.shared_by > 1 < self.task.profile.device.crowding
-        self.effort -= (EACH + 2 * run * schedule.num_stages) * (3 if shared else 1)
-        found = Found(inf, shape, tuple(cuts.tolist()), choices)
-        seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
-        self.tried[key] = seconds
-        if seconds * shape.worth < self.bar:
-            self.best = found._replace(seconds=seconds)
-
-    def result(self, found: Found) -> PlanResult:
-        shape = found.shape
-        holdings = [
-            PositionHolding((piece,), [choice.policies], choice.memory, 0.0)
-            for piece, choice in zip(shape.slices(found.cuts), found.choices, strict=True)
-        ]
-        made = assemble(self.task, None, shape.interval, holdings, shape.placement)
-        return replace(made, depth=shape.depth or (), seconds=found.seconds)
-
-    # From a start
 
     def by_bound(
         self, replicas: tuple[int, ...], depth: tuple[int, ...] | None, cuts: Cuts, most: int | None = None
@@ -346,57 +227,78 @@ class SimulatedSearch:
         assert self.best is not None
         shape, cuts = self.best.shape, np.array(self.best.cuts)
         others = self.by_bound(shape.replicas, shape.depth, cuts)
-        self.effort += EFFORT if len(others) > 1 else 0
+        self.effort += effort_of(self.task) if len(others) > 1 else 0
         for key, other in others:
             if key >= self.bar or self.effort <= 0:
                 break
             self.simulate(other, cuts, self.best.choices)
 
     def climb(self) -> float:
-        """Improve the best plan by its placement, cut by cut, then by its depth; the others by their depth only."""
+        """Improve the best plan step by step, then look further away, and improve what was found there."""
         if self.best is not None:
             self.other_placements()
-        improved = True
-        while improved and self.best is not None and self.effort > 0:
-            improved = False
-            shape = self.best.shape
-            cuts = neighbours(np.array(self.best.cuts))
-            if not len(cuts):
-                break
-            bounds = self.keys(self.paths.bounds(shape.facts, cuts)) * shape.worth
-            for place in np.argsort(bounds):
-                if bounds[place] >= self.bar or self.effort <= 0:
-                    break
-                if improved := self.settle(shape, cuts[place]):
-                    break
+        self.refine()
+        near, more = self.best, MORE * effort_of(self.task)
+        self.effort = max(0.0, self.effort) + more
+        self.look_at_few_stages(self.effort - more)
+        self.effort += more
+        while self.best is not None and self.task.small and self.improve(elsewhere(np.array(self.best.cuts))):
+            pass
+        if self.best is not near:
+            self.refine()
+        facts = self.shape((1,) * min(self.blocks, self.task.ranks)).any_depth
+        return self.paths.of_any_partition(facts, self.task.ranks)
+
+    def refine(self) -> None:
+        """Improve the best plan cut by cut, then by its depth; the others by their depth only."""
+        while self.best is not None and self.improve(neighbours(np.array(self.best.cuts))):
+            pass
         if self.best is not None and self.task.kind.any_depth:
             plain = self.shape(self.best.shape.replicas, None, self.best.shape.placement)
             for start in ((plain, np.array(self.best.cuts)), *self.started):
                 self.deepen(*start)
-        facts = self.shape((1,) * min(self.blocks, self.task.ranks)).any_depth
-        return self.paths.of_any_partition(facts, self.task.ranks)
+        self.step_depths()
+
+    def improve(self, cuts: Cuts) -> bool:
+        """Simulate the best plan with other cuts, in the order of their bounds, until one of them is better."""
+        assert self.best is not None
+        shape = self.best.shape
+        if not len(cuts):
+            return False
+        bounds = self.keys(self.paths.bounds(shape.facts, cuts)) * shape.worth
+        for place in np.argsort(bounds):
+            if bounds[place] >= self.bar or self.effort <= 0:
+                break
+            if self.settle(shape, cuts[place]):
+                return True
+        return False
 
     def deepen(self, shape: PlanShape, cuts: Cuts) -> None:
         """Simulate other depths, in the order of their bounds."""
         if self.effort <= 0:
             return
-        keyed = [
-            (float(self.keys(self.paths.bounds(other.facts, cuts[None, :]))[0]) * other.worth, other)
-            for other in self.other_depths(shape, cuts)
-        ]
-        for key, other in sorted(keyed, key=lambda pair: pair[0]):
-            if key >= self.bar or self.effort <= 0:
+        for entry in sorted(self.depths(shape, cuts)[0], key=lambda entry: entry.key):
+            if entry.key >= self.bar or self.effort <= 0:
                 break
-            self.settle(other, cuts)
+            self.settle(entry.shape, cuts)
 
+    def step_depths(self) -> None:
+        """Change the best plan's depth by one on one stage after the other, as long as that helps."""
+        improved = self.task.kind.any_depth and self.task.small
+        while improved and self.best is not None and self.effort > 0:
+            shape, cuts = self.best.shape, np.array(self.best.cuts)
+            improved = any(
+                self.effort > 0 and self.settle(self.shape(shape.replicas, depth, shape.placement), cuts)
+                for depth in self.near_depths(shape)
+            )
 
-def neighbours(cuts: Cuts) -> Cuts:
-    """Each cut one block to the left and to the right."""
-    moved = []
-    for place in range(1, len(cuts) - 1):
-        for by in (-1, 1):
-            if cuts[place - 1] < cuts[place] + by < cuts[place + 1]:
-                other = cuts.copy()
-                other[place] += by
-                moved.append(other)
-    return np.array(moved)
+    def near_depths(self, shape: PlanShape) -> Iterator[tuple[int, ...]]:
+        own = shape.depth or tuple(depths(shape.replicas))
+        for stage in range(len(own)):
+            for by in (1, -1):
+                depth = (*own[:stage], own[stage] + by, *own[stage + 1 :])
+                most = shape.interval  # more would make updates rarer
+                far = most is not None and depth[stage] * shape.replicas[stage] > most
+                joint = not self.task.kind.synchronous
+                if depth[stage] >= 0 and not far and too_shallow(shape.replicas, depth, joint=joint) is None:
+                    yield depth

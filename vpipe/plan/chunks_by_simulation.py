@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from vpipe.plan.by_simulation import EACH, EFFORT, MOST, PLACED, ROUNDING, neighbours
+from vpipe.plan.by_simulation import MOST, PLACED, neighbours
 from vpipe.plan.chunks import ChunkHoldings, PositionHolding
 from vpipe.plan.paths import Cuts, Paths, PipelineFacts, all_cuts
 from vpipe.plan.placed_links import placed_links
@@ -17,6 +17,7 @@ from vpipe.plan.placements import placements
 from vpipe.plan.result import PlanResult, assemble, simulated_seconds
 from vpipe.plan.sums import Floats
 from vpipe.plan.task import Task, divisors, schedule_of, weights_alone
+from vpipe.plan.trials import EACH, ROUNDING, effort_of
 from vpipe.schedule import Schedule
 from vpipe.schedule.program import Placement, renumbered
 
@@ -34,7 +35,7 @@ class ChunkedSearch:
     def __init__(self, task: Task) -> None:
         self.task = task
         self.paths = Paths(task.profile)
-        self.effort = EFFORT * (PLACED if task.small and task.profile.hosts is not None else 1)
+        self.effort = effort_of(task) * (PLACED if task.small and task.profile.hosts is not None else 1)
         self.best: PlanResult | None = None
         self.proven = inf
         """What no partition can be faster than that was not looked at."""

@@ -11,7 +11,7 @@ What earns most at the price where just enough is saved is a good first choice.
 
 The choice is exact (to 1e-9 of the time) where `gap` is 0, and otherwise where groups are few. Many blocks that are
 almost but not quite equal could take for ever: with a gap, after `PATIENCE` steps a choice within it of the best is
-good enough, and the gap doubles with each so many more.
+good enough, and the gap doubles with each so many more. After `MOST` steps the best choice so far has to do.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from typing import NamedTuple
 from vpipe.plan.options import Counts, Group, Option
 
 PATIENCE = 200
+MOST = 10_000
 GAP = 1e-3
 ROUNDING = 1e-9
 HALVINGS = 10
@@ -116,8 +117,8 @@ class CountSearch:
         self.groups = sorted(groups, key=lambda group: _worth(prices, group), reverse=True)
         self.need, self.compute, self.gap = need, compute, gap
         self.seconds, self.steps = limit, 0
-        self.set_limit()
         self.counts: Counts | None = None
+        self.set_limit()
         self.columns: list[Column] = []
         earned_after, saved_after = 0.0, 0
         for index in range(len(self.groups) - 1, -1, -1):
@@ -168,6 +169,8 @@ class CountSearch:
         """`limit` is what a choice must stay below to be worth finding."""
         gap = self.gap * (2 ** min(self.steps // PATIENCE, 8) - 1)
         self.limit = self.seconds * (1 - max(ROUNDING, gap))
+        if self.gap and self.steps >= MOST and self.counts is not None:
+            self.limit = -inf
 
     def visit(self, place: int, need: int, longer: float, copying: float, left: int | None = None) -> None:
         """Tries all counts from column `place` on that could lead below the limit; `left`: blocks of its group."""

@@ -8,13 +8,14 @@ they are taken not to be.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 
 from vpipe.plan.model import Load
 from vpipe.schedule import Op, Schedule, ScheduleKind, holdings
 from vpipe.schedule.facts import fresh_gradients, sample
+from vpipe.schedule.kind import too_shallow
 from vpipe.schedule.program import in_order
 
 
@@ -28,33 +29,54 @@ class Loads:
     """The place in `loads`."""
     update_interval: int | None = None
     """That of an asynchronous schedule with these loads; None: the one that the schedule has by itself."""
+    busy: int | None = None
+    """Ranks from a stage on that its depth keeps busy, at most; None: all of them."""
+
+    def depth(self, kind: ScheduleKind, replicas: Sequence[int]) -> tuple[int, ...]:
+        """Of each stage; empty: the schedule's own."""
+        return () if self.busy is None else shallow_depth(kind, replicas, self.busy)
 
 
-def loads_by_place(kind: ScheduleKind, ranks: int, minibatches: int) -> Loads:
+def shallow_depth(kind: ScheduleKind, replicas: Sequence[int], busy: int) -> tuple[int, ...]:
+    """As many forwards ahead as keep so many ranks busy, or more where a later stage would wait for ever."""
+    behind = (min(sum(replicas[stage:]), busy) for stage in range(len(replicas)))
+    depth = [max(0, own - 1) // count for own, count in zip(behind, replicas, strict=True)]
+    while (found := too_shallow(replicas, depth, joint=not kind.synchronous)) is not None:
+        stage, _, least = found
+        depth[stage] = least
+    return tuple(depth)
+
+
+def loads_by_place(kind: ScheduleKind, ranks: int, minibatches: int, busy: int | None = None) -> Loads:
     """Any replicas on any stage; `minibatches` of a synchronous update."""
     places = {
-        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches)
+        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches, busy)
         for behind in range(1, ranks + 1)
         for replicas in range(1, min(behind, minibatches) + 1)
     }
-    return _numbered(ranks, places, stated_interval(kind, ranks))
+    return _numbered(ranks, places, stated_interval(kind, ranks), busy)
 
 
-def equal_loads(kind: ScheduleKind, ranks: int, replicas: int, minibatches: int) -> Loads:
+def equal_loads(
+    kind: ScheduleKind, ranks: int, replicas: int, minibatches: int, busy: int | None = None
+) -> Loads:
     """The same with so many replicas on every stage, which may make gradients fresh."""
     fresh = not kind.synchronous and planned_interval(kind, ranks, replicas) == replicas
     places = {
-        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches)._replace(fresh=fresh)
+        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches, busy)._replace(fresh=fresh)
         for behind in range(replicas, ranks + 1, replicas)
     }
-    return _numbered(ranks, places, stated_interval(kind, ranks))
+    return _numbered(ranks, places, stated_interval(kind, ranks), busy)
 
 
-def load_at(kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatches: int) -> Load:
+def load_at(
+    kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatches: int, busy: int | None
+) -> Load:
     assert kind.holding is not None
     assert not kind.splits_backward
     own, interval = -(-minibatches // replicas), planned_interval(kind, ranks)
-    held = kind.holding(ranks, behind, replicas, own, interval)
+    ahead = ranks if busy is None else min(ranks, busy)
+    held = kind.holding(ahead, min(behind, max(ahead, replicas)), replicas, own, interval)
     if kind.synchronous:
         return Load(replicas, held.in_flight, 1, 0, False, own)
     per_update = max(interval, replicas) / replicas
@@ -74,13 +96,14 @@ def stated_interval(kind: ScheduleKind, ranks: int) -> int | None:
     return planned_interval(kind, ranks)
 
 
-def line_loads(schedule: Schedule) -> Loads:
+def line_loads(schedule: Schedule, busy: int | None = None) -> Loads:
     """Those of a whole schedule with its stages in line."""
     behind, places = schedule.num_ranks, {}
     for load in schedule_loads(schedule):
         places[behind, load.replicas] = load
         behind -= load.replicas
-    return _numbered(schedule.num_ranks, places, None if schedule.synchronous else schedule.update_interval)
+    interval = None if schedule.synchronous else schedule.update_interval
+    return _numbered(schedule.num_ranks, places, interval, busy)
 
 
 def in_line(schedule: Schedule) -> bool:
@@ -135,7 +158,9 @@ def _counts(schedule: Schedule) -> list[_Count]:
     return found
 
 
-def _numbered(ranks: int, places: Mapping[tuple[int, int], Load], update_interval: int | None) -> Loads:
+def _numbered(
+    ranks: int, places: Mapping[tuple[int, int], Load], update_interval: int | None, busy: int | None
+) -> Loads:
     numbers: dict[Load, int] = {}
     index = {place: numbers.setdefault(load, len(numbers)) for place, load in places.items()}
-    return Loads(ranks, tuple(numbers), index, update_interval)
+    return Loads(ranks, tuple(numbers), index, update_interval, busy)

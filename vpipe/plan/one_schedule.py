@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
+from itertools import islice
 from math import inf
 
 from vpipe.cost import SWAP, Profile
@@ -14,13 +15,19 @@ from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.chunks_by_simulation import ChunkedSearch
 from vpipe.plan.loads import Loads, planned_interval
 from vpipe.plan.model import Slice, StageMemory, stage_memory, stage_time
+from vpipe.plan.paths import Paths
 from vpipe.plan.result import PlanResult, assemble, simulated_seconds
+from vpipe.plan.shape import PlanShape
 from vpipe.plan.slices import TimeCosts
 from vpipe.plan.stages import placed, search
 from vpipe.plan.task import Task, equal_loads_of, loads_of
 from vpipe.simulate import RankMemory, simulate
 
 ROUNDING = 1 + 1e-9
+SOME = 1 + 1e-6
+"""Times faster that a plan with idle ranks must be."""
+MISSES = 2
+"""Numbers of ranks that are tried in vain, of problems that are not enumerated."""
 TRIES = 12
 NEVER = 1e6
 """Seconds that swapping would take: a stage that swaps cannot be captured in CUDA graphs."""
@@ -30,13 +37,30 @@ Find = Callable[[Profile, float], PlanResult | None]
 
 
 def plan_schedule(task: Task, limit: float = inf) -> PlanResult | None:
-    """The fastest plan that fits; None if there is none, or if it takes longer than `limit` seconds a minibatch."""
+    """The fastest plan that fits; None if there is none, or if it takes longer than `limit` seconds a minibatch.
+
+    Where it is faster, some ranks stay idle: another replica costs a reduction, another stage messages and memory.
+    """
+    best, misses = _with_all_ranks(task, limit), 0
+    for fewer in islice(task.with_idle_ranks(), 1, None):
+        bar = limit if best is None else min(limit, best.seconds / SOME)
+        if least_seconds(fewer) >= bar or (misses == MISSES and not fewer.few):
+            break
+        found = _with_all_ranks(fewer, bar)
+        misses += found is None
+        if found is not None and found.seconds < bar:
+            best = replace(found, idle=task.ranks - fewer.ranks)
+    return best
+
+
+def _with_all_ranks(task: Task, limit: float) -> PlanResult | None:
     if task.profile.device.graphs:
         return _plan_cuda_graphs(task, limit)
     found = _fastest_plan(task, limit)
     if found is None:
         return None
-    found = replace(found, seconds=simulated_seconds(task, found))
+    if task.kind.synchronous and task.simulated < task.update:
+        found = replace(found, seconds=simulated_seconds(task, found))
     return found if found.seconds <= limit * ROUNDING + 1e-12 else None
 
 
@@ -44,13 +68,45 @@ def _fastest_plan(task: Task, limit: float) -> PlanResult | None:
     if not task.in_line:
         return ChunkedSearch(task).run(limit)
     search = SimulatedSearch(task)
-    return search.run(() if search.complete else plans_by_sums(task, lambda: search.value), limit)
+    found = search.run(() if search.complete else plans_by_sums(task, lambda: search.value), limit)
+    if found is None or (found.update_interval or 1) <= task.update_interval or task.interval is not None:
+        return found
+    # A depth that makes updates rarer: with as many minibatches an update others may be faster still.
+    rarer = SimulatedSearch(task.with_interval(found.update_interval))
+    again = rarer.run((found,), limit)
+    return found if again is None or again.seconds >= found.seconds else again
+
+
+def least_seconds(task: Task) -> float:
+    """What no plan can be faster than, by its work alone."""
+    paths = Paths(task.profile)
+    if not task.in_line:
+        return paths.alone * float(paths.forward[-1] + paths.backward[-1]) / task.ranks
+    facts = PlanShape(task, (1,) * min(task.ranks, len(task.profile.blocks))).any_depth
+    return paths.of_any_partition(facts, task.ranks)
 
 
 def plans_by_sums(task: Task, limit: Callable[[], float] = lambda: inf) -> Iterator[PlanResult]:
     """The plan of each layout whose slowest stage is quickest, and others where ranks would wait for the link to the
-    host that they share. `limit`: the time of the best plan so far."""
-    for find in _layouts(task):
+    host that they share. `limit`: the time of the best plan so far.
+
+    Less depth holds fewer activations and versions. Of large problems it is tried where nothing else fits.
+    """
+    fits = False
+    for result in _with_depth(task, None, limit):
+        fits = True
+        yield result
+    busy = task.ranks if task.kind.any_depth else 1
+    while busy > 1 and (task.small or not fits):
+        busy = busy - 1 if task.small else busy // 2
+        for result in _with_depth(task, busy, limit):
+            fits = True
+            yield result
+
+
+def _with_depth(task: Task, busy: int | None, limit: Callable[[], float]) -> Iterator[PlanResult]:
+    """Those whose depth keeps so many ranks busy; None: all."""
+    for find in _layouts(task, busy):
         alone = find(task.profile, limit() * ROUNDING)
         if alone is None:
             continue
@@ -82,9 +138,9 @@ def _with_parts_of_the_link(profile: Profile) -> Iterator[Profile]:
         yield replace(profile, device=replace(device, to_host=to_host, from_host=from_host, shared_by=1))
 
 
-def _layouts(task: Task) -> Iterator[Find]:
+def _layouts(task: Task, busy: int | None) -> Iterator[Find]:
     """The ways to lay stages out on ranks that the schedule allows: each is searched by itself."""
-    offered = (*loads_of(task), *equal_loads_of(task))
+    offered = loads_of(task, busy) if busy else (*loads_of(task), *equal_loads_of(task))
     yield from (partial(_of_stages, task, loads) for loads in offered)
 
 
@@ -104,7 +160,8 @@ def _of_stages(task: Task, loads: Loads, searched: Profile, limit: float) -> Pla
         chosen = [from_the_end(searched, piece, policies, task.memory)]
         memory = stage_memory(task.profile, [piece], chosen)
         positions.append(PositionHolding((piece,), chosen, memory, stage.cost))
-    return assemble(task, None, loads.update_interval, positions)
+    made = assemble(task, None, loads.update_interval, positions)
+    return replace(made, depth=loads.depth(task.kind, made.replicas))
 
 
 def with_fresh_gradients(task: Task, slices: list[Slice]) -> list[Slice]:

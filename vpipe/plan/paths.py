@@ -28,11 +28,16 @@ from vpipe.cost.costs import MOST_BUCKETS
 from vpipe.plan.placed_links import PlacedLinks
 from vpipe.plan.sums import Floats
 from vpipe.schedule.kind import too_shallow
+from vpipe.schedule.staircase import depths
 
 Cuts = npt.NDArray[np.int64]
 """Where each stage begins and the last one ends, a row for each partition."""
+Counts = npt.NDArray[np.int64]
 DEEPEST = 64
 """Forwards ahead that are tried at most."""
+FURTHER = 2
+FEW_DEPTHS = 4096
+"""Depths of a partition that are all looked at."""
 FILLED = (0.25, 0.5, 0.75, 1.0)
 IN_FLIGHT = (1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 20, 24, 32, 48, 64)
 BISECTIONS = 40
@@ -47,8 +52,8 @@ class PipelineFacts(NamedTuple):
     minibatches: int
     """Of an update."""
     replicas: tuple[int, ...]
-    in_flight: tuple[int, ...] | None
-    """Of a rank of each stage; None: as many as it likes."""
+    in_flight: tuple[int, ...] | Counts | None
+    """Of a rank of each stage, or a row of them for each partition; None: as many as it likes."""
     links: PlacedLinks
 
     def own(self, stage: int) -> int:
@@ -168,7 +173,7 @@ class Paths:
         # The replicas of a stage wait for the end of a reduction.
         expected = (work + (times.near + times.far) / interval).max(axis=1)
         if facts.in_flight is not None:
-            around = times.trip / counts / np.array(facts.in_flight)
+            around = times.trip / counts / np.asarray(facts.in_flight)
             expected = np.maximum(expected, around.max(axis=1))
         for stage, cut in enumerate(facts.links.cuts):
             for share, held, byte in cut.held:
@@ -182,7 +187,9 @@ class Paths:
         least = before = np.zeros(len(times.trip))
         for stage, replicas in enumerate(facts.replicas):
             own = facts.own(stage)
-            flying = own if facts.in_flight is None else min(own, facts.in_flight[stage])
+            flying = (
+                own if facts.in_flight is None else np.minimum(own, np.asarray(facts.in_flight)[..., stage])
+            )
             f, b, w, trip = (each[:, stage] for each in (*times[:3], times.trip))
             rounds, rest = divmod(own - 1, flying)
             waits = np.maximum((rounds + 1) * trip + rest * f, trip + (own - 1) * b + (own - flying) * f)
@@ -205,33 +212,47 @@ class Paths:
         least = least / facts.minibatches
         return Bounds(least, least)
 
-    def depths(self, facts: PipelineFacts, cuts: Cuts) -> list[tuple[int, ...]]:
-        """Depths that may suit a partition, a row of cuts: as many in flight as a trip takes, for any pace of the
-        first stage; and as many as fill the time until the first backward."""
+    def depths(self, facts: PipelineFacts, cuts: Cuts, most: int | None, every: bool) -> tuple[Counts, bool]:
+        """The depths that may suit a partition, a row of cuts, each a row; and whether these are all.
+
+        As many in flight as a trip takes, for any pace of the first stage; and shares of those that fill the time until
+        the first backward. `every`: all up to a few more than either, which gain nothing, if these are not too many.
+        `most`: minibatches that a stage may run ahead.
+        """
         times = self.times(facts, cuts[None, :])
         counts, trip = np.array(facts.replicas), times.trip[0]
         work = ((times.forward + times.backward + times.weights)[0] / counts).max()
+        with np.errstate(divide="ignore", invalid="ignore"):
+            fills = np.nan_to_num((trip - times.backward[0]) / times.forward[0], nan=0.0, posinf=DEEPEST)
+            trips = np.nan_to_num(trip / counts / work, nan=0.0, posinf=DEEPEST)
+        deepest = np.full(len(counts), DEEPEST)
+        if most is not None:
+            deepest = np.minimum(deepest, most // counts)
+        if facts.synchronous:
+            deepest = np.minimum(deepest, [facts.own(stage) - 1 for stage in range(len(counts))])
+        useful = np.minimum(deepest, np.ceil(np.maximum(trips, fills) - 1e-9).astype(np.int64) + FURTHER)
+        useful = np.maximum(useful, np.minimum(deepest, depths(facts.replicas)))
+        if every and np.prod(useful + 1.0) <= FEW_DEPTHS:
+            rows = np.indices(tuple(useful + 1)).reshape(len(counts), -1).T
+            return rows[_deep_enough(facts, rows)], True
         found: dict[tuple[int, ...], None] = {}
 
         def add(ahead: Floats) -> None:
-            depth = [min(DEEPEST, max(0, ceil(number - 1e-9))) for number in ahead]
-            if facts.synchronous:
-                depth = [min(number, facts.own(stage) - 1) for stage, number in enumerate(depth)]
+            depth = [max(0, ceil(number - 1e-9)) for number in np.minimum(ahead, deepest)]
             while (bad := too_shallow(facts.replicas, depth, joint=not facts.synchronous)) is not None:
                 stage, _, least = bad
                 depth[stage] = least
-            found[tuple(depth)] = None
+            if all(number <= own for number, own in zip(depth, deepest, strict=True)):
+                found[tuple(depth)] = None
 
-        most = min(DEEPEST, ceil(trip[0] / counts[0] / work)) if work else 0
-        for flying in sorted({*(number for number in IN_FLIGHT if number <= most), most} - {0}):
+        longest = min(DEEPEST, ceil(trips[0]))
+        for flying in sorted({*(number for number in IN_FLIGHT if number <= longest), longest} - {0}):
             pace = max(work, trip[0] / counts[0] / flying)
             add(trip / counts / pace - 1)
             add(trip / counts / pace)
-        with np.errstate(divide="ignore", invalid="ignore"):
-            fills = np.nan_to_num((trip - times.backward[0]) / times.forward[0], posinf=DEEPEST)
         for share in FILLED:
             add(share * fills - 1)
-        return list(found)
+        return np.array(list(found), dtype=np.int64).reshape(len(found), len(counts)), False
 
     def of_any_partition(self, facts: PipelineFacts, ranks: int) -> float:
         """A bound for all partitions over so many ranks, with any replicas; by work alone."""
@@ -254,6 +275,15 @@ class Paths:
             else:
                 low = limit
         return self.alone * low / total
+
+
+def _deep_enough(facts: PipelineFacts, depth: Counts) -> npt.NDArray[np.bool_]:
+    """Of which rows no stage waits for ever: `too_shallow`, for many at once."""
+    counts = np.array(facts.replicas)
+    needs = depth * counts
+    lets_in = needs + (counts - 1 if facts.synchronous else 0)
+    later = np.maximum.accumulate(needs[:, ::-1], axis=1)[:, ::-1]
+    return np.asarray((lets_in[:, :-1] >= later[:, 1:]).all(axis=1))
 
 
 def all_cuts(blocks: int, stages: int) -> Cuts:

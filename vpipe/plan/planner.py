@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from math import inf
 
-from vpipe.cost import Profile, StaleTraining, as_scheduled, for_batch_size
+from vpipe.cost import Profile, StaleTraining, for_batch_size
 from vpipe.errors import ScheduleError, VPipeError
 from vpipe.plan.advice import nothing_fits
 from vpipe.plan.one_schedule import plan_schedule
@@ -35,6 +35,7 @@ def plan(
     chunks: int | None = None,
     training: StaleTraining | None = USUAL,
     stages: int | None = None,
+    all_ranks: bool = False,
 ) -> PlanResult:
     """Find the fastest way to train on so many ranks within a memory: partition, policies, replicas, schedule.
 
@@ -53,6 +54,7 @@ def plan(
         training: For "auto": the optimizer, and whether stale weights are predicted. The samples that this needs in
             addition to equal loss count against an asynchronous schedule. None: samples a second alone count.
         stages: Positions of the pipeline; fewer than ranks have replicas. By default as many as are fastest.
+        all_ranks: Leave no rank idle, even if that is slower.
 
     Returns:
         The plan, with what it needs and should cost; its `to_plan()` is what Pipeline and files take.
@@ -88,8 +90,10 @@ def plan(
         given = for_batch_size(profile, size)
         # Of an asynchronous schedule they would be those of the whole run, which would be one that only fills up.
         count = minibatches if kind.synchronous or schedule != AUTO else None
-        made = Task(given, ranks, memory, kind, count, chunks, given, stages)
-        return made._replace(profile=as_scheduled(made.profile, kind.splits_backward, made.update_interval))
+        by_loss = training is not None
+        return Task(
+            given, ranks, memory, kind, count, chunks, given, stages, None, by_loss, all_ranks, len(kinds)
+        ).scheduled()
 
     if isinstance(batch_size, str):
         if batch_size != AUTO:
@@ -142,10 +146,15 @@ def fastest_schedule(
 ) -> PlanResult | None:
     """The best plan of tasks that differ in their schedule only, if it takes at most `limit` seconds a minibatch.
 
-    Asynchronous schedules go first: without bubbles they leave a limit that most others need not be searched under.
+    Asynchronous schedules go first, and of the others those that split backward and have several stages on a rank:
+    with small bubbles they leave a limit that most others need not be searched under.
     """
     found: dict[str, PlanResult | None] = {}
-    for task in sorted(tasks, key=lambda task: task.kind.synchronous):
+
+    def bubbles(task: Task) -> tuple[bool, bool, int]:
+        return task.kind.synchronous, not task.kind.splits_backward, -task.kind.chunks
+
+    for task in sorted(tasks, key=bubbles):
         result = plan_schedule(task, limit)
         if result is not None:
             if training is not None:

@@ -34,6 +34,7 @@ def describe(result: PlanResult) -> dict[str, Any]:
         "prediction": plan.prediction,
         **({} if result.faster is None else {"faster": _other(result.faster)}),
         "placement": [list(ranks) for ranks in plan.placement] or None,
+        "idle": plan.idle,
         **({"hosts": [host._asdict() for host in result.hosts]} if result.hosts else {}),
         "positions": [
             {
@@ -87,6 +88,10 @@ def plan_table(result: PlanResult) -> Table:
     table.caption = "* the slowest; times are of one minibatch, replicas taking turns"
     if result.depth:
         table.caption += f"; depth {', '.join(map(str, result.depth))}"
+    if result.idle:
+        last = result.ranks + result.idle - 1
+        named = f"rank {last} is" if result.idle == 1 else f"ranks {result.ranks} to {last} are"
+        table.caption += f"; {named} idle: no plan that was found for {last + 1} ranks is as fast"
     if result.gap is not None:
         table.caption += f"; the search was cut short: no plan can be faster by more than {result.gap:.1%}"
     if (line := about_loss(result)) is not None:
@@ -135,8 +140,8 @@ def about_loss(result: PlanResult) -> str | None:
         return (
             f"{_ahead(result)} reaches a loss before {faster.schedule}, which has {faster.samples_per_second:.4g} "
             f"samples/s but needs {faster.sample_factor:.2f} times as many samples to equal loss: as with "
-            f"{faster.samples_per_second / faster.sample_factor:.4g} samples/s (docs/convergence.md; --by samples "
-            "ignores it)"
+            f"{faster.samples_per_second / faster.sample_factor:.4g} samples/s (docs/convergence.md; `vpipe plan --by "
+            "samples` ignores it)"
         )
     if result.sample_factor > 1:
         return (

@@ -66,6 +66,8 @@ class PlanResult:
     """How much faster than this another plan may be at most, as a share; None: none is."""
     sample_factor: float = 1.0
     """Samples to equal loss, as a multiple of those of a synchronous schedule, where plans are chosen by it."""
+    idle: int = 0
+    """The last ranks, which have no stage: every plan that was found for more of them is slower, or does not fit."""
     faster: PlanResult | None = None
     """The plan with the most samples a second, if it would be later at equal loss than this one."""
 
@@ -123,6 +125,7 @@ class PlanResult:
                 **({} if self.sample_factor == 1.0 else {"sample_factor": self.sample_factor}),
             },
             placement=self.placement,
+            idle=self.idle,
         )
 
 

@@ -6,9 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from vpipe.plan.loads import planned_interval, schedule_loads, stated_interval
 from vpipe.plan.model import Load, Slice
-from vpipe.plan.paths import PipelineFacts
+from vpipe.plan.paths import Counts, PipelineFacts
 from vpipe.plan.placed_links import any_links, placed_links
 from vpipe.plan.task import Task
 from vpipe.schedule import Schedule, ScheduleKind
@@ -16,7 +18,12 @@ from vpipe.schedule.program import Placement
 from vpipe.schedule.staircase import depths
 
 WORTH = 1.01
-"""Times faster that a plan with another depth than the schedule's own must be."""
+"""Times faster that a plan must be if its depth makes weights older, where plans are chosen by their time to a loss;
+of large problems, which have no time for less, with any depth but the schedule's own."""
+SAMPLES_WORTH = 1.001
+"""The same where they are chosen by samples a second."""
+ANY_WORTH = 1 + 1e-6
+"""The same of any other depth than the schedule's own."""
 
 
 @dataclass(frozen=True)
@@ -32,7 +39,8 @@ class PlanShape:
     @cached_property
     def interval(self) -> int | None:
         """That a plan states; None: the one that the schedule has by itself."""
-        kind, stated = self.task.kind, stated_interval(self.task.kind, self.task.ranks)
+        kind = self.task.kind
+        stated = self.task.interval or stated_interval(kind, self.task.ranks)
         return None if stated is None else max(stated, kind.interval(self.replicas, self.depth, None))
 
     @cached_property
@@ -55,9 +63,15 @@ class PlanShape:
         facts = self.any_depth
         if not self.task.kind.any_depth:
             return facts._replace(in_flight=tuple(load.in_flight for load in self.loads))
-        ahead = enumerate(self.depth or depths(self.replicas))
-        flying = (min(facts.own(stage), own + 1) if facts.synchronous else own + 1 for stage, own in ahead)
-        return facts._replace(in_flight=tuple(flying))
+        usual = depths(self.replicas)
+        return self.with_depths(np.array(self.depth or usual))
+
+    def with_depths(self, depth: Counts) -> PipelineFacts:
+        """With this depth; or with any of these, a row for each."""
+        facts = self.any_depth
+        if facts.synchronous:
+            depth = np.minimum(depth, [facts.own(stage) - 1 for stage in range(len(self.replicas))])
+        return facts._replace(in_flight=depth + 1)
 
     @cached_property
     def any_depth(self) -> PipelineFacts:
@@ -71,7 +85,14 @@ class PlanShape:
     @property
     def worth(self) -> float:
         """What its time counts, times itself."""
-        return 1.0 if self.depth is None else WORTH
+        if self.depth is None:
+            return 1.0
+        older = any(ahead > own for ahead, own in zip(self.depth, depths(self.replicas), strict=True))
+        if not self.task.small:
+            return WORTH
+        if self.task.kind.synchronous or not older:
+            return ANY_WORTH
+        return WORTH if self.task.by_loss else SAMPLES_WORTH
 
     def slices(self, cuts: Sequence[int]) -> list[Slice]:
         ranks, found = self.schedule.placement, []

@@ -2,21 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from vpipe.cost import Profile
+from vpipe.cost import Profile, as_scheduled
 from vpipe.plan.chunks import PositionHolding, search_chunks
-from vpipe.plan.loads import Loads, equal_loads, in_line, line_loads, loads_by_place, planned_interval
+from vpipe.plan.loads import (
+    Loads,
+    equal_loads,
+    in_line,
+    line_loads,
+    loads_by_place,
+    planned_interval,
+    shallow_depth,
+)
 from vpipe.plan.paths import compositions
 from vpipe.schedule import Schedule, ScheduleKind
 
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
-FEW_RANKS = 6
+MANY_RANKS = 6
+FEW_RANKS = 4
 SMALL = 1000
 """Ranks times blocks."""
+FEW_BLOCKS = 9
 
 
 class Task(NamedTuple):
@@ -32,6 +42,14 @@ class Task(NamedTuple):
     """The same profile, not yet changed for the schedule: what is simulated."""
     stages: int | None = None
     """Positions of the pipeline; None: as many as are fastest."""
+    interval: int | None = None
+    """Minibatches of an asynchronous update; None: as few as the schedule needs."""
+    by_loss: bool = False
+    """Whether plans are chosen by their time to a loss, for which stale weights need more samples."""
+    all_ranks: bool = False
+    """Whether no rank may be left idle."""
+    searches: int = 1
+    """Schedules that are compared; those of a large problem share the effort of one search."""
 
     @property
     def update(self) -> int:
@@ -49,12 +67,40 @@ class Task(NamedTuple):
         """Minibatches of an update of this schedule."""
         if self.kind.table is not None:
             return self.kind.table.update_interval
-        return self.update if self.kind.synchronous else planned_interval(self.kind, self.ranks)
+        return (
+            self.update if self.kind.synchronous else self.interval or planned_interval(self.kind, self.ranks)
+        )
 
     @property
     def in_line(self) -> bool:
         """Whether each rank holds one stage."""
         return self.kind.holding is not None or in_line(schedule_of(self, 1 if self.ranks == 1 else 2, 1))
+
+    def with_ranks(self, ranks: int) -> Task:
+        """The same on fewer ranks, with as many minibatches of a synchronous update."""
+        minibatches = self.update if self.kind.synchronous else self.minibatches
+        return self._replace(ranks=ranks, minibatches=minibatches).scheduled()
+
+    def with_idle_ranks(self) -> Iterator[Task]:
+        """The task itself, and on fewer ranks where some may be idle."""
+        yield self
+        for ranks in range(self.ranks - 1, 0, -1) if self.may_idle else ():
+            yield self.with_ranks(ranks)
+
+    def with_interval(self, interval: int | None) -> Task:
+        return self._replace(interval=interval).scheduled()
+
+    def scheduled(self) -> Task:
+        """With the profile as it is under this schedule."""
+        given = self.given or self.profile
+        return self._replace(
+            profile=as_scheduled(given, self.kind.splits_backward, self.update_interval), given=given
+        )
+
+    @property
+    def may_idle(self) -> bool:
+        """Whether there is time to look at plans that leave ranks idle, and whether they are wanted."""
+        return self.small and self.stages is None and self.kind.table is None and not self.all_ranks
 
     def allows(self, replicas: Sequence[int]) -> bool:
         """Whether the schedule may have such replicas."""
@@ -76,6 +122,11 @@ class Task(NamedTuple):
     def small(self) -> bool:
         """Whether there is time to look for the very smallest change that would fit."""
         return self.ranks * len(self.profile.blocks) <= SMALL
+
+    @property
+    def few(self) -> bool:
+        """Whether there are so few blocks and ranks that every plan can be looked at."""
+        return len(self.profile.blocks) <= FEW_BLOCKS and self.ranks <= FEW_RANKS
 
     @property
     def quick(self) -> bool:
@@ -110,39 +161,54 @@ def _built(
     return kind.build(positions, minibatches, chunks=chunks, replicas=[replicas] * positions)
 
 
-def loads_of(task: Task) -> Iterable[Loads]:
-    """The layouts with a stage on each rank."""
+def loads_of(task: Task, busy: int | None = None) -> Iterable[Loads]:
+    """The layouts with a stage on each rank; with `busy`, those with less depth: so many ranks are kept busy."""
     kind = task.kind
     if task.stages is not None and kind.table is None:
-        return list(_loads_of_stages(task, task.stages))
+        counts = _replicas_of_stages(task, task.stages)
+        return [_line_loads(task, replicas, busy) for replicas in counts if task.allows(replicas)]
     if kind.holding is None:
-        loads = [line_loads(schedule_of(task, positions)) for positions in divisors(task)]
-        return [*loads, *_uneven_loads(task)] if kind.replicas == "any" and task.ranks <= FEW_RANKS else loads
+        if kind.table is not None:
+            return [line_loads(kind.table)]
+        equal = [(task.ranks // positions,) * positions for positions in divisors(task)]
+        uneven = _uneven_replicas(task) if kind.replicas == "any" and task.ranks <= MANY_RANKS else ()
+        return [_line_loads(task, replicas, busy) for replicas in (*equal, *uneven)]
     # Among equal replicas gradients are fresh, which needs less memory.
-    equal = divisors(task)[::-1] if updates_at_once(task) else []
+    equal_counts = divisors(task)[::-1] if updates_at_once(task) else []
     return [
-        *(equal_loads(kind, task.ranks, task.ranks // positions, task.update) for positions in equal),
-        loads_by_place(kind, task.ranks, task.update),
+        *(
+            equal_loads(kind, task.ranks, task.ranks // positions, task.update, busy)
+            for positions in equal_counts
+        ),
+        loads_by_place(kind, task.ranks, task.update, busy),
     ]
 
 
-def _loads_of_stages(task: Task, stages: int) -> Iterable[Loads]:
-    """Those with so many stages: of many ranks only the most even replicas."""
+def least_loads_of(task: Task) -> Iterable[Loads]:
+    """Those that need least memory: where depths may be chosen, with one minibatch in flight."""
+    return loads_of(task, 1 if task.kind.any_depth else None)
+
+
+def _line_loads(task: Task, replicas: Sequence[int], busy: int | None) -> Loads:
+    """Those of a whole schedule."""
     minibatches = task.update if task.kind.synchronous else None
+    depth = None if busy is None else shallow_depth(task.kind, replicas, busy)
+    return line_loads(task.kind.build(len(replicas), minibatches, replicas=replicas, depth=depth), busy)
+
+
+def _replicas_of_stages(task: Task, stages: int) -> Iterable[tuple[int, ...]]:
+    """Of so many stages; of many ranks only the most even ones."""
     each, more = divmod(task.ranks, stages)
     even = [(each + 1,) * more + (each,) * (stages - more)]
-    for replicas in compositions(task.ranks, stages) if task.ranks <= FEW_RANKS else even:
-        if task.allows(replicas):
-            yield line_loads(task.kind.build(stages, minibatches, replicas=replicas))
+    return compositions(task.ranks, stages) if task.ranks <= MANY_RANKS else even
 
 
-def _uneven_loads(task: Task) -> Iterable[Loads]:
-    """Those of stages that differ in their replicas, where they are known of whole schedules only."""
-    minibatches = task.update if task.kind.synchronous else None
+def _uneven_replicas(task: Task) -> Iterable[tuple[int, ...]]:
+    """Those of stages that differ in their replicas."""
     for stages in range(2, min(task.ranks, len(task.profile.blocks)) + 1):
         for replicas in compositions(task.ranks, stages):
             if len(set(replicas)) > 1 and max(replicas) <= task.update:
-                yield line_loads(task.kind.build(stages, minibatches, replicas=replicas))
+                yield replicas
 
 
 def updates_at_once(task: Task) -> bool:

@@ -23,7 +23,8 @@ from vpipe.schedule.walk import Event, unit_cost, walk
 class SteadyPart:
     def __init__(self, schedule: Schedule, work: Sequence[float]) -> None:
         """`work`: each rank's for a minibatch."""
-        self.rank = max(range(schedule.num_ranks), key=lambda rank: work[rank])
+        in_line = (rank for ranks in schedule.placement for rank in ranks)  # whatever their numbers are
+        self.rank = max(in_line, key=lambda rank: work[rank])
         self.stage = schedule.stages_of(self.rank)[0]
         self.total = schedule.minibatches or 0
         self.exists = schedule.lazy and not schedule.synchronous

@@ -290,12 +290,15 @@ class _Run:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""
         total = self.profile.device.workspace
         rules, lag = self.network.rules, self.schedule.lag if self.profile.tied else 0
-        for stage in self.schedule.stages_of(rank):
+        stages = self.schedule.stages_of(rank)
+        here = {block for stage in stages for block in range(*self.costs[stage].blocks)}
+        apart = any(not here.issuperset(tie.blocks) for tie in self.profile.tied)
+        for stage in stages:
             cost, ranks = self.costs[stage], self.schedule.placement[stage]
             minibatch = ranks.index(rank)
             total += 2 * cost.received if rules.remote_producers(stage, minibatch) else 0
             total += 2 * cost.sent if rules.remote_readers(stage, minibatch) else 0
-            total += self.profile.exchange_buffers(*cost.blocks, lag)
+            total += self.profile.exchange_buffers(*cost.blocks, lag, apart=apart)
         return total
 
     def most(self, found: Sequence[Mapping[int, int]]) -> tuple[int, ...]:
