@@ -98,6 +98,10 @@ class SshHosts:
         """The command on a host."""
         return ["ip", "netns", "exec", self.network.names[number], *command]
 
+    def seen_by(self, server: int, path: Path) -> Path:
+        """The path as the server that was started as this one sees it, which may have files of its own."""
+        return Path(f"/proc/{self._servers[server].pid}/root{path}")
+
     def processes(self, number: int) -> list[int]:
         """Those of a host, without its sshd."""
         said = subprocess.run(
@@ -156,7 +160,10 @@ class Bench:
         folder.mkdir()
 
     def write(self, **keys: Any) -> None:
-        (self.folder / "run.yml").write_text(yaml.safe_dump(SMALL | {"machines": MACHINES} | keys))
+        """A key that is None is left out."""
+        given = SMALL | {"machines": MACHINES} | keys
+        values = {key: value for key, value in given.items() if value is not None}
+        (self.folder / "run.yml").write_text(yaml.safe_dump(values))
 
     def start(
         self,
@@ -193,6 +200,25 @@ class Bench:
         finally:
             end(process)
         return Ended(process.returncode, out, err)
+
+    def torchrun(self, *options: str, counts: tuple[int, int] = (1, 1), **keys: Any) -> list[Ended]:
+        """`vpipe train` with these options under torchrun, with so many ranks on each host; they share no folder."""
+        meet = ("--nnodes", "2", "--master-addr", ADDRESSES[0], "--master-port", "29544")
+        processes = []
+        try:
+            for number, count in enumerate(counts):
+                place = ("--node-rank", str(number), "--nproc-per-node", str(count))
+                command = ("-m", "torch.distributed.run", *meet, *place, "-m", "vpipe", "train", "run.yml")
+                secret = {"VPIPE_SECRET": "of this test"}
+                process = self.start(
+                    *command, *options, number=number, variables=secret, own=number == 1, **keys
+                )
+                processes.append(process)
+            said = [process.communicate(timeout=TIMEOUT) for process in processes]
+        finally:
+            for process in processes:
+                end(process)
+        return [Ended(p.returncode, *texts) for p, texts in zip(processes, said, strict=True)]
 
     @property
     def latest(self) -> Path:

@@ -6,7 +6,6 @@ import re
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,17 +14,46 @@ import pytest
 import yaml
 
 from tests.end_to_end.command import end, vpipe, wait_for_line
-from tests.end_to_end.ssh_hosts import ADDRESSES, ENDLESS, MACHINES, REPOSITORY, Bench, ssh_hosts
+from tests.end_to_end.ssh_hosts import ADDRESSES, ENDLESS, MACHINES, REPOSITORY, Bench
+from tests.end_to_end.tiny import MODEL
 from tests.faults.hosts import enter
 from tests.faults.runs import SMALL, failures, final_weights
 from tests.waiting import TIMEOUT, wait_until
 
+SAMPLES, NARROW, WIDTH = 64, 512, 16384
+WIDE = f"""
+import torch
+from torch import nn
 
-@pytest.fixture
-def bench(tmp_path: Path) -> Iterator[Bench]:
-    (tmp_path / "ssh").mkdir()
-    with ssh_hosts(tmp_path / "ssh") as hosts:
-        yield Bench(hosts, tmp_path / "work")
+class Scale(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones({WIDTH}))
+
+    def forward(self, x):
+        return torch.tanh(x * self.weight)
+
+class Net(nn.Module):
+    def __init__(self, narrow):
+        super().__init__()
+        self.front = nn.Linear({NARROW}, {WIDTH})
+        self.middle = nn.Sequential(*[Scale() for _ in range(4)])
+        self.narrow = nn.Linear({WIDTH}, {NARROW}) if narrow else nn.Identity()
+        self.head = nn.Linear({NARROW} if narrow else {WIDTH}, 4)
+
+    def forward(self, x, y):
+        return nn.functional.cross_entropy(self.head(self.narrow(self.middle(self.front(x)))), y)
+
+def build():
+    return Net(False)
+
+def narrow_behind():
+    return Net(True)
+
+def samples():
+    torch.manual_seed(0)
+    return [dict(x=torch.randn({NARROW}), y=torch.randint(4, ())) for _ in range(1024)]
+"""
 
 
 def plain_weights(folder: Path, **keys: Any) -> dict[str, str]:
@@ -79,6 +107,28 @@ def test_each_mistake_of_a_host_is_one_line_that_names_it(
     bench.wait_until_empty()
 
 
+def test_a_module_that_another_host_does_not_have(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No rank starts; the line has the user's own paths, not those of what was brought to the host."""
+    hosts = bench.hosts
+    (bench.folder / "wide.py").write_text(WIDE)
+    hosts.serve(1, own=bench.folder)
+    left_out = dict.fromkeys((*MODEL, "synthetic_data", "max_samples"))
+    own = {"model": "wide:build", "data": "wide:samples", "batch_size": 4, "partition": [1, 1]}
+    bench.write(**left_out | own)
+    monkeypatch.setenv("PATH", hosts.environment()["PATH"])
+    enter_first = partial(enter, hosts.network.names[0])
+    line = (
+        f"error: {ADDRESSES[1]}: run.yml: model is 'wide:build': this host has no module 'wide', neither in "
+        f"{bench.folder} nor among its installed packages: copy {bench.folder}/wide.py to the same path on this host, "
+        "or set python_path to a folder that all hosts have"
+    )
+    for command in (("train", "run.yml"), ("doctor", "--machines", "run.yml")):
+        ended = vpipe(*command, cwd=bench.folder, prepare=enter_first)
+        assert ended.code == (2 if command[0] == "train" else 1), ended.said
+        assert [said for said in ended.err.splitlines() if said.startswith("error")] == [line]
+    bench.wait_until_empty()
+
+
 def test_the_doctor_examines_all_hosts(bench: Bench, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One of them has another clock, and a configuration of its own."""
     (tmp_path / "late").mkdir()
@@ -129,6 +179,7 @@ def test_two_hosts_train_as_one_does(bench: Bench, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
     """Rank 1's host sees nothing of the launcher's folder; a rank there is killed, and the run resumes."""
     bench.hosts.serve(1, own=bench.folder)
@@ -144,6 +195,12 @@ def test_hosts_need_no_shared_folder(bench: Bench, tmp_path: Path) -> None:
     assert "VPIPE_FAULT: kill" in log
     assert "Iteration 12" in log
     assert (bench.latest / "events.1.json").exists()
+    folders = [bench.folder / "runs", bench.hosts.seen_by(0, bench.folder / "runs")]
+    before = [sorted(path.iterdir()) for path in folders]
+    ended = bench.run("eval", "run.yml")
+    assert ended.code == 0, ended.said
+    assert "Evaluation loss: " in ended.out
+    assert [sorted(path.iterdir()) for path in folders] == before
     bench.wait_until_empty()
 
 
@@ -166,26 +223,70 @@ def test_all_ranks_on_another_host(bench: Bench, tmp_path: Path) -> None:
     bench.wait_until_empty()
 
 
+def torchrun(bench: Bench, **keys: Any) -> str:
+    """The run under torchrun on two hosts that share no folder; the output of rank 0."""
+    ended = bench.torchrun(**keys)
+    assert [each.code for each in ended] == [0, 0], [each.said for each in ended]
+    return ended[0].out
+
+
 @pytest.mark.long
 def test_torchrun_on_two_hosts_trains_as_one_host_does(bench: Bench, tmp_path: Path) -> None:
-    """They share no folder."""
-
-    def torchrun(number: int) -> Any:
-        place = ("--nnodes", "2", "--node-rank", str(number), "--nproc-per-node", "1")
-        meet = ("--master-addr", ADDRESSES[0], "--master-port", "29544")
-        command = ("-m", "torch.distributed.run", *place, *meet, "-m", "vpipe", "train", "run.yml")
-        secret = {"VPIPE_SECRET": "of this test"}
-        return bench.start(*command, number=number, variables=secret, own=number == 1)
-
-    processes = [torchrun(0), torchrun(1)]
-    try:
-        for process in processes:
-            _, err = process.communicate(timeout=TIMEOUT)
-            assert process.returncode == 0, err
-    finally:
-        for process in processes:
-            end(process)
+    torchrun(bench)
     assert final_weights(bench.latest) == plain_weights(tmp_path / "plain")
+
+
+def measured_rates(run: Path) -> list[float]:
+    """Of the links between hosts, in Mbit/s, that the profile of a run has."""
+    links = json.loads((run / "profile.json").read_text())["hosts"]["links"]
+    return [link["bandwidth"] * 8e-6 for link in links]
+
+
+@pytest.mark.long
+def test_torchrun_plans_for_the_hosts_that_it_finds(bench: Bench, tmp_path: Path) -> None:
+    """Without `machines`; the weights are those of a run on one host that is given the plan."""
+    said = torchrun(bench, machines=None, stages=2, partition="auto", compress="auto")
+    assert "partition: auto: " in said
+    assert "compress: auto: no link bounds an update" in said  # of 8 KiB
+    assert len(measured_rates(bench.latest)) == 2
+    plan = str(bench.latest / "plan.json")
+    assert final_weights(bench.latest) == plain_weights(tmp_path / "plain", partition=plan)
+
+
+def run_wide(bench: Bench, **keys: Any) -> str:
+    """A run of a model of our own, with a plan of its own, over 100 Mbit/s, on hosts that share no folder."""
+    bench.hosts.network.slow_down("100mbit")
+    (bench.folder / "wide.py").write_text(WIDE)
+    bench.hosts.serve(1, own=bench.folder, files={"wide.py": WIDE})
+    keys |= {"data": "wide:samples", "batch_size": SAMPLES, "schedule": "1f1b", "minibatches": 2}
+    left_out = dict.fromkeys((*MODEL, "synthetic_data", "max_samples"))
+    ended = bench.run(**left_out | keys, optimizer="sgd", stages=2, partition="auto", max_updates=6)
+    assert ended.code == 0, ended.said
+    assert all(20 < rate < 105 for rate in measured_rates(bench.latest))
+    bench.wait_until_empty()
+    return ended.out
+
+
+@pytest.mark.long
+def test_hosts_plan_by_the_links_between_them(bench: Bench) -> None:
+    """The cut is where 128 KiB go from stage to stage and not 4 MiB, though it is at one end of the model."""
+    run_wide(bench, model="wide:narrow_behind")
+    profile = json.loads((bench.latest / "profile.json").read_text())
+    plan = json.loads((bench.latest / "plan.json").read_text())
+    assert profile["blocks"][plan["partition"][0] - 1]["boundary_bytes"] == 4 * SAMPLES * NARROW
+
+
+@pytest.mark.long
+def test_hosts_compress_where_a_link_bounds_an_update(bench: Bench) -> None:
+    """The cable carries a half or a quarter of the activations, and what measures it and evaluates."""
+    before = bench.hosts.network.sent()
+    said = run_wide(bench, model="wide:build", compress="auto")
+    sent = bench.hosts.network.sent() - before
+    ((link, mode),) = yaml.safe_load((bench.latest / "config.yml").read_text())["compress"].items()
+    assert link == "/".join(ADDRESSES)
+    assert f"compress: auto: {mode} between {ADDRESSES[0]} and {ADDRESSES[1]}: an update takes " in said
+    activations = {"bf16": 1 / 2, "int8": 1 / 3.94}[mode] * 4 * SAMPLES * WIDTH
+    assert 12 * activations < sent < 13 * activations + 8e6
 
 
 @pytest.mark.long

@@ -72,7 +72,10 @@ def test_a_script_without_a_cluster(tmp_path: Path) -> None:
     for options, message in (
         (("--nodes", 2), "error: the options of SLURM (--dry-run, --nodes and so on) are for --slurm: "),
         (("--slurm", "--nodes", 3), "error: --nodes is 3, and run.yml describes 2 ranks: give at most 2\n"),
-        (("--slurm", "--set", "partition=auto"), "error: run.yml: partition is 'auto', which plans before "),
+        (
+            ("--slurm", "--set", "compress=auto"),
+            "error: run.yml: compress is 'auto', which simulates the plan ",
+        ),
     ):
         mistaken = vpipe("train", "run.yml", *options, cwd=tmp_path)
         assert mistaken.code == 2
@@ -224,6 +227,26 @@ def test_a_run_that_was_requeued_twice_ends_with_the_same_weights(slurm: Cluster
 
 @pytest.mark.long
 @pytest.mark.timeout(900)
+def test_tasks_plan_for_the_nodes_that_they_are_on(slurm: Cluster, tmp_path: Path) -> None:
+    """The weights are those of a run on one host that is given the plan."""
+    keys = {"machines": None, "stages": 2, "partition": "auto", "compress": "auto"}
+    write_config(tmp_path, 2, **keys)
+    said = slurm.run(
+        "srun", "--nodes=2", "--ntasks=2", sys.executable, "-m", "vpipe", "train", "run.yml", cwd=tmp_path
+    )
+    assert "partition: auto: " in said
+    assert "compress: auto: " in said
+    (run,) = (tmp_path / "runs").glob("2*")
+    nodes = len(set(slurm.addresses))
+    assert len(json.loads((run / "profile.json").read_text()).get("hosts", {}).get("links", [])) == nodes * (
+        nodes - 1
+    )
+    write_config(tmp_path, 2, partition=str(run / "plan.json"))
+    _compare_with_undisturbed(run, tmp_path)
+
+
+@pytest.mark.long
+@pytest.mark.timeout(900)
 def test_a_launcher_in_a_job_goes_on_too(slurm: Cluster, tmp_path: Path) -> None:
     """A script that starts `vpipe train` without srun: all ranks are on one node. A shell would end at SIGTERM."""
     write_config(tmp_path, 2, **ENDLESS)
@@ -318,6 +341,21 @@ def test_mistakes_are_one_line(mistake: str, slurm: Cluster, tmp_path: Path) -> 
     assert done.returncode
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.long
+def test_a_task_that_the_plan_leaves_idle_waits(slurm: Cluster, tmp_path: Path) -> None:
+    """The weights are those of a run without it."""
+    planned = {"partition": [3, 2], "schedule": "1f1b", "minibatches": 2, "replicas": [1, 1], "idle": 1}
+    (tmp_path / "plan.json").write_text(json.dumps(planned))
+    write_config(tmp_path, 3, partition="plan.json", schedule="1f1b", max_updates=4)
+    train = [sys.executable, "-m", "vpipe", "train", "run.yml"]
+    said = slurm.run("srun", "--nodes=2", "--ntasks=3", *train, cwd=tmp_path)
+    assert "rank 2 is idle: plan.json uses 2 of 3 ranks" in said
+    assert not list(tmp_path.glob("runs/.slurm*"))  # where the tasks have met is forgotten
+    write_config(tmp_path, 2, partition=[3, 2], schedule="1f1b", minibatches=2, max_updates=4)
+    (run,) = (tmp_path / "runs").glob("2*")
+    _compare_with_undisturbed(run, tmp_path)
 
 
 def _updates(folder: Path) -> int:

@@ -1,6 +1,7 @@
 """Two hosts on this machine: network namespaces that are joined by a virtual cable."""
 
 import ctypes
+import json
 import os
 import subprocess
 from collections.abc import Iterator
@@ -48,6 +49,15 @@ class TwoHosts:
                 check=True,
                 capture_output=True,
             )
+
+    def sent(self) -> int:
+        """Bytes that the first host has sent so far."""
+        said = subprocess.run(
+            ["ip", "-n", self.names[0], "-s", "-j", "link", "show", self._cables[0]],
+            check=True,
+            capture_output=True,
+        ).stdout
+        return int(json.loads(said)[0]["stats64"]["tx"]["bytes"])
 
     def cut(self) -> None:
         """From now on nothing arrives, and no error reports it."""

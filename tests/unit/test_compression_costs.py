@@ -1,9 +1,7 @@
 """Compressed links as the simulator counts them, and the choice of `compress: auto`."""
 
-import json
 from dataclasses import replace
 from math import inf
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,11 +11,11 @@ from vpipe.communication import compression
 from vpipe.config.keys import RunConfig
 from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile
 from vpipe.cost.compression import with_compression, with_mode
-from vpipe.cost.files import written_hosts
-from vpipe.errors import ConfigError, VPipeError
+from vpipe.errors import VPipeError
 from vpipe.plan.compression import choose_compression
 from vpipe.simulate import simulate
 from vpipe.train.compression import choose_for_run, compressed_profile
+from vpipe.train.plan_by_ranks import with_modes
 
 BYTES = 512 * 128
 DEVICE = DeviceCost(10**9, inf, inf, pack_bf16=1e-7, pack_int8=2e-7, pack_int4=3e-7)
@@ -67,28 +65,30 @@ def test_auto_compresses_the_links_that_bound_an_update() -> None:
     assert half.after > slow.after
 
 
-def test_of_a_run(tmp_path: Path) -> None:
-    links = tmp_path / "links.json"
-    config = RunConfig(machines=["a:0", "b:0", "c:0"], stages=3, compress="auto", links=str(links))
-    links.write_text(json.dumps({"hosts": written_hosts(profile(BYTES / 2.0).hosts)}))
-    modes, line = choose_for_run(config, profile(1.0), plan())
-    assert modes == {"a/b": "int8"}
+def test_of_a_run() -> None:
+    config = RunConfig(machines=["a:0", "b:0", "c:0"], stages=3, compress="auto")
+    slow = profile(BYTES / 2.0)
+    modes, line = choose_for_run(config, slow, plan())
+    assert modes == {(0, 1): "int8"}
     assert line.startswith("compress: auto: int8 between a and b: an update takes ")
-    counted = compressed_profile(
-        profile(BYTES / 2.0), config.model_copy(update={"compress": modes, "links": None})
-    )
-    assert simulate(counted, plan()).step_time == choose_compression(profile(BYTES / 2.0), plan()).after
-    with pytest.raises(ConfigError, match="whose hosts are not those of `machines`"):
-        choose_for_run(config.model_copy(update={"machines": ["a:0", "a:1", "c:0"]}), profile(1.0), plan())
+    assert slow.hosts is not None
+    chosen = with_modes(config, slow.hosts.ranks, modes)
+    assert chosen.compress == {"a/b": "int8"}
+    expected = choose_compression(slow, plan()).after
+    assert simulate(compressed_profile(slow, chosen), plan()).step_time == expected
+    nameless = with_modes(RunConfig(stages=3, compress="auto"), slow.hosts.ranks, modes)
+    assert nameless.compress == {"0/1": "int8"}
+    assert simulate(compressed_profile(slow, nameless), plan()).step_time == expected
+    assert choose_for_run(config, replace(slow, hosts=None), plan())[0] == {}
 
 
 def test_mistakes() -> None:
     for keys, text in (
+        ({"compress": {"0/7": "int8"}, "stages": 2}, "there is no rank '7', and `machines` is not given: "),
         (
-            {"compress": "auto"},
-            "compress is 'auto': give `machines`, and `links`: a file of `vpipe doctor --machines`",
+            {"links": "links.json"},
+            "links is 'links.json': only compress: auto and partition: auto read it: leave it out",
         ),
-        ({"links": "links.json"}, "links is 'links.json': only compress: auto reads it: leave it out"),
     ):
         with pytest.raises(ValueError, match="is") as raised:
             RunConfig(**keys)  # type: ignore[arg-type]

@@ -196,6 +196,11 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ("nonfinite_limit: [3, 2]", "nonfinite_limit is [3, 2]: of 2 updates 3 cannot be skipped"),
         ("num_heads: 3", "hidden_size is 128: it must be a multiple of num_heads, which is 3"),
         ("macrobatch: true\nsync_mode: bsp", "macrobatch is True: it is an asynchronous mode"),
+        ("schedule: auto", "schedule is 'auto': it is chosen with the plan: write partition: auto too"),
+        (
+            "schedule: auto\npartition: auto\nsync_mode: asp",
+            "sync_mode is 'asp': schedule is 'auto', which chooses",
+        ),
         (
             "macrobatch: true\nschedule: vpipe",
             "macrobatch is True: schedule is 'vpipe', and macrobatch is the schedule",
@@ -442,10 +447,33 @@ def test_a_plan_beside_recompute(tmp_path: Path) -> None:
 WHOLE = '{"partition": [1, 2], "schedule": "1f1b", "minibatches": 6, "replicas": [2, 1]}'
 
 
+@pytest.mark.parametrize(
+    "ranks",
+    [{"stages": 3}, {"machines": ["localhost:0", "localhost:1", "localhost:2"]}, {"module": "vgpus=3"}],
+)
+def test_a_plan_may_leave_ranks_idle(tmp_path: Path, ranks: dict[str, object]) -> None:
+    planned = {"partition": [3, 3], "schedule": "1f1b", "replicas": [1, 1], "idle": 1}
+    write(tmp_path, json.dumps(planned), "plan.json")
+    config = read_config(write(tmp_path, {"partition": "plan.json", **ranks}))
+    assert config.ranks == 2
+    assert config.machines in (None, ["localhost:0", "localhost:1"])
+    assert "uses 2 of 3 ranks" in config.notes[0]
+    assert config.idle == 1
+    del planned["replicas"]
+    write(tmp_path, json.dumps(planned), "plan.json")
+    with pytest.raises(ConfigError, match="idle is 1, but there are no replicas"):
+        read_config(write(tmp_path, {"partition": "plan.json", **ranks}))
+    write(tmp_path, json.dumps(planned | {"idle": 2, "replicas": [1, 1]}), "plan.json")  # for a run of 4
+    with pytest.raises(ConfigError):
+        read_config(write(tmp_path, {"partition": "plan.json", **ranks}))
+
+
 def test_a_plan_gives_its_schedule_and_replicas(tmp_path: Path) -> None:
+    """Also where the file has a key without a value, as the one that other hosts are given."""
     write(tmp_path, WHOLE, "plan.json")
-    config = read_config(write(tmp_path, {"partition": "plan.json"}))
-    assert (config.chosen_schedule, config.minibatches, config.replicas) == ("1f1b", 6, [2, 1])
+    for empty in ({}, {"replicas": None, "schedule": None, "minibatches": None}):
+        config = read_config(write(tmp_path, {"partition": "plan.json", **empty}))
+        assert (config.chosen_schedule, config.minibatches, config.replicas) == ("1f1b", 6, [2, 1])
 
 
 def test_the_files_own_mode_goes_before_the_plans_schedule(tmp_path: Path) -> None:

@@ -16,7 +16,8 @@ import yaml
 
 from vpipe.communication.choice import RankLocation, choose_kind
 from vpipe.config import RunConfig
-from vpipe.config.file import read_config
+from vpipe.config.code import find_module
+from vpipe.config.file import check_values, read_config
 from vpipe.errors import ConfigError
 from vpipe.launch import mps
 from vpipe.launch.agents import compare_versions
@@ -24,7 +25,9 @@ from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import hosts_of
 from vpipe.launch.ssh import ssh_command, why_not
 from vpipe.launch.wire import Wire
+from vpipe.train import same_config
 from vpipe.train.carried import carried_files
+from vpipe.train.host import HostAgent, LauncherLost
 from vpipe.train.same_config import check_hosts
 
 
@@ -158,16 +161,28 @@ def test_the_files_of_a_run_travel_with_its_configuration(tmp_path: Path) -> Non
     [
         (["a:0", "b:0"], ["x", "y"], ""),
         (["a:0", "a:1"], ["x", "x"], ""),
+        (["a:0", "b:0"], ["a", "b"], ""),
+        (["a:0", "b:0"], ["b", "a"], "'a:0' for rank 0, which was started on b"),
+        (["a:0", "b:0"], ["x", "a"], "'b:0' for rank 1, which was started on a"),
         (["a:0", "b:0"], ["x", "x"], "'a:0' for rank 0 and 'b:0' for rank 1, and they were started both on x"),
         (["a:0", "a:1"], ["x", "y"], "'a:0' for rank 0 and 'a:1' for rank 1, and they were started on two hosts"),
     ],
 )  # fmt: skip
 def test_ranks_of_torchrun_are_where_machines_puts_them(
-    machines: list[str], hosts: list[str], problem: str
+    machines: list[str], hosts: list[str], problem: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """x and y have other names than those in `machines`; a and b are called so."""
+
     class Started:
-        def all_gather(self, name: str, mine: Any) -> list[str]:
-            return [f"{host}/boot/7" for host in hosts]
+        rank = 0
+
+        def all_gather(self, name: str, mine: Any) -> list[Any]:
+            named = [name.rpartition(":")[0] for name in machines]
+            found = []
+            for rank, host in enumerate(hosts):
+                monkeypatch.setattr(same_config, "is_here", host.__eq__)
+                found.append([f"{host}/boot/7", same_config.name_here(named, rank)])
+            return found
 
     world: Any = Started()
     if not problem:
@@ -196,6 +211,21 @@ def test_gloo_between_hosts_holds_for_gpus_too() -> None:
     assert choose_kind("auto", near._replace(nccl=True), far._replace(nccl=True)) == "nccl"
 
 
+def test_a_mistake_of_another_host_names_the_file_of_the_user(
+    wires: tuple[Wire, Wire], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And not the copy that was brought there."""
+    monkeypatch.chdir(tmp_path)
+    Path("mine.yml").write_text(yaml.safe_dump({"machines": ["a:0", "b:0"], "pretrained": "nowhere"}))
+    files = carried_files(read_config(Path("mine.yml")))
+    order = {"files": files, "source": "mine.yml", "environment": {}, "cwd": str(tmp_path)}
+    agent = HostAgent(wires[0], -1)
+    with pytest.raises(LauncherLost):
+        agent._answer("ready", lambda: agent._prepare(order, tmp_path))
+    expected = f"mine.yml: pretrained is '{tmp_path}/nowhere': there is no {tmp_path}/nowhere"
+    assert wires[1].receive(10.0) == [{"mistake": expected}]
+
+
 def test_an_agent_that_is_left_alone_ends() -> None:
     """Its wire ends before any order has come."""
     agent = subprocess.run(
@@ -207,3 +237,18 @@ def test_an_agent_that_is_left_alone_ends() -> None:
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])},
     )
     assert b'"hello"' in agent.stdout
+
+
+def test_a_module_is_found_without_being_imported(tmp_path: Path) -> None:
+    (tmp_path / "mine" / "parts").mkdir(parents=True)
+    for name in ("__init__.py", "nets.py", "parts/__init__.py"):
+        (tmp_path / "mine" / name).write_text("raise AssertionError('imported')")
+    (tmp_path / "alone.py").write_text("raise AssertionError('imported')")
+    (tmp_path / "run.yml").write_text("")
+    named = {
+        "alone:f": "alone.py", "mine:f": "mine", "mine.nets:f": "mine", "mine.parts:f": "mine",
+        "mine.other:f": None, "alone.nets:f": None, "nobody:f": None,
+    }  # fmt: skip
+    for written, place in named.items():
+        config = check_values({"model": written, "data": "alone:f"}, tmp_path / "run.yml")
+        assert find_module(config, "model") == (None if place is None else str(tmp_path / place)), written

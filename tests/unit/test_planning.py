@@ -10,7 +10,7 @@ import pytest
 from tests.announced import besides_announcements
 from vpipe.cli import main
 from vpipe.config import RunConfig
-from vpipe.config.arguments import check_plan
+from vpipe.config.arguments import build_schedule, check_plan
 from vpipe.config.file import read_config
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
 from vpipe.errors import ConfigError, VPipeError
@@ -110,6 +110,39 @@ def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunC
     plan_run(read_config(config, {"log_directory": "elsewhere"}))
     plan_run(read_config(config, {"log_directory": "anywhere"}))
     assert len(profiled) == 2
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "chosen", "reason"),
+    [
+        ("muon", "2bw", "stale weights need 1.01 times as many samples"),
+        ("sgd", "zb-v", "synchronous zb-v with 27.26 samples/s reaches a loss before 2bw"),
+    ],
+)
+def test_a_run_chooses_its_schedule_by_the_time_to_loss(
+    config: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    optimizer: str,
+    chosen: str,
+    reason: str,
+) -> None:
+    large = replace(PROFILE, blocks=(replace(BLOCK, parameter_bytes=300_000),) * 5)  # too much for one rank
+    monkeypatch.setattr(profiling, "profile_config", lambda config: large)
+    keys = {"schedule": "auto", "partition": "auto", "staleness": ["predict"], "optimizer": optimizer}
+    keys |= {"minibatches": 1, "gpu_memory": "4MiB"}
+    write_run_plan(read_config(config, keys), Path("plan.json"))
+    said = " ".join(capsys.readouterr().err.split())
+    run = read_config(config, keys | {"partition": "plan.json"})
+    assert run.chosen_schedule == read_plan(Path("plan.json")).schedule == chosen
+    with pytest.raises(
+        ConfigError, match=r"schedule is 'auto', .* run `vpipe plan .*run.yml` and set partition"
+    ):
+        build_schedule(read_config(config, keys))
+    assert f"schedule auto: {chosen} on 2 ranks" in said
+    assert reason in said
+    # Keys of the other kind of schedule were for that kind.
+    assert (run.minibatches, run.staleness) == ((None, ["predict"]) if chosen == "2bw" else (1, None))
 
 
 def test_without_a_place_to_keep_it_a_run_is_profiled_once(

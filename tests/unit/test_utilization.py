@@ -11,7 +11,7 @@ from torch.utils.flop_counter import FlopCounterMode
 import vpipe.observe.utilization as utilization
 from tests import models
 from vpipe.graph import capture
-from vpipe.observe.screen import speed_text
+from vpipe.observe.screen import TOO_SHORT, speed_text
 from vpipe.observe.utilization import Utilization
 from vpipe.pipeline.threads import run_ranks
 from vpipe.system.card_peak import device_peak, named_peak
@@ -73,5 +73,6 @@ def test_ranks_of_one_card_share_its_peak(
 def test_a_cpu_has_no_known_peak_and_shows_none() -> None:
     assert device_peak(torch.device("cpu"), "bf16") is None
     assert speed_text({"samples_per_s": 2.0}) == "2.0 samples/s"
+    assert speed_text({"samples_per_s": 0.0, "tokens_per_s": 0.0}) == TOO_SHORT
     known = speed_text({"samples_per_s": 2.0, "tokens_per_s": 1024.0, "mfu": 0.4567})
     assert re.fullmatch(r"2\.0 samples/s, 1024 tokens/s, mfu 45\.7%", known)

@@ -122,7 +122,7 @@ def _ask_each(
     path: Path,
 ) -> None:
     """Files that the run needs on each host, and whether it has the configuration too."""
-    order = {"files": carried_files(config), "config": str(path.absolute())}
+    order = {"files": carried_files(config), "config": str(path.absolute()), "source": str(path)}
     mine = hashlib.sha256(path.read_bytes()).hexdigest()
     for agent in agents:
         report = reports[agent.host.name]

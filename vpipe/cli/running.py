@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -83,6 +84,10 @@ def train(
         arguments += ["--resume", _absolute(resume)]
     resources = Resources(partition, time, nodes, gpus_per_node, cpus_per_task, tuple(sbatch or ()))
     if slurm:
+        if "RANK" in os.environ:
+            raise VPipeError(
+                "--slurm is given to a rank, and each would submit a job: start `vpipe train --slurm` without torchrun"
+            )
         submit_run(chosen, arguments, resources, max_restarts=max_restarts, dry_run=dry_run)
         return
     if dry_run or resources != Resources():

@@ -47,6 +47,7 @@ from vpipe.communication.sockets import gloo_on
 from vpipe.errors import PeerError, VPipeError
 from vpipe.system import faults
 from vpipe.system.device import local_rank
+from vpipe.system.environment import IDLE
 from vpipe.system.network import LOOPBACK, own_address
 
 T = TypeVar("T")
@@ -179,14 +180,17 @@ class ProcessWorld(World):
         self._job: Job | None = None
         self._store: dist.Store = dist.HashStore()
         faults.point("rendezvous")
-        if self.size > 1:
+        idle = int(os.environ.get(IDLE, "0"))
+        if self.size > 1 or idle:
             prepare_environment(channel)
-            self._job = join(self.rank, self.size, rendezvous_limit or timeout)
+            self._job = join(self.rank, self.size, rendezvous_limit or timeout, idle)
             # Each world of a job gathers under names of its own: a script may build several pipelines.
             self._name = f"world {self._job.store.add(f'worlds of rank {self.rank}', 1)}"
             self._store = dist.PrefixStore(self._name, self._job.store)
             if rendezvous_limit is not None:
                 self._job.client.gather(f"{self._name}/start", None, "the rendezvous", rendezvous_limit)
+                for idle_rank in range(self.size, self.size + idle):
+                    self._job.client.wait_for_idle(idle_rank, rendezvous_limit)
 
     def _gather(self, name: str, number: int, value: Any) -> list[Any]:
         if self._job is None:

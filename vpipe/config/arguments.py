@@ -5,13 +5,19 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from vpipe.config.derived import known_blocks
+from vpipe.config.settings import AUTO
 from vpipe.errors import ConfigError, PartitionError
 from vpipe.schedule import Schedule, kind_of, read_table
+from vpipe.schedule.facts import mean_delay
 from vpipe.system.files import read_text
 
 if TYPE_CHECKING:
     from vpipe.config.keys import OptimizerGroup, RunConfig
     from vpipe.weights import OptimizerFactory
+
+OLD = 1.0
+"""Updates of mean delay, from which on slower moments beside Muon help; with less they cost more than the delay."""
+STALE_BETAS = [0.97, 0.99]
 
 
 def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
@@ -28,6 +34,7 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
         arguments["recompute_ratio"] = config.ratio
     else:
         arguments["policies"] = config.policies
+    _check_chosen(config)
     if config.chosen_schedule.endswith(".csv"):
         return arguments | {"schedule": build_schedule(config)}
     return arguments | {
@@ -42,6 +49,14 @@ def pipeline_arguments(config: RunConfig) -> dict[str, Any]:
     }
 
 
+def _check_chosen(config: RunConfig) -> None:
+    if config.chosen_schedule == AUTO:
+        raise ConfigError(
+            f"{config.source}: schedule is {AUTO!r}, which only `vpipe train` chooses, with its plan: run `vpipe plan "
+            f"{config.source}` and set partition: plan.json, or name a schedule"
+        )
+
+
 def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
     """The `optimizer` of a Pipeline, with the configured groups."""
     from vpipe.weights import optimizer_factory, optimizer_groups  # torch comes with it
@@ -51,7 +66,7 @@ def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
         name = given.get("optimizer", config.chosen_optimizer)
         numbers = (given.get(key, getattr(config, key)) for key in ("learning_rate", "weight_decay"))
         settings: dict[str, Any] = {
-            "betas": config.chosen_betas,
+            "betas": _betas(config),
             "eps": config.eps,
             "momentum": config.momentum,
         }
@@ -61,6 +76,14 @@ def make_optimizer_factory(config: RunConfig) -> OptimizerFactory:
 
     rules = [(group.match, factory(group)) for group in config.optimizer_groups]
     return optimizer_groups(*rules, rest=factory(), place=f"{config.source}: optimizer_groups")
+
+
+def _betas(config: RunConfig) -> list[float] | None:
+    """The configured ones; else those of the AdamW beside Muon that bear old weights, or None: the optimizer's own."""
+    may_be_old = config.has_stale_weights and config.chosen_schedule != AUTO
+    if config.betas is None and config.chosen_optimizer == "muon" and may_be_old:
+        return STALE_BETAS if mean_delay(build_schedule(config)) >= OLD else None
+    return config.betas
 
 
 def check_plan(config: RunConfig, model: str) -> None:
@@ -107,6 +130,7 @@ def check_blocks(config: RunConfig, schedule: Schedule) -> None:
 def build_schedule(config: RunConfig) -> Schedule:
     """The configured schedule, checked against ranks and partition before any rank starts."""
     name = config.chosen_schedule
+    _check_chosen(config)
     if name.endswith(".csv"):
         schedule = read_table(read_text(config.path(name)), name)
         if schedule.num_ranks != config.ranks:

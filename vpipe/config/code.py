@@ -60,6 +60,24 @@ def load_function(config: RunConfig, key: str) -> Callable[..., Any]:
     return value
 
 
+def find_module(config: RunConfig, key: str) -> str | None:
+    """The file, or the folder of the package, that has the module that the key names; None: it is not here.
+
+    Nothing is imported: a host can be asked before it runs anything.
+    """
+    parts = getattr(config, key).partition(":")[0].split(".")
+    path = [*map(str, code_directories(config)), *sys.path]
+    invalidate_caches()
+    places: list[str] = []
+    for count in range(1, len(parts) + 1):
+        found = PathFinder.find_spec(".".join(parts[:count]), path)
+        if found is None:
+            return None
+        path = list(found.submodule_search_locations or ())
+        places.append(path[0] if path else str(found.origin))
+    return places[0]
+
+
 def call_function(config: RunConfig, key: str) -> Any:
     """The result of the function that the key names; it is given the configuration if it has a parameter `config`."""
     function, place = load_function(config, key), f"{config.source}: {key} is {getattr(config, key)!r}"

@@ -23,7 +23,7 @@ def compression_by_ranks(config: RunConfig) -> str | dict[Any, Any]:
     if not isinstance(config.compress, Mapping):
         return config.compress
     found: dict[Any, Any] = {key: mode for key, mode in config.compress.items() if key in DIRECTIONS}
-    ranks = _ranks_by_host(config)
+    ranks = _ranks_by_name(config)
     for key, modes in config.compress.items():
         if key not in DIRECTIONS:
             first, second = key.split(BETWEEN)
@@ -33,13 +33,11 @@ def compression_by_ranks(config: RunConfig) -> str | dict[Any, Any]:
 
 def compression_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
     """What is wrong with the key, if anything."""
-    if config.compress == AUTO and None in (config.links, config.machines):
-        yield "compress", "give `machines`, and `links`: a file of `vpipe doctor --machines`"
-    if config.links is not None and config.compress != AUTO:
-        yield "links", "only compress: auto reads it: leave it out"
+    if config.links is not None and AUTO not in (config.compress, config.partition):
+        yield "links", "only compress: auto and partition: auto read it: leave it out"
     if not isinstance(config.compress, Mapping):
         return
-    hosts = _ranks_by_host(config)
+    names = _ranks_by_name(config)
     for key, modes in config.compress.items():
         if key in DIRECTIONS:
             if not isinstance(modes, str):
@@ -51,16 +49,27 @@ def compression_problems(config: RunConfig) -> Iterator[tuple[str, str]]:
             )
         else:
             ends = key.split(BETWEEN)
-            unknown = [end for end in ends if end not in hosts]
+            unknown = [end for end in ends if end not in names]
             if len(ends) != 2 or ends[0] == ends[1]:
                 yield "compress", f"{short_repr(key)} is no link: name two hosts, such as nodea/nodeb"
+            elif unknown and config.machines is None:
+                yield (
+                    "compress",
+                    f"there is no rank {short_repr(unknown[0])}, and `machines` is not given: name two of the ranks 0 "
+                    f"to {len(names) - 1}, such as 0/1, or give `machines`",
+                )
             elif unknown:
-                known = f"its hosts are {', '.join(hosts)}" if hosts else "`machines` is not given"
-                yield "compress", f"`machines` has no host {short_repr(unknown[0])}: {known}"
+                yield (
+                    "compress",
+                    f"`machines` has no host {short_repr(unknown[0])}: its hosts are {', '.join(names)}",
+                )
 
 
-def _ranks_by_host(config: RunConfig) -> dict[str, list[int]]:
+def _ranks_by_name(config: RunConfig) -> dict[str, list[int]]:
+    """The ranks of each host; without `machines` a rank goes by its number."""
+    if config.machines is None:
+        return {str(rank): [rank] for rank in range(config.ranks)}
     ranks: dict[str, list[int]] = {}
-    for rank, machine in enumerate(config.machines or ()):
+    for rank, machine in enumerate(config.machines):
         ranks.setdefault(machine.rpartition(":")[0], []).append(rank)
     return ranks

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from vpipe.config.compress import compression_problems
+from vpipe.config.settings import AUTO
 from vpipe.schedule import KINDS, guides_schedule
 
 if TYPE_CHECKING:
@@ -64,6 +65,13 @@ def _data(config: RunConfig) -> Iterator[Contradiction]:
 def _schedule(config: RunConfig) -> Iterator[Contradiction]:
     name = config.chosen_schedule
     kind = KINDS.get(name)  # None: a table
+    if name == AUTO:
+        if not isinstance(config.partition, str):
+            yield "schedule", "it is chosen with the plan: write partition: auto too"
+        for key in ("sync_mode", "macrobatch", "update_interval", "global_batch_size"):
+            if getattr(config, key) is not None:
+                yield key, f"schedule is {AUTO!r}, which chooses it: {ONE_OF_TWO}"
+        return
     if config.macrobatch and config.sync_mode == "bsp":
         yield "macrobatch", "it is an asynchronous mode: leave sync_mode 'bsp' out, or macrobatch"
     if kind is None:

@@ -47,7 +47,8 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
 def _with(config: RunConfig, values: dict[str, Any], place: Path | None = None) -> RunConfig:
     """The configuration with these values too, which a file at `place` has, if not its own."""
     checked = check_values(config.model_dump(exclude_unset=True) | values, place or config.source)
-    checked._source, checked._planned, checked._notes = config.source, config.planned, config.notes
+    checked._source, checked._planned = config.source, config.planned
+    checked._idle, checked._notes = config.idle, config.notes
     return checked
 
 
@@ -57,7 +58,16 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
     planned: dict[str, Any] = {"partition": list(plan.partition), "batch_size": plan.batch_size or None}
     if config.recompute_ratio is None:
         planned["policies"] = list(plan.policies)
-    if config.schedule is None and config.sync_mode is None and not config.macrobatch and plan.scheduled:
+    kept = config.model_dump(exclude_unset=True, exclude_none=True, exclude={"partition"})
+    if config.schedule == AUTO:
+        if not plan.scheduled:
+            raise ConfigError(f"{config.source}: schedule is {AUTO!r}, but {path} has none: name a schedule")
+        # What only a schedule of the other kind has was for that.
+        del kept["schedule"]
+        own = KINDS.get(plan.schedule)
+        if own is not None:
+            kept.pop("staleness" if own.synchronous else "minibatches", None)
+    if "schedule" not in kept and config.sync_mode is None and not config.macrobatch and plan.scheduled:
         planned["schedule"] = plan.schedule
     if plan.schedule == planned.get("schedule", config.chosen_schedule):
         planned |= {key: getattr(plan, key) for key in ("minibatches", "chunks", "update_interval")}
@@ -70,12 +80,19 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
         planned |= dict.fromkeys(TABLE_SAYS)
     elif not kind.synchronous:
         planned["minibatches"] = None  # of the simulated run
-    given = config.model_dump(exclude_unset=True)
-    kept = {key: value for key, value in given.items() if key != "partition"}
     if sum(plan.replicas) == config.stages and config.replicas is None:
         del kept["stages"]  # as many ranks, but some of them are replicas
+    idle = plan.idle and config.replicas is None and sum(plan.replicas) + plan.idle == config.ranks
+    if idle:
+        kept = {key: value for key, value in kept.items() if key not in ("stages", "module")}
+        if config.machines is not None:
+            kept["machines"] = config.machines[: -plan.idle]
     checked = check_values({key: v for key, v in planned.items() if v is not None} | kept, config.source)
     checked._planned = (path, plan.fingerprint)
+    if idle or (config.machines is None and config.vgpus is None and config.ranks_of_layout is None):
+        checked._idle = plan.idle
+    if idle:
+        checked.notes.append(f"{path} uses {checked.ranks} of {config.ranks} ranks: it is faster so")
     return checked
 
 

@@ -21,8 +21,9 @@ from pydantic import (
 from vpipe.config.code import CODE_KEYS, names_code
 from vpipe.config.contradictions import contradictions
 from vpipe.config.names import MEANT
+from vpipe.config.settings import AUTO
 from vpipe.cost.fields import mistake
-from vpipe.cost.plan_file import ScheduleName
+from vpipe.cost.plan_file import check_schedule
 from vpipe.errors import VPipeError
 from vpipe.schedule import KINDS, guides_schedule, kind_of, read_table
 from vpipe.schedule.kind import MOST_DEPTH
@@ -59,13 +60,16 @@ def _code(value: str) -> str:
     return value
 
 
+def _schedule(value: str) -> str:
+    return value if value == AUTO else check_schedule(value)
+
+
 def _loss_weight(value: str) -> str:
     if value not in LOSS_WEIGHTS and not names_code(value):
         raise ValueError(f"{', '.join(LOSS_WEIGHTS)}, or module:function")
     return value
 
 
-STALE_BETAS = [0.97, 0.99]
 LARGEST = 10**9
 """Of any count: a larger number is taken for a mistake in writing."""
 Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
@@ -187,9 +191,11 @@ class RunConfig(_Keys):
 
     # The pipeline
 
-    schedule: ScheduleName | None = None
+    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
     """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe, or the path of a table
-    that `vpipe schedule --csv` wrote. If not given, `macrobatch` and `sync_mode` choose."""
+    that `vpipe schedule --csv` wrote. auto: with `partition: auto`, the one that reaches a loss first by prediction, as
+    `vpipe plan --schedule auto` chooses it; a line says which, and why. If not given, `macrobatch` and `sync_mode`
+    choose."""
     sync_mode: Literal["asp", "bsp"] | None = None
     """bsp: the minibatches of a batch make one update together; asp: each makes its own, on weights that may be stale.
     Without `schedule` they choose 1f1b and vpipe; a schedule of the other kind is refused."""
@@ -217,7 +223,8 @@ class RunConfig(_Keys):
     partition: Annotated[list[Count], Field(min_length=1, max_length=4096)] | Path_ | None = None
     """Blocks of each stage (`vpipe blocks` lists them), or the path of a plan (`vpipe.json`, or what `vpipe plan`
     wrote), whose schedule and replicas then hold too unless they are given; auto: the model is profiled and
-    planned before the run. If not given, stages of about equal work, by the flops and the bytes of their operations."""
+    planned before the run, with the links between hosts if there are several. If not given, stages of about equal work,
+    by the flops and the bytes of their operations."""
     policies: list[Literal["keep", "recompute", "swap"]] | None = None
     """Memory policy of each block's activations until backward; instead of a plan's, or of `recompute_ratio`."""
     gpu_memory: Annotated[str, Field(min_length=1), AfterValidator(_size)] | None = None
@@ -245,15 +252,17 @@ class RunConfig(_Keys):
     """How much weights shrink with each update."""
     betas: Betas | None = None
     """Decay of the two moments of adam, adamw, nadamw, lamb and of muon's AdamW; if not given, the optimizer's own, and
-    0.97 and 0.99 for muon in an asynchronous schedule."""
+    0.97 and 0.99 for muon where gradients are an update old or more on average (schedule vpipe with 3 stages)."""
     eps: Positive | None = None
     """What these optimizers add to the root of the second moment; if not given, the optimizer's own."""
     momentum: Momentum | None = None
     """Momentum of sgd (0.9 if not given) and muon (0.95)."""
     staleness: list[str | dict[str, int]] | None = None
     """Remedies for the stale weights of an asynchronous schedule, such as `[predict, {async_after: 100}]`. predict:
-    forwards read the weights as they are expected to be when their gradients are applied. async_after: so many updates
-    at the beginning are made one after the other, with an empty pipeline between them. `[]`: none."""
+    forwards read the weights as they are expected to be when their gradients are applied. split_tied: the last stage's
+    part of a tied embedding's gradient is applied at once, the first stage's when it has come; else both wait for each
+    other. async_after: so many updates at the beginning are made one after the other, with an empty pipeline between
+    them. `[]`: none."""
     optimizer_groups: list[OptimizerGroup] = []
     """Other settings for some parameters, by name: `match` is one or several patterns (`*` stands for any text, as in
     `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` override the run's own. The first entry that matches a
@@ -319,9 +328,11 @@ class RunConfig(_Keys):
     """How activations and their gradients are compressed between ranks on different hosts: as bfloat16, or with 8 or 4
     bits a number; or for each apart, as in `{forward: int8, backward: bf16}`. `replicas` in that mapping is for the
     gradients of replicas; a pair of hosts, as in `{nodea/nodeb: int8}`, is a link with a mode, or such a mapping, of
-    its own. `auto`: bf16 or int8 on the links of `links` that bound an update of the plan (docs/many_machines.md)."""
+    its own; without `machines` a pair of ranks, as in `{0/2: int8}`. `auto`: bf16 or int8 on the links that bound an
+    update of the plan (docs/many_machines.md)."""
     links: Path_ | None = None
-    """File of `vpipe doctor --machines` with the hosts and the links between them, for `compress: auto`."""
+    """File of `vpipe doctor --machines` with the hosts and the links between them, for `partition: auto` and
+    `compress: auto`. If not given, the ranks measure them when they have met."""
     directory: Path_ | None = None
     """Directory that the ranks start in, also under torchrun and srun, and where `partition` and `config_file` are
     looked for if they are not beside this file. It is relative to this file or, if there is none, to the current
@@ -379,6 +390,7 @@ class RunConfig(_Keys):
 
     _source: Path = PrivateAttr(default=Path("config"))
     _planned: tuple[Path, str] | None = PrivateAttr(default=None)
+    _idle: int = PrivateAttr(default=0)
     _notes: list[str] = PrivateAttr(default_factory=list)
 
     @model_validator(mode="after")
@@ -400,6 +412,11 @@ class RunConfig(_Keys):
     def planned(self) -> tuple[Path, str] | None:
         """The plan that the partition was read from, and the fingerprint of the model that it is for."""
         return self._planned
+
+    @property
+    def idle(self) -> int:
+        """The ranks, behind those of the run, that its plan was made for and leaves idle."""
+        return self._idle
 
     @property
     def notes(self) -> list[str]:
@@ -434,8 +451,10 @@ class RunConfig(_Keys):
 
     @property
     def has_stale_weights(self) -> bool:
-        """Whether the schedule is asynchronous; of a table its name does not say it."""
+        """Whether the schedule is asynchronous, or may be; of a table its name does not say it."""
         name = self.chosen_schedule
+        if name == AUTO:
+            return True
         return not (
             read_table(read_text(self.path(name)), name) if name.endswith(".csv") else kind_of(name)
         ).synchronous
@@ -444,13 +463,6 @@ class RunConfig(_Keys):
     def chosen_optimizer(self) -> str:
         """The configured one or, with the remedies, what bears stale weights best (docs/convergence.md)."""
         return self.optimizer or (self.stale_defaults[0] if self.has_stale_weights else "adamw")
-
-    @property
-    def chosen_betas(self) -> list[float] | None:
-        """The configured ones; else those of the AdamW beside Muon that bear stale weights, or None: its own."""
-        if self.betas is None and self.chosen_optimizer == "muon" and self.has_stale_weights:
-            return STALE_BETAS
-        return self.betas
 
     @property
     def remedies(self) -> Staleness:

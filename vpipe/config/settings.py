@@ -13,8 +13,10 @@ from vpipe.errors import ConfigError
 from vpipe.system.files import parse_yaml
 
 AUTO = "auto"
-"""The value of `partition` for a plan that is made before the run."""
-PATHS = ("model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container")
+"""The value of `partition`, and of `schedule`, for a plan that is made before the run."""
+PATHS = (
+    "model", "pretrained", "data_dir", "tokenizer", "partition", "config_file", "directory", "container", "links",
+)  # fmt: skip
 
 
 def read_settings(written: Sequence[str]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn
@@ -33,19 +34,25 @@ def can_fork() -> bool:
     return False
 
 
+@dataclass(frozen=True)
+class RankStart:
+    """What the process of a rank begins with; its input is empty."""
+
+    arguments: Sequence[str]
+    """Of `vpipe`."""
+    environment: Mapping[str, str]
+    directory: Path | None
+    stdout: int | None
+    """None: ours."""
+    stderr: int
+    kept: Sequence[int]
+    """Other descriptors that it inherits."""
+
+
 class ForkedRank:
     """`python -m vpipe` in a fork of this process; what `subprocess.Popen` tells of a process."""
 
-    def __init__(
-        self,
-        arguments: Sequence[str],
-        environment: Mapping[str, str],
-        directory: Path | None,
-        stdout: int | None,
-        stderr: int,
-        kept: Sequence[int],
-    ) -> None:
-        """Its descriptors are `stdout` (None: ours), `stderr` and those that are `kept`; its input is empty."""
+    def __init__(self, start: RankStart) -> None:
         self.returncode: int | None = None
         for stream in (sys.stdout, sys.stderr):
             with suppress(OSError):
@@ -54,7 +61,7 @@ class ForkedRank:
         mask = signal.pthread_sigmask(signal.SIG_BLOCK, signal.valid_signals())
         self.pid = os.fork()
         if self.pid == 0:
-            _exit_with(lambda: _become_rank(arguments, environment, directory, stdout, stderr, kept, mask))
+            _exit_with(lambda: _become_rank(start, mask))
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
     def poll(self) -> int | None:
@@ -78,15 +85,7 @@ class ForkedRank:
         return self.returncode
 
 
-def _become_rank(
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    directory: Path | None,
-    stdout: int | None,
-    stderr: int,
-    kept: Sequence[int],
-    mask: Iterable[int],
-) -> None:
+def _become_rank(start: RankStart, mask: Iterable[int]) -> None:
     """Leave behind what a new program would leave behind, and run the command."""
     os.setsid()
     for number in signal.valid_signals():
@@ -95,21 +94,21 @@ def _become_rank(
             signal.signal(number, plain)
     signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
-    os.dup2(1 if stdout is None else stdout, 1)
-    os.dup2(stderr, 2)
+    os.dup2(1 if start.stdout is None else start.stdout, 1)
+    os.dup2(start.stderr, 2)
     first = 3
-    for descriptor in sorted(kept):
+    for descriptor in sorted(start.kept):
         os.closerange(first, descriptor)
         first = descriptor + 1
     os.closerange(first, os.sysconf("SC_OPEN_MAX"))
     os.environ.clear()
-    os.environ.update(environment)
-    if directory is not None:
-        os.chdir(directory)
-    Path("/proc/self/comm").write_text(f"rank {environment['RANK']}")  # its name in `ps` and `top`
+    os.environ.update(start.environment)
+    if start.directory is not None:
+        os.chdir(start.directory)
+    Path("/proc/self/comm").write_text(f"rank {start.environment['RANK']}")  # its name in `ps` and `top`
     if not getattr(sys.flags, "safe_path", False):
         sys.path.insert(0, os.getcwd())  # as `python -m` does
-    sys.argv = ["vpipe", *arguments]
+    sys.argv = ["vpipe", *start.arguments]
     _command()
 
 

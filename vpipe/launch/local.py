@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from vpipe.errors import ConfigError, NotWrittenError, RankFailedError, VPipeError
-from vpipe.launch.forked import ForkedRank, can_fork
+from vpipe.launch.forked import ForkedRank, RankStart, can_fork
 from vpipe.launch.helpers import HelperWatch, end_helper, helping
 from vpipe.launch.mps import sharing
 from vpipe.launch.place import PLACED
@@ -198,10 +198,9 @@ def _started(
                     inherited.append(meeting.listener.fileno())
                 # The first rank writes to the user's terminal.
                 output = log if rank or ranks.quiet else None
-                start = ForkedRank if forked else partial(_new_interpreter, ranks.interpreter)
-                children[rank] = child = start(
-                    ranks.arguments, environment | own, ranks.directory, output, log, inherited
-                )
+                start = RankStart(ranks.arguments, environment | own, ranks.directory, output, log, inherited)
+                child = ForkedRank(start) if forked else new_interpreter(ranks.interpreter, start)
+                children[rank] = child
                 kill_later(child.pid)
             if meeting.listener is not None:
                 meeting.listener.close()
@@ -211,24 +210,16 @@ def _started(
                 _kill(child)
 
 
-def _new_interpreter(
-    interpreter: Sequence[str],
-    arguments: Sequence[str],
-    environment: Mapping[str, str],
-    directory: Path | None,
-    stdout: int | None,
-    stderr: int,
-    kept: Sequence[int],
-) -> Child:
+def new_interpreter(interpreter: Sequence[str], start: RankStart) -> Child:
     return subprocess.Popen(
-        [*interpreter, "-m", "vpipe", *arguments],
-        env=environment,
-        cwd=directory,
+        [*interpreter, "-m", "vpipe", *start.arguments],
+        env=start.environment,
+        cwd=start.directory,
         stdin=subprocess.DEVNULL,
-        stdout=stdout,
-        stderr=stderr,
+        stdout=start.stdout,
+        stderr=start.stderr,
         start_new_session=True,
-        pass_fds=kept,
+        pass_fds=start.kept,
     )
 
 

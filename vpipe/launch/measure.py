@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import socket
 import struct
-from contextlib import suppress
 from statistics import median
 from time import perf_counter
 from typing import NamedTuple
@@ -22,7 +21,7 @@ LAST = 256 << 20
 ENOUGH = 0.25
 """Seconds that a block should take."""
 LIMIT = 30.0
-"""Seconds for all of it."""
+"""Seconds that either end waits for the other."""
 _SIZE = struct.Struct(">Q")
 
 
@@ -35,39 +34,34 @@ class MeasuredLink(NamedTuple):
     """The caller's, with its address."""
 
 
-def serve_measurement(listener: socket.socket) -> None:
-    """Answer one caller; a size of 0 ends it."""
-    listener.settimeout(LIMIT)
-    link, _ = listener.accept()
-    listener.close()
+def serve_measurement(link: socket.socket) -> None:
+    """Answer the caller; a size of 0 ends it."""
     buffer = bytearray(1 << 20)
-    with link:
-        link.settimeout(LIMIT)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        while size := _SIZE.unpack(_exactly(link, _SIZE.size))[0]:
-            while size:
-                count = link.recv_into(buffer, min(size, len(buffer)))
-                if not count:
-                    raise ConnectionResetError("the connection was closed")
-                size -= count
-            link.sendall(b".")
+    link.settimeout(LIMIT)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while size := _SIZE.unpack(_exactly(link, _SIZE.size))[0]:
+        while size:
+            count = link.recv_into(buffer, min(size, len(buffer)))
+            if not count:
+                raise ConnectionResetError("the connection was closed")
+            size -= count
+        link.sendall(b".")
 
 
-def measure(address: str, port: int, connect_limit: float) -> MeasuredLink:
-    with socket.create_connection((address, port), connect_limit) as link:
-        link.settimeout(LIMIT)
-        link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
-        own = str(link.getsockname()[0])
-        trip = median(_seconds(link, 1) for _ in range(PINGS))
-        size, bandwidth = FIRST, 0.0
-        while True:
-            taken = _seconds(link, size)
-            bandwidth = size / max(taken - trip, 1e-9)
-            if taken > ENOUGH / 2 or size == LAST:
-                break
-            size = int(min(LAST, max(2 * size, size * ENOUGH / taken)))
-        with suppress(OSError):
-            link.sendall(_SIZE.pack(0))
+def measure(link: socket.socket) -> MeasuredLink:
+    link.settimeout(LIMIT)
+    link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    own = str(link.getsockname()[0])
+    trip = median(_seconds(link, 1) for _ in range(PINGS))
+    size, bandwidth = FIRST, 0.0
+    while True:
+        taken = _seconds(link, size)
+        bandwidth = size / max(taken - trip, 1e-9)
+        if taken > ENOUGH / 2 or size == LAST:
+            break
+        # No more than four times: the first block may have gone in one burst, for which a slow link has room.
+        size = int(min(LAST, 4 * size, max(2 * size, size * ENOUGH / taken)))
+    link.sendall(_SIZE.pack(0))
     return MeasuredLink(bandwidth, trip / 2, f"{interface_with(own) or '?'} ({own})")
 
 

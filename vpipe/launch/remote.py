@@ -198,6 +198,9 @@ class _HostsRun:
             verdict = f"rank {failed.rank} failed: {failed.how}".partition("\n")[0]
             texts = (a.ended["error"] for a in self.agents if a.ended and failed.rank in a.host.ranks)
             text = next(filter(None, texts), verdict)
+            host = next(agent.host for agent in self.agents if failed.rank in agent.host.ranks)
+            if failed.kind is not RankFailedError and not host.here:
+                text = f"{host.name}: {text}"  # a mistake that it may be alone with
             error = failed.kind(*text.split("\n", 1))
         return RanksEnded(codes, failed, error, self.found or self.log.now())
 

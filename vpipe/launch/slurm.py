@@ -124,7 +124,7 @@ def job_folder(log_directory: Path, arguments: Sequence[str]) -> Path:
 
 def join_step(step: Step, config: RunConfig, arguments: Sequence[str], log_directory: Path) -> None:
     """Become the rank that this task is: set the variables of torchrun, and those of our launcher."""
-    if step.size != config.ranks:
+    if step.size not in (config.ranks, config.ranks + config.idle):
         raise ConfigError(
             f"{config.source} describes {config.ranks} ranks and srun has started {step.size} tasks: "
             f"use srun --ntasks={config.ranks}, or change machines, stages or replicas"

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from itertools import combinations
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from vpipe.communication.compression import NONE, read_compression
 from vpipe.config.compress import AUTO, compression_by_ranks
-from vpipe.cost import Plan, Profile, with_links
+from vpipe.cost import Plan, Profile
 from vpipe.cost.compression import FLOAT32, HostPair, with_compression
-from vpipe.errors import ConfigError
 from vpipe.plan.compression import choose_compression
 
 if TYPE_CHECKING:
@@ -28,31 +28,25 @@ def compressed_profile(profile: Profile, config: RunConfig) -> Profile:
     return with_compression(profile, modes, links.default.replicas, _itemsize(config))
 
 
-def choose_for_run(config: RunConfig, profile: Profile, plan: Plan) -> tuple[str | dict[str, Any], str]:
-    """What `compress: auto` stands for, by the names of hosts, and a line that says so."""
-    assert config.links is not None
-    assert config.machines is not None
-    profile = with_links(profile, config.path(config.links))
-    names = [machine.rpartition(":")[0] for machine in config.machines]
-    hosts = () if profile.hosts is None else profile.hosts.ranks
-    own = [{names[rank] for rank in ranks if rank < len(names)} for ranks in hosts]
-    if sum(map(len, hosts)) != len(names) or any(len(one) != 1 for one in own) or len(own) != len(set(names)):
-        raise ConfigError(
-            f"{config.source}: links is {config.links!r}, whose hosts are not those of `machines`: measure them again "
-            "with `vpipe doctor --machines`"
-        )
+def choose_for_run(config: RunConfig, profile: Profile, plan: Plan) -> tuple[dict[HostPair, str], str]:
+    """The modes that `compress: auto` stands for, of pairs of hosts of the profile, and a line that says so."""
+    if profile.hosts is None:
+        return {}, "compress: auto: all ranks are on one host, nothing is compressed"
     chosen = choose_compression(profile, plan, _itemsize(config))
     if not chosen.modes:
-        return (
-            NONE,
-            f"compress: auto: no link bounds an update of {chosen.before:.3g} s, nothing is compressed",
-        )
-    modes = {f"{names[hosts[a][0]]}/{names[hosts[b][0]]}": mode for (a, b), mode in chosen.modes.items()}
-    links = ", ".join(f"{mode} between {link.replace('/', ' and ')}" for link, mode in modes.items())
+        return {}, f"compress: auto: no link bounds an update of {chosen.before:.3g} s, nothing is compressed"
+    names = [_name(config, ranks) for ranks in profile.hosts.ranks]
+    links = ", ".join(f"{mode} between {names[a]} and {names[b]}" for (a, b), mode in chosen.modes.items())
     return (
-        modes,
+        chosen.modes,
         f"compress: auto: {links}: an update takes {chosen.after:.3g} s instead of {chosen.before:.3g}",
     )
+
+
+def _name(config: RunConfig, ranks: Sequence[int]) -> str:
+    if config.machines is not None:
+        return config.machines[ranks[0]].rpartition(":")[0]
+    return f"the host of rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"
 
 
 def _itemsize(config: RunConfig) -> int:

@@ -35,6 +35,7 @@ from vpipe.system.start import Phases, process_began
 from vpipe.train.carried import CONFIG
 from vpipe.train.host_orders import (
     CONNECT_LIMIT,
+    check_modules,
     examine,
     forget_callers,
     listen,
@@ -70,6 +71,7 @@ class HostAgent:
         self.wire = wire
         self._out = out
         self._limit = 60.0
+        self._names = "", ""
         self._pumped = self._shown = 0.0
         self._statuses: dict[Path, float] = {}
         """Those of the ranks, for `vpipe top` on the launcher's host, and when each was written that was sent last."""
@@ -108,15 +110,23 @@ class HostAgent:
                     FailureLog(ranks.folder),
                     lambda: self.wire.send(training=True),
                     each,
-                    lambda failed: self.wire.send(failed=[failed.rank, failed.how, failed.kind.exit_code]),
+                    lambda failed: self.wire.send(
+                        failed=[failed.rank, self._as_written(failed.how), failed.kind.exit_code]
+                    ),
                 )
                 while self._pump(last=True):
                     self.wire.flush(FLUSH_LIMIT)
                 if not shared:
                     self._send_files(ranks.folder)
-                self.wire.send(ended={"codes": ended.codes, "error": str(ended.error or "")})
+                self.wire.send(
+                    ended={"codes": ended.codes, "error": self._as_written(str(ended.error or ""))}
+                )
         finally:
             self.wire.flush(FLUSH_LIMIT)
+
+    def _as_written(self, text: str) -> str:
+        """With the user's own name of the configuration in place of that of the copy here."""
+        return text.replace(*self._names)
 
     def _receive(self, seconds: float = 0.0) -> list[dict[str, Any]]:
         messages = self.wire.receive(seconds)
@@ -145,8 +155,11 @@ class HostAgent:
                 self.wire.send(serving=where)
             if "measure" in message:
                 address, port = message["measure"]
-                with reaching(address, port):
-                    self.wire.send(measured=measure(address, port, CONNECT_LIMIT))
+                with (
+                    reaching(address, port),
+                    socket.create_connection((address, port), CONNECT_LIMIT) as link,
+                ):
+                    self.wire.send(measured=measure(link))
         except VPipeError as error:
             self.wire.send(mistake=str(error).partition("\n")[0])
 
@@ -155,7 +168,7 @@ class HostAgent:
         try:
             made, answer = work()
         except VPipeError as error:
-            self.wire.send(mistake=str(error).partition("\n")[0])
+            self.wire.send(mistake=self._as_written(str(error).partition("\n")[0]))
             raise LauncherLost from None  # it ends the run
         self.wire.send(**{key: answer})
         return made, answer
@@ -165,8 +178,10 @@ class HostAgent:
         os.environ.update(order["environment"])
         with suppress(OSError):
             os.chdir(order["cwd"])  # else it stays where ssh has put it
+        self._names = str(files / CONFIG), order["source"]
         config = write_files(order["files"], files)
         check_paths(config)
+        check_modules(config)
         folder, own = Path(order["folder"]), order["ranks"]
         make_folder(folder)
         self._limit = config.heartbeat_limit

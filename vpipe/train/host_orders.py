@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import socket
 import tempfile
 from collections.abc import Iterator
@@ -11,12 +12,13 @@ from pathlib import Path
 from typing import Any
 
 from vpipe.config import RunConfig
+from vpipe.config.code import find_module
 from vpipe.config.file import read_config
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.launch.hosts import own_addresses
-from vpipe.launch.measure import serve_measurement
+from vpipe.launch.measure import LIMIT, serve_measurement
 from vpipe.launch.place import rank_directory, rank_interpreter
-from vpipe.train.carried import CONFIG
+from vpipe.train.carried import CONFIG, MODULES
 from vpipe.train.run import check_paths
 
 CONNECT_LIMIT = 5.0
@@ -59,8 +61,11 @@ def reaching(address: str, port: int) -> Iterator[None]:
 
 
 def serve(listener: socket.socket) -> None:
-    with suppress(OSError):
-        serve_measurement(listener)
+    """Answer one caller that measures the link."""
+    with suppress(OSError), listener:
+        listener.settimeout(LIMIT)
+        with listener.accept()[0] as link:
+            serve_measurement(link)
 
 
 def examine(order: dict[str, Any]) -> dict[str, Any]:
@@ -70,10 +75,11 @@ def examine(order: dict[str, Any]) -> dict[str, Any]:
         try:
             config = write_files(order["files"], Path(folder))
             check_paths(config)
+            check_modules(config)
             rank_directory(config)
             rank_interpreter(config, [])
         except VPipeError as error:
-            wrong.append(str(error).partition("\n")[0])
+            wrong.append(str(error).partition("\n")[0].replace(str(Path(folder, CONFIG)), order["source"]))
     try:
         digest = hashlib.sha256(Path(order["config"]).read_bytes()).hexdigest()
     except OSError:
@@ -85,6 +91,22 @@ def write_files(files: dict[str, str], folder: Path) -> RunConfig:
     for name, text in files.items():
         (folder / Path(name).name).write_text(text, encoding="utf-8")
     return read_config(folder / CONFIG)
+
+
+def check_modules(config: RunConfig) -> None:
+    """Raise for a module of the user's that this host does not have; in a container, the image must have it."""
+    if not config.code or config.container is not None:
+        return
+    elsewhere = json.loads((config.source.parent / MODULES).read_text(encoding="utf-8"))
+    for key, written in config.code.items():
+        if find_module(config, key) is None:
+            there = elsewhere.get(key)
+            copy = f"copy {there} to the same path" if there else "copy it to one of these folders"
+            raise ConfigError(
+                f"{config.source}: {key} is {written!r}: this host has no module {written.partition(':')[0]!r}, "
+                f"neither in {' nor in '.join(config.python_path)} nor among its installed packages: {copy} on this "
+                "host, or set python_path to a folder that all hosts have"
+            )
 
 
 def forget_callers(listener: socket.socket) -> None:

@@ -9,7 +9,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -31,6 +31,7 @@ from vpipe.cost import (
 )
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.plan import PlanResult, plan
+from vpipe.plan.report import about_loss, headline
 from vpipe.schedule import Schedule, kind_of
 from vpipe.system import user_cache
 from vpipe.system.console import announce, inform
@@ -48,24 +49,43 @@ MEASURED = (
     "chunked_loss",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 6
+METHOD = 7
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 WORTH = 1.02
 """How many times as fast another number of stages than the requested one must be."""
 ONE_HOST = GivenHosts()
+PLAN, PROFILE = "plan.json", "profile.json"
+"""In the folder of a run that was planned for itself."""
 PROFILES = "profiles"
 """Where they are kept for all runs of the user."""
 
 
-def write_run_plan(config: RunConfig, path: Path, phases: Phases | None = None) -> None:
-    """Plan the run and write the plan, with the profile that it is made from beside it."""
+def write_run_plan(
+    config: RunConfig,
+    path: Path,
+    phases: Phases | None = None,
+    profile: Profile | None = None,
+    *,
+    all_ranks: bool = False,
+) -> str:
+    """Plan the run and write the plan, with the profile that it is made from beside it; a line about the plan."""
     phases = phases or Phases("launch")
     phases.begin("profile")
-    profile = cached_profile(config)
+    profile = profile or cached_profile(config)
     phases.begin("plan")
-    write_plan(plan_run(config, profile, training=stale_training(config)).to_plan(), path)
-    # The report makes its predictions from it.
-    write_profile(profile, path.with_name("profile.json"))
+    found = plan_run(config, profile, training=stale_training(config), all_ranks=all_ranks)
+    if config.chosen_schedule == AUTO:
+        others = "asynchronous" if found.synchronous else "other"
+        reason = about_loss(found) or f"no {others} schedule is predicted to reach a loss sooner"
+        inform(f"{config.source}: schedule auto: {headline(found)}; {reason}")
+    write_plan(found.to_plan(), path)
+    write_profile(profile, path.with_name(PROFILE))  # the report makes its predictions from it
+    layout = "; ".join(
+        f"{sum(stage.slice.stop - stage.slice.start for stage in position.stages)} on "
+        f"rank{'s' * (len(position.ranks) > 1)} {', '.join(map(str, position.ranks))}"
+        for position in found.positions
+    )
+    return f"partition: auto: blocks: {layout}; {found.samples_per_second:.4g} samples/s predicted"
 
 
 def plan_run(
@@ -81,6 +101,7 @@ def plan_run(
     chunks: int | None = None,
     hosts: GivenHosts = ONE_HOST,
     training: StaleTraining | None = None,
+    all_ranks: bool = False,
 ) -> PlanResult:
     """The best plan for the configured run, with what is given here in place of the file's own.
 
@@ -95,7 +116,7 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    measured = profile or cached_profile(config)
+    measured = profile or cached_profile(of_one_host(config, hosts.ranks[0]) if hosts.ranks else config)
     from vpipe.train.compression import compressed_profile  # with torch: behind the first line of the command
 
     profile = compressed_profile(with_hosts(measured, hosts), config)
@@ -109,6 +130,7 @@ def plan_run(
         batch_size=batch_size,
         chunks=chunks,
         training=training,
+        all_ranks=all_ranks,
     )
     try:
         found = find(profile, stages=stages)
@@ -135,7 +157,7 @@ def _with_own_stages(config: RunConfig, found: PlanResult, find: Callable[[], Pl
         ratio = found.samples_per_second / own.samples_per_second
         if ratio < WORTH:
             return own
-        gain = f"{ratio:.2f} times as fast by prediction, {found.samples_per_second:.4g} samples/s"
+        gain = f"{ratio:.2f} times as fast by prediction, {found.samples_per_second:.4g} samples/s predicted"
     inform(
         f"{config.source}: stages is {config.stages}, but the plan has {layout} replicas: {gain}; `vpipe plan "
         f"{config.source} --stages {config.stages}` writes a plan with {config.stages}"
@@ -149,7 +171,14 @@ def stale_training(config: RunConfig, measured: tuple[Slowdown, ...] = ()) -> St
     return StaleTraining(optimizer, remedies.predict, measured)
 
 
-def cached_profile(config: RunConfig) -> Profile:
+def of_one_host(config: RunConfig, own: Sequence[int]) -> RunConfig:
+    """The run without the ranks of other hosts: what a profile of this host depends on."""
+    machines = None if config.machines is None else [config.machines[rank] for rank in own]
+    alone = dict.fromkeys(("replicas", "placement", "partition", "links", "module"))
+    return config.model_copy(update=alone | {"machines": machines, "stages": len(own), "compress": "none"})
+
+
+def cached_profile(config: RunConfig, measure: Callable[[RunConfig], Profile] | None = None) -> Profile:
     """The profile of the configured model on this machine: one that was measured before, or a new one."""
     name = f"{_fingerprint(config)}.json"
     file = user_cache.find(PROFILES, name)
@@ -158,7 +187,7 @@ def cached_profile(config: RunConfig) -> Profile:
             return read_profile(file)
     from vpipe.train.profiling import profile_config
 
-    profile = profile_config(config)
+    profile = (measure or profile_config)(config)
     user_cache.keep(PROFILES, name, lambda path: write_profile(profile, path))
     return profile
 

@@ -7,6 +7,8 @@ rank it measures together with the other ranks.
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
@@ -16,12 +18,18 @@ from typing import TYPE_CHECKING
 from vpipe.config.arguments import make_optimizer_factory
 from vpipe.config.file import resolved_yaml
 from vpipe.cost import Profile, read_profile
+from vpipe.errors import VPipeError
 from vpipe.launch.local import Ranks, run_ranks_here
+from vpipe.launch.meeting import MEETING
 from vpipe.launch.mps import gpus_of
-from vpipe.launch.rank import end_with_launcher, start_heartbeat
+from vpipe.launch.rank import LAUNCHED, LAUNCHER, end_with_launcher, start_heartbeat
+from vpipe.record.whereabouts import VARIABLE as PAGE
 from vpipe.system.console import announce, inform
+from vpipe.system.environment import DEVICE, GPU_SHARE, IDLE, LISTENER, SECRET
+from vpipe.system.faults import ATTEMPT
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
+from vpipe.system.start import VARIABLE as PHASES
 from vpipe.train.preload import preparation
 
 if TYPE_CHECKING:
@@ -113,3 +121,34 @@ def profile_here(config: RunConfig) -> Profile:
         return model.measure(other_processes=0 if model.place.type == "cuda" else others)
     finally:
         torch.set_num_threads(before)
+
+
+def profile_in_own_process(config: RunConfig) -> Profile:
+    """Measured by a command of its own: for a rank, which has threads and is to take its device later."""
+    with TemporaryDirectory(prefix="vpipe-profile-") as name:
+        described, output = Path(name, "config.yml"), Path(name, "profile.json")
+        write_text(described, resolved_yaml(config))
+        command = [sys.executable, "-m", "vpipe", "profile", str(described), "--output", str(output)]
+        done = subprocess.run(
+            command,
+            env=_without_rank(),
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+        if done.returncode:
+            last = done.stderr.strip().rpartition("\n")[2].removeprefix("error: ")
+            raise VPipeError(f"{config.source}: its model cannot be measured: {last}")
+        return read_profile(output)
+
+
+def _without_rank() -> dict[str, str]:
+    """The environment without what makes a process a rank of this run."""
+    names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
+    names |= {LAUNCHED, LAUNCHER, SECRET, LISTENER, IDLE, MEETING, PAGE, PHASES, ATTEMPT}
+    if GPU_SHARE in os.environ:  # then the launcher has chosen the device
+        names |= {DEVICE, GPU_SHARE}
+    kept = {name: value for name, value in os.environ.items() if name not in names}
+    return {name: value for name, value in kept.items() if not name.startswith("TORCHELASTIC_")}

@@ -82,10 +82,12 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
         if not trainer.pipe.updates:
             raise VPipeError(f"--resume is {resume!r}: there is no checkpoint to evaluate: train first")
         loss, metrics = trainer.evaluate()
+        first = trainer.world.ranks_here()[0]
     finally:
         trainer.close()
-    if trainer.rank == 0:
+    if trainer.rank == first:  # of its host, which may have a folder of its own
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
+    if trainer.rank == 0:
         if as_json:
             figures = {
                 **metrics,

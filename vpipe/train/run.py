@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +14,7 @@ from vpipe.config.file import AUTO, with_plan
 from vpipe.errors import ConfigError, RankFailedError, Stopped, VPipeError, printable
 from vpipe.launch.facts import host_facts
 from vpipe.launch.hosts import Host, hosts_of
+from vpipe.launch.idle import is_idle, telling_idle_ranks, wait_as_idle
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.meeting import forget_meeting
 from vpipe.launch.mps import gpus_of
@@ -21,7 +22,7 @@ from vpipe.launch.place import enter_place, from_elsewhere, rank_directory, rank
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
 from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
 from vpipe.launch.sbatch import Resources, sbatch_script, submit
-from vpipe.launch.slurm import Step, job_folder, join_step, restarts, this_step
+from vpipe.launch.slurm import job_folder, join_step, restarts, this_step
 from vpipe.launch.watch import FailureLog
 from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
@@ -54,35 +55,35 @@ def run(
         if step is None or step.size == 1 != config.ranks:
             launch(config, arguments, max_restarts=max_restarts, began=process_began())
             return
-        _become_rank_of(step, config, arguments, max_restarts)
+        _check_started_by_others(config, max_restarts)
+        join_step(step, config, arguments, Path(config.log_directory))
+    elif LAUNCHER not in os.environ:
+        _check_started_by_others(config, max_restarts)
     if LAUNCHER in os.environ or TORCHRUN in os.environ:
         end_with_launcher()
-    if TORCHRUN in os.environ:
-        _check_port(config)
     try:
         enter_place(config, arguments)
-        work()
+        if is_idle(config):
+            wait_as_idle(config)
+        else:
+            with telling_idle_ranks():
+                work()
     finally:
         forget_meeting()
-
-
-def _become_rank_of(step: Step, config: RunConfig, arguments: Sequence[str], max_restarts: int) -> None:
-    if max_restarts:
-        raise ConfigError(
-            f"--max-restarts is {max_restarts}: a rank that srun has started cannot start the others again: submit the "
-            "job with `vpipe train --slurm --max-restarts`, or leave it out"
-        )
-    _check_planned(config)
-    join_step(step, config, arguments, Path(config.log_directory))
 
 
 def submit_run(
     config: RunConfig, arguments: Sequence[str], resources: Resources, *, max_restarts: int, dry_run: bool
 ) -> None:
     """Let SLURM start the ranks of a run; `dry_run` only prints the script."""
-    _check_planned(config)
+    check_choosable(config)
     _stages_of_ranks(config)
     check_paths(config)
+    if config.python is not None:
+        raise ConfigError(
+            f"{config.source}: python is {config.python!r}, which is for ranks that `vpipe train` starts by ssh: leave "
+            "it out; srun starts the Python that runs this command"
+        )
     script = sbatch_script(config, arguments, resources, max_restarts)
     if dry_run:
         print(script, end="")
@@ -93,19 +94,6 @@ def submit_run(
             f"submitted job {job}: its output is in slurm-{job}.out, its logs and figures in {config.log_directory}"
         )
     )
-
-
-def _check_planned(config: RunConfig) -> None:
-    if config.compress == AUTO:
-        raise ConfigError(
-            f"{config.source}: compress is {AUTO!r}, which is chosen before any rank is started: `vpipe train` does it "
-            "where it starts the ranks itself; else name the links, as in `compress: {nodea/nodeb: int8}`"
-        )
-    if config.partition == AUTO:
-        raise ConfigError(
-            f"{config.source}: partition is {AUTO!r}, which plans before any rank is started: run `vpipe plan "
-            f"{config.source} -o plan.json` and set partition=plan.json"
-        )
 
 
 def launch(
@@ -131,6 +119,7 @@ def launch(
                 f"{config.source}: python is {config.python!r}, which is for the other hosts of `machines`, and there "
                 "are none: leave it out"
             )
+    check_choosable(config)
     stages = _stages_of_ranks(config)
     if not apart:
         check_paths(config)
@@ -144,18 +133,17 @@ def launch(
         inform(f"{config.source}: {note}")
     counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
-    if config.partition == AUTO:
-        from vpipe.train.planning import write_run_plan
+    if config.partition == AUTO and not apart:  # on several hosts the ranks do it
+        from vpipe.train.planning import PLAN, write_run_plan
 
-        plan = folder.absolute() / "plan.json"
+        plan = folder.absolute() / PLAN
         write_run_plan(config, plan, phases)
         phases.begin("launch")
         arguments = [*arguments, "--set", f"partition={plan}"]
         config = with_plan(config, plan)
-    if config.compress == AUTO:
-        modes = _choose_compression(config)
-        arguments = [*arguments, "--set", f"compress={json.dumps(modes)}", "--set", "links=null"]
-        config = config.model_copy(update={"compress": modes, "links": None})
+        stages = _stages_of_ranks(config)  # some ranks may be idle
+        for note in config.notes:
+            inform(f"{config.source}: {note}")
     arguments = from_elsewhere(config, arguments)
     try:
         if apart:
@@ -180,21 +168,6 @@ def launch(
             )
         raise
     return folder
-
-
-def _choose_compression(config: RunConfig) -> str | dict[str, Any]:
-    from vpipe.cost import read_plan
-    from vpipe.train.compression import choose_for_run
-    from vpipe.train.planning import cached_profile
-
-    if config.planned is None:
-        raise ConfigError(
-            f"{config.source}: compress is {AUTO!r}, which simulates the plan of the run: set partition: auto, or to a "
-            "file of `vpipe plan`"
-        )
-    modes, line = choose_for_run(config, cached_profile(config), read_plan(config.planned[0]))
-    inform(f"{config.source}: {line}")
-    return modes
 
 
 def _ranks_here(
@@ -252,6 +225,7 @@ def _order(
         del options[place : place + 2]
     return {
         "files": carried_files(config),
+        "source": str(config.source),
         "command": command,
         "options": options,
         "folder": str(folder.absolute()),
@@ -285,12 +259,23 @@ def _run_on_hosts(
     log = FailureLog(folder)
     apart: list[str] = []
     with_restarts(lambda attempt: apart.extend(run_ranks_on_hosts(job, attempt, log)), folder, max_restarts)
-    if apart:
+    if order["command"] == "eval":
+        shutil.rmtree(folder, ignore_errors=True)  # its ranks have removed those of their hosts
+    elif apart:
         rewrite_results(folder)  # with the figures that have come from the other hosts
-    if hosts[0].name in apart:
+    if hosts[0].name in apart and folder.exists():
         print(
             f"checkpoints and model are in {folder.absolute()} of {hosts[0].name}, where rank 0 was",
             file=sys.stderr,
+        )
+
+
+def check_choosable(config: RunConfig) -> None:
+    """Raise where there is no plan by which `compress: auto` could choose."""
+    if config.compress == AUTO and config.partition != AUTO and config.planned is None:
+        raise ConfigError(
+            f"{config.source}: compress is {AUTO!r}, which simulates the plan of the run: set partition: auto, or to a "
+            "file of `vpipe plan`"
         )
 
 
@@ -319,13 +304,29 @@ def _check_memory(config: RunConfig) -> None:
         )
 
 
-def _check_port(config: RunConfig) -> None:
-    """Raise if the ranks of torchrun meet at another port than the configuration names."""
-    port = os.environ.get("MASTER_PORT", "")
-    if config.port and port != str(config.port):
+def _check_started_by_others(config: RunConfig, max_restarts: int) -> None:
+    """Raise for what only our own launcher could do, where torchrun, srun or another has started the ranks."""
+    by_srun = TORCHRUN not in os.environ and this_step() is not None
+    other = "srun" if by_srun else "torchrun" if TORCHRUN in os.environ else "another launcher"
+    if max_restarts:
+        restart = (
+            "submit the job with `vpipe train --slurm --max-restarts`" if by_srun else "give it to torchrun"
+        )
         raise ConfigError(
-            f"{config.source}: port is {config.port}, but torchrun has set MASTER_PORT to {port!r}: give torchrun "
-            "--master-port, or leave port out"
+            f"--max-restarts is {max_restarts}: a rank that {other} has started cannot start the others again: "
+            f"{restart}, or leave it out"
+        )
+    if config.python is not None:
+        raise ConfigError(
+            f"{config.source}: python is {config.python!r}, which is for ranks that `vpipe train` starts by ssh, and "
+            f"{other} has started this one: leave it out, and let {other} start that Python"
+        )
+    port = os.environ.get("MASTER_PORT", "")
+    if config.port and not by_srun and port != str(config.port):
+        has_set = "torchrun has set MASTER_PORT to" if other == "torchrun" else "MASTER_PORT is"
+        fix = "give torchrun --master-port" if other == "torchrun" else "make them equal"
+        raise ConfigError(
+            f"{config.source}: port is {config.port}, but {has_set} {port!r}: {fix}, or leave port out"
         )
 
 

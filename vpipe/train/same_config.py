@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from vpipe.communication import World
 from vpipe.config import RunConfig
 from vpipe.config.settings import PATHS
 from vpipe.errors import ConfigError
+from vpipe.launch.hosts import is_here
 from vpipe.system.host_identity import host_identity
 
 OF_THE_HOST = {*PATHS, "log_directory", "port", "python_path"} - {"partition"}
@@ -43,12 +45,20 @@ def check_same_config(world: World, config: RunConfig) -> None:
 def check_hosts(world: World, config: RunConfig) -> None:
     """Raise on every rank if another launcher than ours has put ranks on other hosts than `machines` does.
 
-    Names cannot be compared: a host has several. But ranks of one name must be on one host, and no others.
+    A host has several names, which cannot be compared. But ranks of one name must be on one host, and no others; and no
+    rank may be on a host that has the name of another.
     """
     if config.machines is None:
         return
-    hosts = world.all_gather("hosts", host_identity())
     names = [machine.rpartition(":")[0] for machine in config.machines]
+    here = name_here(names, world.rank)
+    hosts, names_here = zip(*world.all_gather("hosts", [host_identity(), here]), strict=True)
+    for rank, name in enumerate(names_here):
+        if name != names[rank]:
+            raise ConfigError(
+                f"{config.source}: machines names {config.machines[rank]!r} for rank {rank}, which was started on "
+                f"{name}: start it where it says, or change `machines`"
+            )
     first: dict[str, int] = {}
     for rank, (name, host) in enumerate(zip(names, hosts, strict=True)):
         for key in (name, host):
@@ -60,3 +70,9 @@ def check_hosts(world: World, config: RunConfig) -> None:
                     f"{config.source}: machines names {theirs!r} for rank {other} and {mine!r} for rank {rank}, and "
                     f"they were started {where}: start them where it says, or change `machines`"
                 )
+
+
+def name_here(names: Sequence[str], rank: int) -> str:
+    """The rank's own name, unless only one of another rank leads to this host."""
+    others = (name for name in dict.fromkeys(names) if name != names[rank])
+    return names[rank] if is_here(names[rank]) else next(filter(is_here, others), names[rank])

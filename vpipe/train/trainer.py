@@ -16,6 +16,7 @@ from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
 from vpipe.config.code import load_function
 from vpipe.config.compress import compression_by_ranks
+from vpipe.config.file import AUTO
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
 from vpipe.launch.meeting import forget_meeting
@@ -37,6 +38,7 @@ from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import about_staleness, describe, write_description
 from vpipe.train.memory_advice import memory_advice
+from vpipe.train.plan_by_ranks import choose_by_ranks
 from vpipe.train.position import Position
 from vpipe.train.preload import prepared_model
 from vpipe.train.same_config import check_hosts, check_same_config
@@ -81,9 +83,14 @@ class Trainer:
         )
         forget_meeting()
         if self.world.size != config.ranks:
+            start = (
+                f"use torchrun --nproc-per-node {config.ranks}"
+                if together
+                else f"start {config.ranks} in all"
+            )
             raise ConfigError(
                 f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
-                f"use torchrun --nproc-per-node {config.ranks}, or change machines, stages or replicas"
+                f"{start}, or change machines, stages or replicas"
             )
         check_same_config(self.world, config)
         if LAUNCHER not in os.environ and this_step() is None:  # `check_machine` looks at tasks of SLURM
@@ -94,13 +101,17 @@ class Trainer:
             lambda: check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow}),
         )
         self.rank = self.world.rank
-        self.device = self._take_device()
+        say = announce if announce is not None and self.rank == 0 else _ignore
         self.folder = self._agree_on_folder()
+        self.notes: list[str] = []
+        if AUTO in (config.partition, config.compress):
+            self.phases.begin("plan")
+            self.config = config = choose_by_ranks(self.world, config, self.folder, say, self.notes.append)
+        self.device = self._take_device()
         log = LogFile(log_path(self.folder, self.rank))
         backend = f"backend: {config.distributed_backend or 'auto'}, rank: {self.rank}, world_size: {self.world.size}"
         log.line(f"Finished initializing process group; {backend}")
         log.close()
-        say = announce if announce is not None and self.rank == 0 else _ignore
         say("building the model and reading the data")
         self.phases.begin("build")
         self.model = agree(self.world, "model", lambda: configured_model(config, "meta"))
@@ -199,7 +210,7 @@ class Trainer:
     def _begin(self, resume: str | None, debug: Sequence[str], verbose: bool) -> Recorder:
         """Restore what was saved, and say what begins."""
         pipe, config = self.pipe, self.config
-        notes: list[str] = []
+        notes = [*self.notes]
         self.phases.begin("restore")
         restored = self.restore(resume, notes.append)
         if pipe.updates >= self.position.updates and not int(os.environ.get(ATTEMPT, "0")):

@@ -26,7 +26,10 @@ from vpipe.system.deadline import Deadline
 
 GRACE = 10.0
 """Seconds that an answer may be late; then rank 0, which gives it, is taken for stuck."""
+IDLE_WAIT = 60.0
+"""Seconds between two questions of a rank that waits for the end of the run."""
 RETRY = 0.1
+_END = "the end of the run"
 _REFUSED = {
     NoHandshakeError: "what answers at {place} is no rendezvous of vpipe: give the job another port",
     TurnedAwayError: "the rendezvous at {place} belongs to another job and turned rank {rank} away: "
@@ -73,6 +76,32 @@ class RendezvousClient:
     def change(self, op: str, key: str, value: Any = None) -> Any:
         """`set`, `add`, `check` or `delete`."""
         return self._request(f"{op} {key!r}", 0.0, op=op, key=key, value=value)
+
+    def come_as_idle(self) -> None:
+        self.change("set", f"idle/{self._me.rank}", "here")
+
+    def wait_for_idle(self, rank: int, timeout: float) -> None:
+        """Until an idle rank has come: where it finds the rendezvous may be forgotten then."""
+        try:
+            self.get(f"idle/{rank}", timeout)
+        except LateError:
+            raise PeerError(
+                f"rank {rank}, which the plan leaves idle, did not come to the rendezvous within {timeout:g} s"
+            ) from None
+
+    def tell_end(self) -> None:
+        """Let the idle ranks know that the run has ended as it should. For rank 0, before its process ends."""
+        self.change("set", _END, "well")
+        self.change("check", _END)  # when this is answered, the idle ranks have been
+
+    def wait_for_end(self) -> None:
+        """Until rank 0 tells that the run has ended; raises if it ends without that."""
+        while True:
+            try:
+                self.get(_END, IDLE_WAIT)
+                return
+            except LateError:
+                continue
 
     def close(self) -> None:
         for link in list(self._links):

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from vpipe.communication.rendezvous.client import LateError, RendezvousAddress, RendezvousClient
 from vpipe.communication.rendezvous.server import Rendezvous
 from vpipe.errors import PeerError
-from vpipe.system.environment import LISTENER, SECRET
+from vpipe.system.environment import IDLE, LISTENER, SECRET
 from vpipe.system.network import LOOPBACK
 
 
@@ -89,8 +89,10 @@ number of the attempt that is the same for all of them, each counts only the res
 _joined: dict[tuple[str, ...], Job] = {}  # the one of this process
 
 
-def join(rank: int, size: int, timeout: float) -> Job:
-    """The job lives as long as the process: a world that ends may be followed by another, and a rank that is early
+def join(rank: int, size: int, timeout: float, idle: int = 0) -> Job:
+    """Besides the ranks of the job so many idle ones may connect, to learn of its end.
+
+    The job lives as long as the process: a world that ends may be followed by another, and a rank that is early
     must not connect to a rendezvous that is about to close.
     """
     names = ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", SECRET)
@@ -98,24 +100,33 @@ def join(rank: int, size: int, timeout: float) -> Job:
     if key not in _joined:
         while _joined:
             _joined.popitem()[1].close()
-        find, rendezvous = _open(rank, size, timeout)
+        find, rendezvous = _open(rank, size, timeout, idle)
         client = RendezvousClient(rank, find, timeout)
         _joined[key] = Job(client, RendezvousStore(client), rendezvous)
     return _joined[key]
 
 
-def _open(rank: int, size: int, timeout: float) -> tuple[Callable[[], RendezvousAddress], Rendezvous | None]:
+def tell_idle_ranks() -> None:
+    """That the run has ended as it should, if this process is the rank 0 that they wait for."""
+    for job in _joined.values():
+        if job.rendezvous is not None and int(os.environ.get(IDLE, "0")):
+            job.client.tell_end()
+
+
+def _open(
+    rank: int, size: int, timeout: float, idle: int = 0
+) -> tuple[Callable[[], RendezvousAddress], Rendezvous | None]:
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     secret = os.environ.get(SECRET, "").encode()
     # torch's own store listens there already, and has no secret: it only holds the address of the rendezvous.
     if dist.is_initialized() or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
-        return _beside_torch(address, port, secret, rank, size, timeout)
+        return _beside_torch(address, port, secret, rank, size, timeout, idle)
     place = RendezvousAddress(address, port, secret)
-    return lambda: place, Rendezvous(_listener(address, port), size, secret) if rank == 0 else None
+    return lambda: place, Rendezvous(_listener(address, port), size, secret, idle) if rank == 0 else None
 
 
 def _beside_torch(
-    address: str, port: int, secret: bytes, rank: int, size: int, timeout: float
+    address: str, port: int, secret: bytes, rank: int, size: int, timeout: float, idle: int
 ) -> tuple[Callable[[], RendezvousAddress], Rendezvous | None]:
     try:
         store = dist.TCPStore(address, port, size, is_master=False, timeout=timedelta(seconds=timeout))
@@ -140,11 +151,11 @@ def _beside_torch(
 
     if rank:
         return find, None
-    # All ranks are on this host: nobody else needs to reach them.
-    host = LOOPBACK if os.environ.get("LOCAL_WORLD_SIZE") == str(size) else address
+    # All ranks are on this host: nobody else needs to reach them. Idle ones may be elsewhere.
+    host = LOOPBACK if not idle and os.environ.get("LOCAL_WORLD_SIZE") == str(size) else address
     listener = _listener(host, 0)
     drawn = "" if secret else secrets.token_hex(32)
-    rendezvous = Rendezvous(listener, size, secret or drawn.encode())
+    rendezvous = Rendezvous(listener, size, secret or drawn.encode(), idle)
     store.set(_NAME, json.dumps([host, listener.getsockname()[1], drawn]))
     return find, rendezvous
 

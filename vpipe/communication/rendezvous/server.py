@@ -40,10 +40,11 @@ class _Waiting:
 
 
 class Rendezvous:
-    """Serves `size` ranks on the socket until it is closed."""
+    """Serves `size` ranks on the socket until it is closed, and so many idle ones, which have no values."""
 
-    def __init__(self, listener: socket.socket, size: int, secret: bytes) -> None:
+    def __init__(self, listener: socket.socket, size: int, secret: bytes, idle: int = 0) -> None:
         self._size = size
+        self._idle = idle
         self._values: dict[str, str] = {}
         self._gathered: defaultdict[str, dict[int, str]] = defaultdict(dict)
         self._connected: dict[asyncio.Task[None], int] = {}  # what serves a connection ▶ the rank at its end
@@ -71,7 +72,10 @@ class Rendezvous:
     # Ranks
 
     def _check(self, who: Introduction) -> str:
-        if who.rank >= self._size or self._processes.setdefault(who.rank, who.process) != who.process:
+        if (
+            who.rank >= self._size + self._idle
+            or self._processes.setdefault(who.rank, who.process) != who.process
+        ):
             return f"rank {who.rank} is here already, or there is none"
         return ""
 
@@ -109,6 +113,8 @@ class Rendezvous:
             op, key = request["op"], request["key"]
             if op in ("gather", "get"):
                 if op == "gather":
+                    if rank >= self._size:
+                        raise ValueError(f"rank {rank} is idle")
                     self._gathered[key][rank] = request["value"]
                 waiting = _Waiting(caller, rank, op, str(key))
                 self._waiting.append(waiting)
@@ -159,6 +165,8 @@ class Rendezvous:
         here: Iterable[int]
         if waiting.op == "get":
             here = (waiting.rank,)  # only the caller knows whose value it is
+            if waiting.rank >= self._size:
+                gone = set()  # ranks also go when the run ends well: it waits for what rank 0 says of that
             if waiting.key in self._values:
                 return {"value": self._values[waiting.key]}
         else:
