@@ -230,7 +230,7 @@ def work_as_rank(
     device, link = measure_device(), measure_link()
     measured = MeasuredModel(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
     runners = [Runner(case, case.plan(len(measured.shapes))) for case in cases]
-    run_rounds(measured.stages, 1, 1, 0.0)
+    run_rounds([measured.stages], 1, 1, 0.0)
     for _ in range(rounds):
         for runner in runners:
             measured.clear()

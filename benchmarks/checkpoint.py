@@ -27,7 +27,6 @@ import work
 
 import vpipe
 from vpipe import checkpoint
-from vpipe.runtime.updates import Updates
 
 MINIBATCHES = 2
 """Of an update."""
@@ -63,7 +62,7 @@ def measure(directory: Path, rounds: int) -> dict[str, Seconds]:
         for _ in range(rounds):
             taken["an update"].append(_seconds(lambda: _train(pipe, batch)))
             taken["looking for numbers that are not finite"].append(
-                _seconds(lambda: Updates._norm_of(gradients))
+                _seconds(lambda: pipe.runtime.updates._norm_of(gradients))
             )
             taken["a save that waits"].append(
                 _seconds(lambda: checkpoint.save(pipe, directory / "waits", {}))

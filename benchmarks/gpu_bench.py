@@ -414,4 +414,4 @@ def with_layers(profile: Profile, layers: int) -> Profile:
         Tie(tie.bytes, tuple(2 * layers if block == last else block for block in tie.blocks))
         for tie in profile.tied
     ]
-    return replace(profile, blocks=blocks, tied=tuple(tied))
+    return replace(profile, blocks=blocks, tied=tuple(tied), other_sizes=())

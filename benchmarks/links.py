@@ -32,7 +32,8 @@ import vpipe
 from tests.faults.hosts import FIRST, enter, two_hosts
 from vpipe import Pipeline
 from vpipe.cost import Hosts, LinkCost, Plan, Profile
-from vpipe.launch.measure import measure, serve_measurement
+from vpipe.launch.measure import measure
+from vpipe.train.host_orders import serve
 
 BLOCKS, FORWARD, BACKWARD = 4, 0.025, 0.050
 """Of the model, and how long each sleeps."""
@@ -147,12 +148,13 @@ def run(rank: int, namespace: str, orders: Any, results: Any) -> None:
 def listen() -> None:
     """On the second host: answer the one measurement that follows."""
     listener = socket.create_server((SECOND, PORT))
-    threading.Thread(target=serve_measurement, args=(listener,), daemon=True).start()
+    threading.Thread(target=serve, args=(listener,), daemon=True).start()
 
 
 def measure_cable() -> LinkCost:
     """From the first host to the second."""
-    found = measure(SECOND, PORT, TIMEOUT)
+    with socket.create_connection((SECOND, PORT), TIMEOUT) as link:
+        found = measure(link)
     return LinkCost(found.bandwidth, found.latency)
 
 

@@ -22,6 +22,7 @@ from tests import models
 from vpipe import Pipeline
 from vpipe.observe.recorder import Recorder
 from vpipe.pipeline.threads import run_ranks
+from vpipe.record.run_folder import COMPLETE
 from vpipe.system.device_memory import used_memory
 from vpipe.system.files import write_json
 from vpipe.system.units import show_bytes
@@ -56,7 +57,7 @@ def record(folder: Path, updates: int) -> dict[str, Any]:
             found["memory gained by the last nine tenths"] = show_bytes(
                 used_memory(pipe.device) - after_a_tenth
             )
-            summary = recorder.summary()
+            summary = recorder.summary(COMPLETE)
             write_json(
                 folder / "summary.json", summary | {"schedule": "1f1b", "partition": [4], "blocks": []}
             )

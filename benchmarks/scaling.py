@@ -2,7 +2,8 @@
 
     python benchmarks/scaling.py [--profiles docs/measured] [--output docs] [--jobs 2] [--models 1.3B,13B]
 
-It needs no GPU and takes a few minutes on two cores. With `--models` the points of other models are kept as they are.
+It needs no GPU and takes 5 minutes on two cores (10 of processor time). With `--models` the points of other models are
+kept as they are.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from scaling_rows import COLUMNS, Row, read_rows, row_of
 from vpipe.cost import KEEP, RECOMPUTE, SWAP
 from vpipe.schedule.registry import KINDS
 
-GPUS = (8, 32, 128, 512, 1024)
+GPUS = (8, 16, 32, 64, 128, 256, 512, 1024)
 GIGABITS = (100, 400)
 POLICIES = (KEEP, RECOMPUTE, SWAP)
 SCHEDULES = (ALONE, *(name for name in KINDS if name != "vpipe"))

@@ -19,7 +19,7 @@ from math import ceil, inf, log2
 from pathlib import Path
 from typing import NamedTuple
 
-from scaling_models import MEASURED, Model
+from scaling_models import MEASURED, Model, measured_samples
 from scaling_pipeline import (
     ALONE,
     HOST,
@@ -105,6 +105,7 @@ def best_point(
     tried = [
         (Pipeline(model, schedule, policy, layout.samples, layout.stages, folder), layout)
         for layout in layouts(model, gpus, schedule)
+        if layout.samples in measured_samples(model, folder)
     ]
     tried.sort(key=lambda entry: least_seconds(entry[0], entry[1].minibatches))
     found: list[tuple[Pipeline, Measured]] = []

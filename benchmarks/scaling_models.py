@@ -27,7 +27,7 @@ class Model(NamedTuple):
     batch: int
     """Sequences of an update."""
     samples: tuple[int, ...]
-    """Of a minibatch, as they are measured."""
+    """Of a minibatch, as `scaling_profile.py` measures them."""
 
     @property
     def parameters(self) -> int:
@@ -44,7 +44,7 @@ class Model(NamedTuple):
 
 
 MODELS = (
-    Model("BERT-large", "bert", 24, 1024, 16, 30592, 512, 32768, (4,)),
+    Model("BERT-large", "bert", 24, 1024, 16, 30592, 512, 32768, (4, 16, 64)),
     Model("GPT 1.3B", "gpt", 24, 2048, 16, 51200, 2048, 512, (2, 4)),
     Model("GPT 13B", "gpt", 40, 5120, 40, 51200, 2048, 1024, (1, 2)),
     Model("GPT 175B", "gpt", 96, 12288, 96, 51200, 2048, 1536, (1,)),
@@ -53,6 +53,11 @@ MODELS = (
 
 def profile_path(model: Model, samples: int, folder: Path = MEASURED) -> Path:
     return folder / f"scaling_{model.name.lower().replace(' ', '_').replace('.', '_')}_{samples}.json"
+
+
+def measured_samples(model: Model, folder: Path = MEASURED) -> list[int]:
+    """Of a minibatch: those that there is a profile of."""
+    return [samples for samples in model.samples if profile_path(model, samples, folder).exists()]
 
 
 def card(folder: Path = MEASURED) -> dict[str, float | str]:
@@ -78,4 +83,4 @@ def with_layers(profile: Profile, layers: int) -> Profile:
     blocks = (first, *middle * (layers - 1), last, head)
     moved = {3: 2 * layers - 1, 4: 2 * layers}
     tied = [Tie(tie.bytes, tuple(moved.get(block, block) for block in tie.blocks)) for tie in profile.tied]
-    return replace(profile, blocks=blocks, tied=tuple(tied), fingerprint="")
+    return replace(profile, blocks=blocks, tied=tuple(tied), fingerprint="", other_sizes=())

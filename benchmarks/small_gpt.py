@@ -1,6 +1,8 @@
-"""A small GPT as a function of stacked weights, and text for it: what `benchmarks/staleness.py` trains."""
+"""A small GPT or BERT as a function of stacked weights, and text for it: what `benchmarks/staleness.py` trains."""
 
 import math
+import sysconfig
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
@@ -12,6 +14,8 @@ from torch.nn import functional as F
 
 HIDDEN = ("qkv", "out", "up", "down")
 """The matrices that Muon takes; each is a tensor of all layers, (layers, rows, columns)."""
+HIDDEN_WORDS = 0.15
+"""Share of the tokens that BERT is to guess."""
 
 
 @dataclass(frozen=True)
@@ -56,23 +60,43 @@ def initial_weights(sizes: Sizes, seed: int, device: torch.device) -> dict[str, 
     return {name: weight.to(device) for name, weight in weights.items()}
 
 
-def loss_of(weights: dict[str, Tensor], batch: Tensor, heads: int) -> Tensor:
+def loss_of(weights: dict[str, Tensor], batch: Tensor, heads: int, guessed: Tensor | None = None) -> Tensor:
+    """Of the next token of each; with `guessed`, (samples, k) places, of the tokens there, which a BERT has to guess.
+
+    A BERT is the same model without the causal mask (so its norms stand before a layer, not behind it).
+    """
     w = {name: stacked.unbind(0) for name, stacked in weights.items()}
     inputs, targets = batch[:, :-1], batch[:, 1:]
+    if guessed is not None:
+        targets = inputs.gather(1, guessed)
+        inputs = inputs.scatter(1, guessed, len(w["tokens"][0]) - 1)  # the last token stands for a hidden one
     x = F.embedding(inputs, w["tokens"][0]) + w["positions"][0]
     width = x.shape[-1]
     for layer in range(len(w["qkv"])):
         normed = F.layer_norm(x, (width,), w["norm1"][layer], w["norm1_bias"][layer])
         qkv = normed @ w["qkv"][layer] + w["qkv_bias"][layer]
         q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).flatten(2)
-        x = x + attended @ w["out"][layer] + w["out_bias"][layer]
+        attended = F.scaled_dot_product_attention(q, k, v, is_causal=guessed is None)
+        x = x + attended.transpose(1, 2).flatten(2) @ w["out"][layer] + w["out_bias"][layer]
         normed = F.layer_norm(x, (width,), w["norm2"][layer], w["norm2_bias"][layer])
         inner = F.gelu(normed @ w["up"][layer] + w["up_bias"][layer], approximate="tanh")
         x = x + inner @ w["down"][layer] + w["down_bias"][layer]
+    if guessed is not None:
+        x = x.gather(1, guessed[:, :, None].expand(-1, -1, width))
     x = F.layer_norm(x, (width,), w["final"][0], w["final_bias"][0])
     logits = x @ w.get("head", w["tokens"])[0].T
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
+
+
+def guessed_places(sizes: Sizes, updates: int, device: torch.device) -> Tensor:
+    """The places of the hidden tokens: (updates, samples, k)."""
+    generator = torch.Generator().manual_seed(2)
+    count = max(1, round(HIDDEN_WORDS * sizes.length))
+    drawn = [
+        torch.rand(sizes.batch, sizes.length, generator=generator).topk(count).indices.short()
+        for _ in range(updates)
+    ]
+    return torch.stack(drawn).to(device)
 
 
 def sample_places(count: int, sizes: Sizes, updates: int, device: torch.device) -> Tensor:
@@ -88,22 +112,37 @@ def read_tokens(characters: int, vocabulary: int) -> Tensor:
     """Source text of installed packages as tokens of a BPE that is trained on a part of it."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    texts: list[str] = []
-    for package in ("transformers", "torch"):
-        spec = find_spec(package)
-        assert spec is not None
-        assert spec.origin is not None
-        for source in sorted(Path(spec.origin).parent.rglob("*.py")):
-            text = source.read_text(encoding="utf-8", errors="ignore") if characters > 0 else ""
-            if 0 < len(text) <= 200_000:
-                texts.append(text)
-                characters -= len(text)
+    texts: dict[str, None] = {}  # each once
+    for source in _sources():
+        text = source.read_text(encoding="utf-8", errors="ignore")
+        if 0 < len(text) <= 200_000 and text not in texts:
+            texts[text] = None
+            characters -= len(text)
+        if characters <= 0:
+            break
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary, show_progress=False, initial_alphabet=pre_tokenizers.ByteLevel.alphabet()
     )
-    tokenizer.train_from_iterator(texts[::8], trainer)
-    ids = [torch.tensor(found.ids, dtype=torch.int32) for found in tokenizer.encode_batch_fast(texts)]
+    # More text would not change the merges much, and takes long.
+    some = list(texts)[:: max(8, len(texts) // 1000)]
+    tokenizer.train_from_iterator(some, trainer)
+    ids: list[Tensor] = []
+    for first in range(0, len(texts), 1000):  # encodings take far more memory than tokens
+        found = tokenizer.encode_batch_fast(list(texts)[first : first + 1000])
+        ids += [torch.tensor(one.ids, dtype=torch.int32) for one in found]
     return torch.cat(ids)
+
+
+def _sources() -> Iterator[Path]:
+    """The files of transformers and of torch, then those of all other packages beside them, then Python's own."""
+    packages = []
+    for name in ("transformers", "torch"):
+        spec = find_spec(name)
+        assert spec is not None
+        assert spec.origin is not None
+        packages.append(Path(spec.origin).parent)
+    for folder in (*packages, packages[-1].parent, Path(sysconfig.get_path("stdlib"))):
+        yield from sorted(folder.rglob("*.py"))

@@ -38,7 +38,7 @@ SIZES = ((1024, 4096, 60.0), (64, 256, 1.0))
 MOST_MEMORY = 2048.0
 """Mebibytes of any of these simulations."""
 BLOCKS, RANKS, PLANNING = 400, 64, 10.0
-ROOMY, TIGHT, TOO_LITTLE = "64GiB", "8GiB", "1GiB"
+ROOMY, TIGHT, TOO_LITTLE = "64GiB", "8GiB", "512MiB"
 REFUSED = 2
 """The exit code of a command that was refused."""
 BUILDING = 50.0
