@@ -9,7 +9,7 @@ from vpipe.cost import KEEP, POLICIES, RECOMPUTE, SWAP
 from vpipe.plan.report import HEADS, headline, runs
 from vpipe.plan.result import PlanResult, RankPlan
 from vpipe.schedule.picture import GAP, ROW, TOP, sheet
-from vpipe.system.units import show_bytes
+from vpipe.system.units import duration, show_bytes
 
 LEFT = 90
 LETTER = 9
@@ -52,7 +52,7 @@ def _row(result: PlanResult, position: RankPlan, place: int, cell: float, memory
         x += cell / 2  # between the stages of one rank
     total = position.memory.total
     share = total / result.cap
-    label = f"{show_bytes(total)} ({share:.0%}), {position.seconds * 1e3:.4g} ms"
+    label = f"{show_bytes(total)} ({share:.0%}), {duration(position.seconds)}"
     yield f'<rect class="lane" x="{memory:g}" y="{y}" width="{BAR}" height="{ROW}" rx="4"/>'
     yield (
         f'<rect x="{memory:g}" y="{y}" width="{BAR * min(1.0, share):g}" height="{ROW}" rx="4" '

@@ -80,7 +80,7 @@ def plan_table(result: PlanResult) -> Table:
             ", ".join(str(stage.number) for stage in position.stages),
             runs(position.ranks),
             ", ".join(_blocks(stage) for stage in position.stages),
-            f"{position.seconds * 1e3:.4g} ms" + (" *" if position.seconds == slowest else ""),
+            duration(position.seconds) + (" *" if position.seconds == slowest else ""),
             f"{show_bytes(position.memory.total)} ({position.memory.total / result.cap:.0%})",
             *(runs(_with_policy(position, policy)) or "-" for policy in others),
             position.limit,
