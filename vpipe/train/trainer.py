@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vpipe import checkpoint
-from vpipe.communication import ProcessWorld, World, agree
+from vpipe.communication import World, agree
 from vpipe.communication.devices import take_device
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan, pipeline_arguments
@@ -19,13 +19,11 @@ from vpipe.config.compress import compression_by_ranks
 from vpipe.config.file import AUTO
 from vpipe.data import Batches, Sampler
 from vpipe.errors import ConfigError, Stopped, VPipeError
-from vpipe.launch.meeting import forget_meeting
-from vpipe.launch.rank import LAUNCHED, LAUNCHER
-from vpipe.launch.slurm import check_machine, this_step
+from vpipe.launch.rank import LAUNCHED
+from vpipe.launch.slurm import check_machine
 from vpipe.observe.debug import attach
 from vpipe.observe.pace import Pace
 from vpipe.observe.recorder import Recorder
-from vpipe.observe.trackers import check_trackers
 from vpipe.pipeline import Pipeline
 from vpipe.record.run_folder import COMPLETE, STOPPED, log_path, make_folder, make_run_folder, write_resumed
 from vpipe.record.whereabouts import whereabouts
@@ -41,10 +39,10 @@ from vpipe.train.memory_advice import memory_advice
 from vpipe.train.plan_by_ranks import choose_by_ranks
 from vpipe.train.position import Position
 from vpipe.train.preload import prepared_model
-from vpipe.train.same_config import check_hosts, check_same_config
 from vpipe.train.save_policy import SavePolicy, find_checkpoint
 from vpipe.train.signals import Signals
 from vpipe.train.workload import configured_loss, configured_loss_weight, configured_model
+from vpipe.train.world import world_of_run
 from vpipe.weights import learning_rate_policy
 
 
@@ -63,43 +61,10 @@ class Trainer:
         if config.deterministic:
             make_deterministic()
         self.config = config
-        if config.distributed_backend == "nccl" and not torch.cuda.is_available():
-            raise ConfigError(
-                f"{config.source}: distributed_backend is 'nccl', which carries GPU tensors, and there is no GPU here: "
-                "write gloo, or leave it out"
-            )
         self.place = whereabouts(world.rank if world else int(os.environ.get("RANK", "0")))
         self.place.say("the rendezvous")
         self.phases.begin("rendezvous")
-        # A launcher watches the ranks of its own host; it may reach two hosts that do not reach each other.
-        together = os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")
-        watched = LAUNCHER in os.environ and together
-        self.world = world or ProcessWorld(
-            "nccl" if config.distributed_backend == "nccl" else "auto",
-            config.timeout,
-            nccl=config.distributed_backend != "gloo",
-            rendezvous_limit=config.rendezvous_limit,
-            heartbeat_limit=None if watched else config.heartbeat_limit,
-        )
-        forget_meeting()
-        if self.world.size != config.ranks:
-            start = (
-                f"use torchrun --nproc-per-node {config.ranks}"
-                if together
-                else f"start {config.ranks} in all"
-            )
-            raise ConfigError(
-                f"{config.source} describes {config.ranks} ranks and {self.world.size} were started: "
-                f"{start}, or change machines, stages or replicas"
-            )
-        check_same_config(self.world, config)
-        if LAUNCHER not in os.environ and this_step() is None:  # `check_machine` looks at tasks of SLURM
-            check_hosts(self.world, config)
-        agree(
-            self.world,
-            "trackers",
-            lambda: check_trackers(config.source, {"wandb": config.wandb, "mlflow": config.mlflow}),
-        )
+        self.world = world_of_run(config, world)
         self.rank = self.world.rank
         say = announce if announce is not None and self.rank == 0 else _ignore
         self.folder = self._agree_on_folder()
