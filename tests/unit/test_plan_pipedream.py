@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import product
+from math import inf
 from random import Random
 from typing import Any
 
@@ -154,6 +155,42 @@ def test_the_reference_cuts_between_branches() -> None:
     stages = optimize(graph, 2, 1e6, 1)
     assert slowest(stages, 1e6) == pytest.approx(0.005)
     assert stages[0].crossing == 8
+
+
+def branches(random: Random) -> Graph:
+    """1 - (2 - 3 | 4 - 5 | 6) - 7, and 8 that reads 1 and is read by none."""
+    layers = chain(random, 8).layers
+    edges = ((1, 2), (2, 3), (1, 4), (4, 5), (1, 6), (3, 7), (5, 7), (6, 7), (1, 8))
+    return Graph(layers, edges)
+
+
+def fastest(graph: Graph, done: frozenset[int], ranks: int, bandwidth: float, most: int) -> float:
+    """The slowest stage of the best pipeline for what is not done: every set of layers is tried as the next stage."""
+    if len(done) == len(graph.layers):
+        return 0.0 if ranks == 0 else inf
+    best = inf
+    left = [layer for layer in graph.layers if layer.number not in done]
+    for taken in product((False, True), repeat=len(left)):
+        own = tuple(layer for layer, is_taken in zip(left, taken, strict=True) if is_taken)
+        after = done | {layer.number for layer in own}
+        if not own or any(reader in after and source not in after for source, reader in graph.edges):
+            continue
+        sent = {source for source, reader in graph.edges if source in after and reader not in after}
+        crossing = sum(sum(layer.outputs) for layer in graph.layers if layer.number in sent)
+        for replicas in range(1, min(most, ranks) + 1):
+            stage = slowest([Stage(own, replicas, crossing)], bandwidth)
+            if stage < best:
+                best = min(best, max(stage, fastest(graph, after, ranks - replicas, bandwidth, most)))
+    return best
+
+
+@pytest.mark.parametrize("most", [1, 3])
+@pytest.mark.parametrize("bandwidth", [300.0, 3000.0])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_reference_finds_the_best_of_all_cuts(seed: int, bandwidth: float, most: int) -> None:
+    graph = branches(Random(seed))
+    found = slowest(optimize(graph, 3, bandwidth, most), bandwidth)
+    assert found == pytest.approx(fastest(graph, frozenset(), 3, bandwidth, most))
 
 
 def test_the_text_is_pipedreams() -> None:
