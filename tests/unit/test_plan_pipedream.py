@@ -22,6 +22,7 @@ PARAMETERS = {
     "densenet121": 7_978_856,
     "gnmt": 193_765_952,
     "gnmt_large": 277_717_568,
+    "inception_v3": 27_161_264,
     "resnet101": 44_549_160,
     "resnet18": 11_689_512,
     "resnet50": 25_557_032,
@@ -37,6 +38,7 @@ SIZES = {
     "densenet121": (429, 487),
     "gnmt": (48, 58),
     "gnmt_large": (96, 122),
+    "inception_v3": (326, 362),
     "resnet101": (347, 380),
     "resnet18": (71, 79),
     "resnet50": (177, 193),
@@ -47,7 +49,8 @@ SIZES = {
 }
 """Nodes and edges."""
 QUICK = [
-    ("alexnet", 4, FAST), ("alexnet", 2, SLOW), ("gnmt", 2, FAST), ("resnet18", 2, SLOW), ("vgg16", 6, SLOW),
+    ("alexnet", 4, FAST), ("alexnet", 2, SLOW), ("gnmt", 2, FAST), ("inception_v3", 8, SLOW), ("resnet18", 2, SLOW),
+    ("vgg16", 6, SLOW),
 ]  # fmt: skip
 REST = [case for case in product(NAMES, (2, 4, 8), (FAST, SLOW)) if case not in QUICK]
 
