@@ -15,7 +15,7 @@ from vpipe.cost import BlockCost, DeviceCost, Hosts, LinkCost, Plan, Profile, bu
 from vpipe.cost import costs as costs_module
 from vpipe.errors import VPipeError
 from vpipe.runtime import buckets
-from vpipe.schedule import Action, Op, kind_of
+from vpipe.schedule import Action, Event, Op, kind_of
 from vpipe.simulate import Simulation, simulate
 
 FREE = LinkCost(inf, 0.0)
@@ -112,13 +112,33 @@ def test_the_simulator_counts_the_buckets_of_the_runtime(monkeypatch: pytest.Mon
         assert bucket_count(4 * count) == len(buckets.make_buckets(parameters))
 
 
-def test_a_reduction_waits_for_messages_and_they_for_it() -> None:
-    """Ranks 0 and 2 hold stage 0, 1 and 3 stage 1: all messages stay on a host, both reductions leave it."""
+def test_reductions_of_two_stages_take_turns() -> None:
+    """Ranks 0 and 2 hold stage 0, 1 and 3 stage 1: all messages stay on a host, both reductions leave it.
+
+    In one bucket each, of 4 s there and 4 s back. The backward of stage 1 ends at 4, that of stage 0 at 6:
+
+        4       8       12       16       20
+        1 there 0 there  1 back   0 back
+    """
     blocks = (block(parameter_bytes=8), block(parameter_bytes=8))
     costs = profile(*blocks, hosts=((0, 2), (1, 3)), link=LinkCost(1.0))
     found = starts(run(costs, (2, 2), "gpipe", 2))
-    assert found["1STEP1"] == 4 + 8  # the backward ends at 4; both halves, twice
-    assert found["0STEP1"] == max(6.0, 12.0) + 8  # that of the other stage has the card until 12
+    assert (found["1STEP1"], found["0STEP1"]) == (16, 20)
+
+
+@pytest.mark.parametrize(("bucket", "waits"), [(8, 0.0), (4, 1.0), (1, 0.25)])
+def test_a_message_waits_for_the_part_of_a_bucket_under_way(
+    bucket: int, waits: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Stage 0 is on rank 0 of the first host, stage 1 on ranks 1, of the second, and 2, of the first.
+
+    Both backwards of stage 1 end at 5. Their reductions take 8 s; of two or more buckets the first is ready before. The
+    gradient of rank 1 goes first where nothing is under way, else behind one part.
+    """
+    monkeypatch.setattr("vpipe.cost.costs.BUCKET", bucket)
+    blocks = (block(boundary_bytes=1), block(parameter_bytes=8))
+    costs = profile(*blocks, hosts=((0, 2), (1,)), link=LinkCost(1.0))
+    assert starts(run(costs, (1, 2), "gpipe", 2))["0B0"] == pytest.approx(5 + waits + 1)
 
 
 def test_more_ranks_than_the_hosts_have_are_refused() -> None:
@@ -165,18 +185,38 @@ def test_the_numbers_of_a_hosts_ranks_do_not_matter(seed: int) -> None:
     assert simulate(problem.profile, plan).step_time == simulate(problem.profile, moved).step_time
 
 
-def serve(line: list[tuple[float, tuple[int, ...], float]]) -> dict[tuple[int, ...], tuple[float, float]]:
-    """When a line begins and ends to carry each message: (comes, name, seconds), one after the other as they come."""
-    free, carried = 0.0, {}
-    for comes, name, seconds in sorted(line):
-        start = max(free, comes)
-        carried[name] = start, (free := start + seconds)
-    return carried
+Part = tuple[float, list[tuple[object, float]]]
+"""What is sent at once: when it is there, and its lines with the seconds that each carries it."""
+
+
+def deliver(parcels: dict[tuple[int, ...], list[Part]]) -> dict[tuple[int, ...], float]:
+    """When the last part of each has left its last line.
+
+    Lines carry one part after the other as they come. A part comes to its second line when the first begins with it;
+    the next part of a parcel comes when the one before it has left its lines. At one time the lower name is first.
+    """
+    free: dict[object, float] = defaultdict(float)
+    left: dict[tuple[int, ...], float] = {}
+    coming = [(parts[0][0], name, 0, 0) for name, parts in parcels.items()]
+    while coming:
+        time, name, part, step = first = min(coming)
+        coming.remove(first)
+        lines = parcels[name][part][1]
+        line, seconds = lines[step]
+        start = max(time, free[line])
+        free[line] = left[name] = start + seconds
+        if step + 1 < len(lines):
+            coming.append((start, name, part, step + 1))
+        elif part + 1 < len(parcels[name]):
+            coming.append((max(left[name], parcels[name][part + 1][0]), name, part + 1, 0))
+    return left
 
 
 @pytest.mark.parametrize("seed", range(40))
-def test_every_action_starts_when_its_messages_are_there(seed: int) -> None:
+def test_every_action_starts_when_its_messages_are_there(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """No action is later or earlier than its rank and the lines, served in the order of time, allow."""
+    size = (4 * 2**20, 5, 1)[seed % 3]
+    monkeypatch.setattr("vpipe.cost.costs.BUCKET", size)
     costs, found = drawn(Random(seed))
     hosts = costs.hosts
     assert hosts is not None
@@ -186,44 +226,52 @@ def test_every_action_starts_when_its_messages_are_there(seed: int) -> None:
     for rank, action in events:
         holders[action.stage].add(rank)
     ran = {action: rank for rank, action in events if action.op in (Op.F, Op.B, Op.I)}
-    sent: dict[tuple[int, ...], tuple[float, int, int, float]] = {}
-    lines: dict[object, list[tuple[float, tuple[int, ...], float]]] = defaultdict(list)
+    parcels: dict[tuple[int, ...], list[Part]] = {}
+    latency: dict[tuple[int, ...], float] = defaultdict(float)
+    arrived: dict[tuple[int, ...], float] = {}
     for action, rank in ran.items():
         reader = action.stage + (1 if action.op is Op.F else -1)
         if not 0 <= reader < len(holders):
             continue
         other = next(r for one, r in ran.items() if one[0] == reader and one[1:] == action[1:])
         size = costs.blocks[min(reader, action.stage)].boundary_bytes
-        sent[action.minibatch, action.stage, reader] = (events[rank, action].end, rank, other, size)
-    arrived, crossing = {}, {}
-    for name, (end, rank, other, size) in sent.items():
+        end, name = events[rank, action].end, (action.minibatch, action.stage, reader)
+        here, there = hosts.host_of(rank), hosts.host_of(other)
         if rank == other:
             arrived[name] = end
-        elif hosts.host_of(rank) == hosts.host_of(other):
-            lines[rank, other].append((end, name, costs.link.seconds(size)))
+        elif here == there:
+            parcels[name] = [(end, [((rank, other), costs.link.seconds(size))])]
         else:
-            crossing[name] = size / hosts.link.bandwidth, hosts.host_of(other), hosts.link.latency
-            lines["out", hosts.host_of(rank)].append((end, name, crossing[name][0]))
-    for (rank, action), event in events.items():
-        own = holders[action.stage]
-        far = sum(hosts.host_of(other) != hosts.host_of(rank) for other in own)
-        if action.op is Op.REDUCE and far:
-            name = (action.minibatch, action.stage, 99, rank)
-            # The rank's share of its host's sums, half of it for each of the two hosts, there and back.
-            seconds = costs.blocks[action.stage].parameter_bytes / (len(own) - far) / hosts.link.bandwidth
-            crossing[name] = seconds, hosts.host_of(rank), 2 * hosts.link.latency
-            lines["out", hosts.host_of(rank)].append((event.end, name, seconds))
-    into: dict[int, list[tuple[float, tuple[int, ...], float]]] = defaultdict(list)
-    for line in list(lines.values()):
-        for name, (start, end) in serve(line).items():
-            if name in crossing:
-                seconds, host, _ = crossing[name]
-                into[host].append((start, name, seconds))
-            else:
-                arrived[name] = end
-    for line in into.values():
-        for name, (_, end) in serve(line).items():
-            arrived[name] = end + crossing[name][2]
+            seconds = size / hosts.link.bandwidth
+            parcels[name] = [(end, [(("out", here), seconds), (("into", there), seconds)])]
+            latency[name] = hosts.link.latency
+    reduced: dict[tuple[int, int], list[Event]] = defaultdict(list)
+    for event in found.timeline.events:
+        if event.action.op is Op.REDUCE:
+            reduced[event.action.stage, event.action.minibatch].append(event)
+    for (stage, minibatch), joined in reduced.items():
+        own = holders[stage]
+        # With the last replica. One may have had no minibatch of the last update, and so no backward since its STEP.
+        last = max(joined, key=lambda event: event.start)
+        before = (
+            one for one in reversed(found.timeline.events) if one.rank == last.rank and one.end <= last.start
+        )
+        backward = next(one for one in before if one.action.stage == stage and one.action != last.action)
+        lasting = backward.end - backward.start if backward.action.op in (Op.B, Op.W) else 0.0
+        count = bucket_count(costs.blocks[stage].parameter_bytes)
+        ready = [last.end - lasting * (count - 1 - one) / count for one in range(count)]
+        for rank in own:
+            here = hosts.host_of(rank)
+            far = sum(hosts.host_of(other) != here for other in own)
+            if far:
+                # The rank's share of its host's sums, half of it for each of the two hosts, there and back.
+                share = costs.blocks[stage].parameter_bytes / (len(own) - far) / 2
+                seconds = share / hosts.link.bandwidth / count
+                way = [(("out", here), seconds), (("into", here), seconds)]
+                name = (99, minibatch, stage, rank)
+                parcels[name] = [(time, way) for time in ready for _ in ("there", "back")]
+                latency[name] = 2 * hosts.link.latency
+    arrived |= {name: time + latency[name] for name, time in deliver(parcels).items()}
     free: dict[int, float] = defaultdict(float)
     for event in found.timeline.events:
         stage, op, minibatch = action = event.action
@@ -235,6 +283,6 @@ def test_every_action_starts_when_its_messages_are_there(seed: int) -> None:
         if op is Op.STEP and len(holders[stage]) > 1:
             for rank in holders[stage]:
                 end = events[rank, Action(stage, Op.REDUCE, minibatch)].end
-                needed.append(arrived.get((minibatch, stage, 99, rank), end))
+                needed += [end, arrived.get((99, minibatch, stage, rank), end)]
         assert event.start == pytest.approx(max(needed), abs=1e-9), action
         free[event.rank] = event.end

@@ -142,7 +142,7 @@ class Paths:
         for stage in range(trip.shape[1] - 2, -1, -1):
             trip[:, stage] += trip[:, stage + 1] + 2 * hop[:, stage]
         parameters = np.maximum(0.0, self.parameters[stops] - self.parameters[starts] - self.shared)
-        near, byte, latency, far, most, card = np.array([(*one.near, *one[1:]) for one in links.reductions]).T
+        near, byte, latency, far, card = np.array([(*one.near, *one[1:]) for one in links.reductions]).T
         # Some of it may be sent while the last backward runs, all but one bucket.
         beside = (1 - 1 / MOST_BUCKETS) * (weights if facts.split else backward)
         return StageTimes(
@@ -152,7 +152,7 @@ class Paths:
             update=self.update[stops] - self.update[starts],
             near=near + byte * parameters,
             far=latency + far * parameters - np.minimum(beside, (1 - 1 / MOST_BUCKETS) * far * parameters),
-            card=card * parameters - np.minimum(beside, (1 - 1 / MOST_BUCKETS) * most * parameters),
+            card=card * parameters - np.minimum(beside, (1 - 1 / MOST_BUCKETS) * card * parameters),
             hop=hop,
             trip=trip,
             carried=sizes @ links.cards.T,

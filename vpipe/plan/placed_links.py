@@ -39,8 +39,6 @@ class StageReduction(NamedTuple):
     latency: float = 0.0
     far: float = 0.0
     """A byte over the network, for the rank that sends least."""
-    most: float = 0.0
-    """For the one that sends most."""
     card: float = 0.0
     """For all ranks of a host together."""
 
@@ -112,7 +110,6 @@ def placed_links(profile: Profile, placement: Placement, minibatches: int | None
                 (near, (max(one.seconds for one in whole) - near) / MANY),
                 min(one.route.latency for one in fixed),
                 min(network),
-                max(network),
                 max(reduced[False, profile.host_of(rank)][stage] for rank in ranks),
             )
         )

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import UPDATE, Action, Op
@@ -24,10 +24,21 @@ from vpipe.schedule.rules import Channel, Rules
 Cost = Callable[[Action], float]
 Transit = Callable[[Action, int, float], float | None]
 """When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end. None: it
-goes over lines that ranks share, which `Carry` knows."""
-Carry = Callable[[int, Action, int, int, float], tuple[float, bool]]
-"""When a message leaves a line that ranks share, and whether it is there then: rank, action, reader (-1: the other
-ranks of a stage that is reduced), how many lines it has left before, when it comes to this one."""
+goes over lines that ranks share."""
+
+
+class SharedLines(Protocol):
+    """Lines that ranks share; asked in the order of time."""
+
+    def carry(self, rank: int, action: Action, reader: int, before: int, time: float) -> tuple[float, bool]:
+        """When a message leaves a line, or comes to it again, and whether it is there then: reader (-1: the other ranks
+        of a stage that is reduced), how many lines it has left before, when it comes to this one."""
+
+    def begin(self, rank: int, action: Action, start: float, end: float) -> float:
+        """When a rank's part of a reduction comes to its first line; the replicas' last backward goes from `start` to
+        `end`."""
+
+
 Hold = Callable[[int, Action, float], float]
 """When an action that a rank could start at this time really starts."""
 
@@ -46,6 +57,8 @@ class Queued(NamedTuple):
     """A message that comes to a line."""
 
     time: float
+    reduces: bool
+    """Of what comes at one time, messages go before reductions."""
     minibatch: int
     stage: int
     reader: int
@@ -54,7 +67,7 @@ class Queued(NamedTuple):
     rank: int
     action: Action
     dependency: int
-    """That it fulfils; -1: it is a reduction."""
+    """That it fulfils, unless it is a reduction."""
 
 
 class Wait(NamedTuple):
@@ -92,7 +105,7 @@ def walk(
     buffer: int | None = None,
     exists: Exists | None = None,
     transit: Transit | None = None,
-    carry: Carry | None = None,
+    shared: SharedLines | None = None,
     hold: Hold | None = None,
     by_start: bool = True,
 ) -> Iterator[Event]:
@@ -101,14 +114,13 @@ def walk(
     `buffer`: how many messages of one channel may be under way before a send has to wait; None: any number.
     `transit` and `hold` tell what a schedule that is not lowered leaves out: how long messages are under way,
     and what else a rank waits for. They are asked once for each message and action, in the order of the rank
-    that sends or acts. `carry` is asked in the order of time, of what `transit` leaves to it and of reductions: what
-    one rank sends may wait for what another one sent. Not `by_start`, events are in order on each rank only, which is
-    faster.
+    that sends or acts. `shared` carries what `transit` leaves to it, and reductions: what one rank sends may wait for
+    what another one sent. Not `by_start`, events are in order on each rank only, which is faster.
     """
     if buffer is not None and buffer < 1:
         raise ScheduleError(f"a channel buffers at least one message, not {buffer}")
     walked = _Walk(schedule, Rules(schedule, edges), cost, buffer, exists)
-    return walked.events(transit, carry, hold, by_start or carry is not None)
+    return walked.events(transit, shared, hold, by_start or shared is not None)
 
 
 TILE = 16
@@ -142,11 +154,16 @@ class _Walk:
         self.gathered: list[dict[int, int]] = [{} for _ in schedule.placement]
         self.joined: dict[tuple[int, int], dict[int, float]] = {}
         self.stepped: dict[tuple[int, int], int] = {}
+        # With shared lines: the last backward of a (rank, stage) since its reduction, and those that replicas of a
+        # (stage, group) reduce next; reductions that are half done, on the rank or on the lines, and since when.
+        self.backwards: dict[tuple[int, int], tuple[float, float]] = {}
+        self.spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
+        self.halves: dict[tuple[int, Action], float] = {}
         # Since when each free place of a channel has been free.
         self.places: dict[Channel, deque[float]] = {}
 
     def events(
-        self, transit: Transit | None, carry: Carry | None, hold: Hold | None, by_start: bool
+        self, transit: Transit | None, shared: SharedLines | None, hold: Hold | None, by_start: bool
     ) -> Iterator[Event]:
         # Runs once for each action of a simulation: names are local, and calls are few.
         programs, pending = self.programs, self.pending
@@ -168,6 +185,8 @@ class _Walk:
         waiters = [-1.0 - number for number in turned]
         for number in turned:
             pending[number] = next(programs[number], None)
+            if shared is not None:
+                self.announce(number, shared, queued, 0.0)
         while True:
             # Those whose action's wait is over, and then the rank that has a new one, start it or wait (again).
             goes_on = False
@@ -206,8 +225,8 @@ class _Walk:
                         tile = (minibatch - (last if op is F else stage)) // TILE
                         heappush(tiled, tile * ranks + number)
             if not goes_on:
-                if carry is not None and queued and (not timed or queued[0].time <= timed[0][0]):
-                    turned = self.carried(heappop(queued), carry, queued)
+                if shared is not None and queued and (not timed or queued[0].time <= timed[0][0]):
+                    turned = self.carried(heappop(queued), shared, queued)
                     continue
                 if timed:
                     rank = heappop(timed)[1]
@@ -235,7 +254,9 @@ class _Walk:
             for dependency, reader in sends:
                 arrival = end if transit is None else transit(action, reader, end)
                 if arrival is None:
-                    heappush(queued, Queued(end, minibatch, stage, reader, 0, rank, action, dependency))
+                    heappush(
+                        queued, Queued(end, False, minibatch, stage, reader, 0, rank, action, dependency)
+                    )
                     continue
                 waiter = done[dependency].get(minibatch)
                 if waiter is not None:
@@ -245,22 +266,51 @@ class _Walk:
                 groups = gathered[stage]
                 turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]
                 groups[turn] = groups.get(turn, 0) + 1
+                if shared is not None:
+                    self.backwards[rank, stage] = start, end
             elif op is STEP and lone[stage]:
                 del gathered[stage][minibatch // interval]
-            elif op is REDUCE and carry is not None:
-                heappush(queued, Queued(end, minibatch, stage, -1, 0, rank, action, -1))
+            elif op is REDUCE and shared is not None:
+                turned += self.reduced(rank, action, end)
             elif not computes:
                 turned += self.freed(rank, action, end)
             turned.append(rank)
             pending[rank] = next(programs[rank], None)
             free[rank] = end
+            if shared is not None:
+                self.announce(rank, shared, queued, end)
         waits = [
             Wait(rank, action, self.obstacle(rank, action)) for rank, action in enumerate(pending) if action
         ]
         if waits:
             raise Deadlock(waits)
 
-    def carried(self, message: Queued, carry: Carry, queued: list[Queued]) -> list[int]:
+    def announce(self, rank: int, shared: SharedLines, queued: list[Queued], time: float) -> None:
+        """If a rank reduces next, its last backward has just begun. When the last of its replicas has come that far,
+        all begin: only then there is a sum."""
+        action = self.pending[rank]
+        if action is None or action.op is not REDUCE:
+            return
+        stage, _, minibatch = action
+        spans = self.spans.setdefault((stage, minibatch), [])
+        spans.append(self.backwards.pop((rank, stage), (time, time)))
+        ranks = self.schedule.placement[stage]
+        if len(spans) == len(ranks):
+            del self.spans[stage, minibatch]
+            start, end = max(spans, key=lambda span: span[::-1])
+            for other in ranks:
+                comes = shared.begin(other, action, start, end)
+                heappush(queued, Queued(comes, True, minibatch, stage, -1, 0, other, action, -1))
+
+    def reduced(self, rank: int, action: Action, time: float) -> list[int]:
+        """One of both halves of a reduction is done; the ranks that waited for both."""
+        other = self.halves.pop((rank, action), None)
+        if other is None:
+            self.halves[rank, action] = time
+            return []
+        return self.freed(rank, action, max(time, other))
+
+    def carried(self, message: Queued, shared: SharedLines, queued: list[Queued]) -> list[int]:
         """Takes a message to its next line, or to its end; the ranks that waited for it."""
         rank, action, minibatch, dependency = (
             message.rank,
@@ -268,12 +318,12 @@ class _Walk:
             message.minibatch,
             message.dependency,
         )
-        time, arrived = carry(rank, action, message.reader, message.lines, message.time)
+        time, arrived = shared.carry(rank, action, message.reader, message.lines, message.time)
         if not arrived:
             heappush(queued, message._replace(time=time, lines=message.lines + 1))
             return []
-        if dependency < 0:
-            return self.freed(rank, action, time)
+        if message.reduces:
+            return self.reduced(rank, action, time)
         waiter = self.done[dependency].get(minibatch)
         self.done[dependency][minibatch] = time
         return [] if waiter is None else [-1 - int(waiter)]

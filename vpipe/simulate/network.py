@@ -8,8 +8,14 @@ A link whose sender is busy has no line of its own: the sending rank copies, and
 
 Between hosts a message passes two lines, which all ranks of a host share: out of the card of its host, into that of the
 other. Each carries one message after the other, in the order in which they come to it; the second line begins when the
-first does. Latency holds up the message, not the card. What the replicas of a stage reduce between hosts goes over the
-same lines: out of each card as much as into it.
+first does. Latency holds up the message, not the card.
+
+What the replicas of a stage reduce between hosts goes over the same lines, out of each card as much as into it, bucket
+by bucket, and each bucket there and back. It begins with the last backward of the last replica. A message waits for the
+part of a bucket that is under way, and for what has come before it, not for the whole reduction:
+
+    rank 2      ---------B---------          the first of two buckets is ready when half of the last backward is done
+    out         m         1 there m 1 back 2 there 2 back          m: messages of other ranks of its host
 """
 
 from __future__ import annotations
@@ -21,7 +27,6 @@ from typing import NamedTuple
 
 from vpipe.cost import Profile, all_reduce_seconds, bucket_count
 from vpipe.schedule import Action, Op, Rules, Schedule
-from vpipe.schedule.facts import splits_backward
 from vpipe.simulate.stage_cost import StageCost
 
 Line = tuple[int, int]
@@ -53,6 +58,8 @@ class Network:
         self.routes: list[dict[int, list[MessageRoute]]] = [{} for _ in costs]
         self.reductions: dict[tuple[int, int], Reduction] = {}
         """By stage and rank, of stages with replicas."""
+        self.backwards: dict[tuple[int, int], tuple[float, float]] = {}
+        """The same: from when to when the gradients of those under way are made, and added up inside their hosts."""
         self.rules = Rules(schedule)
         for producer, reader in sorted(self.rules.edges):
             size = costs[producer].sent
@@ -60,10 +67,12 @@ class Network:
             self.routes[reader][producer] = list(self._routes(reader, producer, size))
         for stage, ranks in enumerate(schedule.placement):
             for rank in ranks if len(ranks) > 1 else ():
-                backward = costs[stage].seconds[Op.W if splits_backward(schedule) else Op.B]
-                self.reductions[stage, rank] = reduction(
-                    profile, ranks, rank, costs[stage].parameters, backward
-                )
+                self.reductions[stage, rank] = reduction(profile, ranks, rank, costs[stage].parameters)
+        self.near = [
+            max((self.reductions[stage, rank].seconds for rank in ranks if len(ranks) > 1), default=0.0)
+            for stage, ranks in enumerate(schedule.placement)
+        ]
+        """How long the slowest of each stage's ranks works on its reduction."""
         routes = [route for ends in self.routes for phases in ends.values() for route in phases]
         self.busy = any(route.busy for route in routes)
         """Whether any rank copies."""
@@ -91,17 +100,41 @@ class Network:
         arrived."""
         stage, op, minibatch = action
         if op is Op.REDUCE:
-            _, route, early = self.reductions[stage, rank]
-            time -= early if before == 0 else 0.0
-        else:
-            phases = self.routes[stage][reader]
-            route = phases[minibatch % len(phases)]
+            return self._carry_part(stage, rank, before, time)
+        phases = self.routes[stage][reader]
+        route = phases[minibatch % len(phases)]
+        start, end = self._pass(route.lines[before], time, route.seconds)
+        return (start, False) if before + 1 < len(route.lines) else (end + route.latency, True)
+
+    def begin(self, rank: int, action: Action, start: float, end: float) -> float:
+        """When the first bucket of a reduction comes to its line; the last backward goes from `start` to `end`."""
+        near = self.near[action.stage]
+        self.backwards[action.stage, rank] = start + near, end + near
+        return self._ready(action.stage, rank, 0)
+
+    def _ready(self, stage: int, rank: int, bucket: int) -> float:
+        """When the ranks of its host have added up a bucket."""
+        start, end = self.backwards[stage, rank]
+        return end - (end - start) * (1 - (bucket + 1) / self.reductions[stage, rank].buckets)
+
+    def _carry_part(self, stage: int, rank: int, before: int, time: float) -> tuple[float, bool]:
+        """The way of a bucket there, or back; then comes the next."""
+        _, route, buckets = self.reductions[stage, rank]
         if not route.lines:
             return time, True
-        line = route.lines[before]
+        part, passed = divmod(before, len(route.lines))
+        start, end = self._pass(route.lines[passed], time, route.seconds / (2 * buckets))
+        if passed + 1 < len(route.lines):
+            return start, False
+        if part + 1 < 2 * buckets:
+            return max(end, self._ready(stage, rank, (part + 1) // 2)), False
+        return end + route.latency, True
+
+    def _pass(self, line: Line, time: float, seconds: float) -> tuple[float, float]:
+        """When a line begins and ends to carry what comes to it at `time`."""
         start = max(self.free[line], time)
-        self.free[line] = end = start + route.seconds
-        return (start, False) if before + 1 < len(route.lines) else (end + route.latency, True)
+        self.free[line] = end = start + seconds
+        return start, end
 
     def sending(self, action: Action) -> float:
         """How long the rank of an action copies what it made; to be asked once for each action."""
@@ -115,11 +148,6 @@ class Network:
                 total += route.seconds
                 self.copying[route.lines[0][0]] += route.seconds
         return total
-
-    def reduce_seconds(self, stage: int) -> float:
-        """How long the slowest of a stage's ranks works on its reduction."""
-        ranks = self.schedule.placement[stage] if len(self.schedule.placement[stage]) > 1 else ()
-        return max((self.reductions[stage, rank].seconds for rank in ranks), default=0.0)
 
     def _routes(self, stage: int, reader: int, size: int) -> Iterator[MessageRoute]:
         rank_of, placement = self.schedule.rank_of, self.schedule.placement
@@ -143,17 +171,12 @@ class Reduction(NamedTuple):
     """Its own time, with those of its host."""
     route: MessageRoute
     """What it sends to other hosts, and gets from there; without lines: nothing."""
-    early: float = 0.0
-    """How long before the end of the last backward the cards could begin with it, to be as far as they are then."""
+    buckets: int = 1
+    """Of that, equally large."""
 
 
-def reduction(
-    profile: Profile, ranks: Sequence[int], rank: int, size: float, backward: float = 0.0
-) -> Reduction:
-    """A host's ranks add up the gradients first, then each of them its share with the other hosts.
-
-    Between hosts each of some buckets begins when the last backward, of so many seconds, has made its gradients.
-    """
+def reduction(profile: Profile, ranks: Sequence[int], rank: int, size: float) -> Reduction:
+    """A host's ranks add up the gradients first, then each of them its share with the other hosts."""
     host_of = profile.host_of
     near = [other for other in ranks if other != rank and host_of(other) == host_of(rank)]
     own = all_reduce_seconds([profile.link_between(rank, other) for other in near], size)
@@ -164,6 +187,6 @@ def reduction(
     lines = (OUT, host_of(rank)), (IN, host_of(rank))
     part = size / (len(near) + 1) / (len(far) + 1)
     seconds = 2 * sum(part / link.reduce_bandwidth for link in far)
-    early = min(backward, seconds) * (1 - 1 / bucket_count(size))
     latency = 2 * max(link.latency for link in far)
-    return Reduction(own, MessageRoute(lines, seconds, latency, False, 2 * part * len(far)), early)
+    route = MessageRoute(lines, seconds, latency, False, 2 * part * len(far))
+    return Reduction(own, route, bucket_count(size))

@@ -138,7 +138,7 @@ class _Run:
         self.network = Network(schedule, profile, costs)
         self.seconds = [dict.fromkeys(Op, 0.0) | cost.seconds for cost in costs]
         for stage in range(schedule.num_stages):
-            self.seconds[stage][Op.REDUCE] = self.network.reduce_seconds(stage)
+            self.seconds[stage][Op.REDUCE] = self.network.near[stage]
             self.seconds[stage][Op.STEP] += profile.exchange_seconds(costs[stage].exchanged)
             if costs[stage].version and makes_versions(schedule, stage):
                 self.seconds[stage][Op.STEP] += costs[stage].version
@@ -233,7 +233,7 @@ class _Run:
             self.schedule,
             self.action_seconds(),
             transit=self.network.transit,
-            carry=self.network.carry if self.network.shared else None,
+            shared=self.network if self.network.shared else None,
             hold=hold if hosts else None,
             by_start=False,
         ):
