@@ -46,7 +46,7 @@ How fast BERT-large and GPT-like models of 1.3, 13 and 175 billion parameters wo
 were measured on one {card["device"]} (torch {card["torch"]}, {card["about"]}); the rest is simulated.
 One command writes this page, its plot and [all points](measured/scaling.csv):
 ```
-python benchmarks/scaling.py             # 5 minutes on two cores, no GPU
+python benchmarks/scaling.py             # 5 minutes of processor time, on two cores; no GPU
 python benchmarks/scaling_profile.py     # on the GPU: measures the blocks again
 ```
 A share of the card is the arithmetic of the model (without what is recomputed) in relation to
@@ -195,8 +195,8 @@ def method(card: Mapping[str, float | str]) -> str:
         "the worst case 5 % (`tests/unit/test_scaling.py`).",
         "Gradients are added up in bf16: inside each host, between hosts, and inside again, beginning during the last "
         "backward. The card of a host carries those of its stages one after the other; messages between stages are "
-        "not held up by that. In `vpipe simulate` they wait behind reductions that came to the card before them, which "
-        "can take up to a quarter longer.",
+        "not held up by that. In `vpipe simulate` they wait for the part of a bucket that is under way "
+        "([many_machines.md](many_machines.md#links-beside-computing)).",
         "An update has the batch of the table, in every schedule but `pipedream` (and `vpipe`, which has the same "
         "order): there it is one minibatch of each pipeline, and gradients are added up as often.",
         "Bound: gradients are made free, then links, then copies to the host, and the point is computed again each "
