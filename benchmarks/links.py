@@ -2,10 +2,19 @@
 
     python -m benchmarks.links --rates 100mbit 1gbit 10gbit
 
-Two ranks on two hosts: network namespaces of this machine, joined by a cable of that rate (needs root, `ip` and `tc`).
-Blocks sleep instead of computing, and the ranks are scheduled before all else where that is permitted, so that other
-work on this machine hardly delays them. The prediction has nothing from the
-run: blocks are profiled by `vpipe.profile` in this process, the cable is measured as `vpipe doctor --machines` does.
+Two or four ranks on two hosts: network namespaces of this machine, joined by a cable of that rate (needs root, `ip` and
+`tc`). Ranks with even numbers are on the first, the others on the second:
+
+    2 stages                            0 | 1            2 replicas                         0 | 1
+    2 replicas, crossing     stage 0    0 | 1            2 replicas, inside     stage 0     0 | 1
+                             stage 1    2 | 3                                   stage 1     2 | 3
+    minibatch 0              0 ------------ 3            minibatch 0            0 - 2
+
+So stages that cross send messages and gradients of replicas over the cable, those inside gradients only. Blocks sleep
+instead of computing, and the ranks are scheduled before all else where that is permitted, so that other work on this
+machine hardly delays them. The prediction has nothing from the run: blocks are profiled by `vpipe.profile` in this
+process, the cable is measured as `vpipe doctor --machines` does. Connections share the cable by reno (or `--control`):
+what other algorithms make of a link that several connections fill is theirs (docs/many_machines.md).
 
 The limit of an update is what its busiest rank computes, or what the cable carries one way, if that is longer.
 """
@@ -19,8 +28,9 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
-from itertools import pairwise, repeat
+from itertools import count, pairwise, repeat
 from math import inf
+from pathlib import Path
 from statistics import median
 from time import perf_counter
 from typing import Any, NamedTuple
@@ -33,39 +43,80 @@ from tests.faults.hosts import FIRST, enter, two_hosts
 from vpipe import Pipeline
 from vpipe.cost import Hosts, LinkCost, Plan, Profile
 from vpipe.launch.measure import measure
+from vpipe.schedule import kind_of
+from vpipe.simulate.traffic import host_traffic
 from vpipe.train.host_orders import serve
 
 BLOCKS, FORWARD, BACKWARD = 4, 0.025, 0.050
 """Of the model, and how long each sleeps."""
 ROWS, WIDTH = 8192, 32
 """Of a value: 1 MiB, forward and back for each minibatch."""
-PARAMETERS = 2**20
-"""Of each block: 4 MiB."""
+PARAMETERS = 2**20 - WIDTH * (WIDTH + 1)
+"""Of each block, beside those of its linear layer: 4 MiB, a bucket of gradients."""
 MINIBATCHES = 8
 SECOND, PORT = FIRST[:-1] + "2", 29531
 TIMEOUT = 100.0
 
 
+STAGES, REPLICAS, CROSSING, INSIDE = ((0,), (1,)), ((0, 1),), ((0, 1), (3, 2)), ((0, 1), (2, 3))
+"""Which ranks run each stage."""
+NAMES = {
+    STAGES: "2 stages",
+    REPLICAS: "2 replicas",
+    CROSSING: "2 x 2 replicas, crossing",
+    INSIDE: "2 x 2 replicas, inside",
+}
+
+
 class Case(NamedTuple):
     schedule: str
-    replicas: tuple[int, ...]
+    placement: tuple[tuple[int, ...], ...]
+    minibatches: int
+    """Of an update."""
     updates: int
 
     @property
     def name(self) -> str:
-        return f"`{self.schedule}`, " + ("2 stages" if len(self.replicas) == 2 else "2 replicas")
+        return f"`{self.schedule}`, {NAMES[self.placement]}"
 
     @property
-    def minibatches(self) -> int | None:
-        return None if self.schedule == "vpipe" else MINIBATCHES
+    def ranks(self) -> int:
+        return sum(map(len, self.placement))
+
+    @property
+    def synchronous(self) -> bool:
+        return kind_of(self.schedule).synchronous
+
+    def settings(self) -> dict[str, Any]:
+        """Of a pipeline, and of a plan."""
+        stages = len(self.placement)
+        counted = "minibatches" if self.synchronous else "update_interval"
+        return {
+            "schedule": self.schedule,
+            "partition": (BLOCKS // stages,) * stages,
+            "replicas": tuple(map(len, self.placement)),
+            "placement": self.placement,
+            counted: self.minibatches,
+        }
 
     def plan(self) -> Plan:
-        partition = (BLOCKS // 2,) * 2 if len(self.replicas) == 2 else (BLOCKS,)
-        minibatches = self.minibatches or self.updates
-        return Plan(partition, ("keep",) * BLOCKS, self.schedule, self.replicas, minibatches)
+        whole = {"minibatches": self.updates * self.minibatches}  # of an asynchronous run
+        return Plan(policies=("keep",) * BLOCKS, **whole | self.settings())
 
 
-CASES = [Case("gpipe", (1, 1), 7), Case("1f1b", (1, 1), 7), Case("vpipe", (1, 1), 50), Case("1f1b", (2,), 7)]
+CASES = [
+    Case("gpipe", STAGES, 8, 7),
+    Case("1f1b", STAGES, 8, 7),
+    Case("vpipe", STAGES, 1, 50),
+    Case("1f1b", REPLICAS, 8, 7),
+    Case("1f1b", INSIDE, 4, 7),
+    Case("1f1b", CROSSING, 4, 7),
+    Case("1f1b", CROSSING, 5, 7),
+    Case("1f1b", CROSSING, 16, 7),
+    Case("2bw", CROSSING, 4, 20),
+    Case("2bw", CROSSING, 5, 20),
+    Case("2bw", CROSSING, 16, 12),
+]
 
 
 @torch.library.custom_op("benchmarks::asleep", mutates_args=())
@@ -113,35 +164,31 @@ def sgd(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, 0.01)
 
 
-def run(rank: int, namespace: str, orders: Any, results: Any) -> None:
+def run(rank: int, namespace: str, control: str, orders: Any, results: Any) -> None:
     """The cases that are ordered, on one rank; None ends it."""
     enter(namespace)
+    Path("/proc/sys/net/ipv4/tcp_congestion_control").write_text(control)  # of this namespace
     with suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1))
-    place = {"RANK": rank, "WORLD_SIZE": 2, "MASTER_ADDR": FIRST, "MASTER_PORT": 29519}
-    os.environ.update({key: str(value) for key, value in place.items()})
     model, batch = workload()
-    while (case := orders.get(timeout=TIMEOUT)) is not None:
+    while (order := orders.get(timeout=10 * TIMEOUT)) is not None:
+        case, port = order
         if callable(case):
             results.put(case())
             continue
+        place = {"RANK": rank, "WORLD_SIZE": case.ranks, "MASTER_ADDR": FIRST, "MASTER_PORT": port}
+        os.environ.update({key: str(value) for key, value in place.items()})
         with Pipeline(
-            model,
-            batch,
-            optimizer=sgd,
-            loss_fn=nn.functional.mse_loss,
-            schedule=case.schedule,
-            minibatches=case.minibatches,
-            replicas=case.replicas,
-            partition=case.plan().partition,
-            timeout=TIMEOUT,
+            model, batch, optimizer=sgd, loss_fn=nn.functional.mse_loss, timeout=TIMEOUT, **case.settings()
         ) as pipe:
-            count = case.updates * (case.minibatches or 1)
-            moments = [perf_counter() for _ in pipe.train(repeat(batch, count))]
+            moments = [perf_counter() for _ in pipe.train(repeat(batch, case.updates * case.minibatches))]
         taken = [after - before for before, after in pairwise(moments)]
         # An asynchronous run fills and drains its pipeline.
+        filled, drains = case.updates // 5, max(2, case.updates // 10)
         results.put(
-            median(taken[2:]) if case.minibatches else (moments[-5] - moments[9]) / (len(moments) - 14)
+            median(taken[2:])
+            if case.synchronous
+            else (moments[-drains] - moments[filled - 1]) / (case.updates - drains - filled + 1)
         )
 
 
@@ -160,17 +207,13 @@ def measure_cable() -> LinkCost:
 
 def predict(case: Case, profile: Profile, link: LinkCost) -> tuple[float, float]:
     """Seconds of an update, and its limit."""
-    profile = replace(profile, hosts=Hosts(((0,), (1,)), link))
-    simulated = vpipe.simulate(profile, case.plan()).step_time
-    near = replace(profile, hosts=None, link=LinkCost(inf))
-    computing = (
-        max(rank.compute for rank in vpipe.simulate(near, case.plan()).ranks)
-        * vpipe.simulate(near, case.plan()).step_time
-    )
-    values = (
-        ROWS * WIDTH * 4 * (case.minibatches or 1) if len(case.replicas) == 2 else BLOCKS * PARAMETERS * 4
-    )
-    return simulated, max(computing, values / link.bandwidth)
+    hosts = tuple(tuple(range(host, case.ranks, 2)) for host in range(2))
+    profile, plan = replace(profile, hosts=Hosts(hosts, link)), case.plan()
+    found = vpipe.simulate(profile, plan).step_time
+    unlinked = vpipe.simulate(replace(profile, hosts=None, link=LinkCost(inf)), plan)
+    computing = unlinked.step_time * max(rank.compute for rank in unlinked.ranks)
+    carried = max(host.seconds for host in host_traffic(profile, plan)) * case.minibatches
+    return found, max(computing, carried)
 
 
 def main() -> None:
@@ -180,6 +223,9 @@ def main() -> None:
     parser.add_argument(
         "--rates", nargs="+", default=["100mbit", "1gbit", "10gbit"], help="as `tc` takes them"
     )
+    parser.add_argument("--only", default="", help="cases with this in their name")
+    parser.add_argument("--control", default="reno", help="congestion control of TCP: reno, cubic, bbr")
+    parser.add_argument("--times", type=int, default=1, help="that each case is run: the median counts")
     arguments = parser.parse_args()
     context = multiprocessing.get_context("spawn")
     model, batch = workload()
@@ -191,34 +237,40 @@ def main() -> None:
     ]
     profile = replace(profile, blocks=tuple(awake))
     print(
-        "| link | measured, MB/s | what | limit, s | simulated, s | run, s | run / simulated | limit / run |"
+        "| link | measured, MB/s | what | minibatches | limit, s | simulated, s | run, s | run / simulated "
+        "| limit / run |"
     )
-    print("|---|---|---|---|---|---|---|---|")
+    print("|---|---|---|---|---|---|---|---|---|")
     with two_hosts() as hosts:
-        queues = [(context.Queue(), context.Queue()) for _ in hosts.names]
+        queues = [(context.Queue(), context.Queue()) for _ in range(4)]
         ranks = [
-            context.Process(target=run, args=(rank, name, *queues[rank]), daemon=True)
-            for rank, name in enumerate(hosts.names)
+            context.Process(
+                target=run, args=(rank, hosts.names[rank % 2], arguments.control, *queues[rank]), daemon=True
+            )
+            for rank in range(4)
         ]
         for process in ranks:
             process.start()
 
-        def order(case: Any, ranks: Sequence[int] = (0, 1)) -> list[Any]:
+        ports = count(29600)  # that of the case before may still be held
+
+        def order(case: Any, ranks: Sequence[int]) -> list[Any]:
+            port = next(ports)
             for rank in ranks:
-                queues[rank][0].put(case)
+                queues[rank][0].put((case, port))
             return [queues[rank][1].get(timeout=TIMEOUT) for rank in ranks]
 
         for rate in arguments.rates:
             hosts.slow_down(rate, "64kb" if rate.endswith("mbit") else "256kb")
             order(listen, [1])
             (link,) = order(measure_cable, [0])
-            for case in CASES:
-                taken = max(order(case))
+            for case in (case for case in CASES if arguments.only in case.name):
+                taken = median(max(order(case, range(case.ranks))) for _ in range(arguments.times))
                 simulated, limit = predict(case, profile, link)
                 bandwidth = f"{link.bandwidth / 1e6:.1f}"
                 print(
-                    f"| {rate} | {bandwidth} | {case.name} | {limit:.3f} | {simulated:.3f} | {taken:.3f} "
-                    f"| {taken / simulated - 1:+.1%} | {limit / taken:.0%} |",
+                    f"| {rate} | {bandwidth} | {case.name} | {case.minibatches} | {limit:.3f} "
+                    f"| {simulated:.3f} | {taken:.3f} | {taken / simulated - 1:+.1%} | {limit / taken:.0%} |",
                     flush=True,
                 )
         for orders, _ in queues:
