@@ -2,8 +2,8 @@
 
     python benchmarks/scaling.py [--profiles docs/measured] [--output docs] [--jobs 2] [--models 1.3B,13B]
 
-It needs no GPU and takes 5 minutes of processor time, in as many processes as `--jobs` says: about 10,000 simulations;
-those of 64 stages take most. With `--models` the points of other models are kept as they are.
+It needs no GPU and takes 5 minutes of processor time, in as many processes as `--jobs` says: about 10,000 simulations,
+two thirds of it for GPT 175B. With `--models` the points of other models are kept as they are.
 """
 
 from __future__ import annotations
