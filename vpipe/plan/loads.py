@@ -49,8 +49,9 @@ def shallow_depth(kind: ScheduleKind, replicas: Sequence[int], busy: int) -> tup
 
 def loads_by_place(kind: ScheduleKind, ranks: int, minibatches: int, busy: int | None = None) -> Loads:
     """Any replicas on any stage; `minibatches` of a synchronous update."""
+    interval = planned_interval(kind, ranks)
     places = {
-        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches, busy)
+        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches, interval, busy)
         for behind in range(1, ranks + 1)
         for replicas in range(1, min(behind, minibatches) + 1)
     }
@@ -62,19 +63,25 @@ def equal_loads(
 ) -> Loads:
     """The same with so many replicas on every stage, which may make gradients fresh."""
     fresh = not kind.synchronous and planned_interval(kind, ranks, replicas) == replicas
-    places = {
-        (behind, replicas): load_at(kind, ranks, behind, replicas, minibatches, busy)._replace(fresh=fresh)
-        for behind in range(replicas, ranks + 1, replicas)
-    }
+    interval, places = planned_interval(kind, ranks), {}
+    for behind in range(replicas, ranks + 1, replicas):
+        load = load_at(kind, ranks, behind, replicas, minibatches, interval, busy)
+        places[behind, replicas] = load._replace(fresh=fresh)
     return _numbered(ranks, places, stated_interval(kind, ranks), busy)
 
 
 def load_at(
-    kind: ScheduleKind, ranks: int, behind: int, replicas: int, minibatches: int, busy: int | None
+    kind: ScheduleKind,
+    ranks: int,
+    behind: int,
+    replicas: int,
+    minibatches: int,
+    interval: int,
+    busy: int | None,
 ) -> Load:
     assert kind.holding is not None
     assert not kind.splits_backward
-    own, interval = -(-minibatches // replicas), planned_interval(kind, ranks)
+    own = -(-minibatches // replicas)
     ahead = ranks if busy is None else min(ranks, busy)
     held = kind.holding(ahead, min(behind, max(ahead, replicas)), replicas, own, interval)
     if kind.synchronous:
@@ -146,8 +153,10 @@ def _counts(schedule: Schedule) -> list[_Count]:
             if op is F:
                 own[0] += 1
             if op is F or op is I:
-                most.in_flight = max(most.in_flight, own[0])
-                most.waiting = max(most.waiting, own[1])
+                if own[0] > most.in_flight:
+                    most.in_flight = own[0]
+                if own[1] > most.waiting:
+                    most.waiting = own[1]
             if op is I or op is B:
                 own[0] -= 1
             if op is I:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import numpy as np
+import numpy.typing as npt
 
 from vpipe.cost import BlockCost, Profile
 from vpipe.plan.choice import choose, least_memory
@@ -18,6 +19,8 @@ from vpipe.plan.loads import Loads
 from vpipe.plan.model import Slice, actions, hop_seconds, host_bandwidth, reduce_seconds
 from vpipe.plan.stage_bounds import Floor, Floors
 from vpipe.plan.sums import Floats, Span, Sums, column
+
+Kinds = npt.NDArray[np.int32]
 
 
 class SliceCosts(ABC):
@@ -32,9 +35,7 @@ class SliceCosts(ABC):
         self.sums = Sums(profile, loads)
         self.known: dict[int, dict[tuple[int, int], float]] = {}
         self.solved: dict[tuple[object, ...], tuple[float, list[str]]] = {}
-        numbers: dict[BlockCost, int] = {}
-        kinds = [numbers.setdefault(replace(block, name=""), len(numbers)) for block in profile.blocks]
-        self.kinds = np.array(kinds, dtype=np.int32)
+        self.kinds = block_kinds(profile.blocks)
         self.cuts = np.zeros((loads.ranks + 1, len(profile.blocks) + 1))
         """What crossing a cut costs each of its two stages, by ranks behind it and block behind it."""
 
@@ -82,6 +83,14 @@ class SliceCosts(ABC):
 
     @abstractmethod
     def solve(self, start: int, stop: int, load: int) -> tuple[float, list[str]]: ...
+
+
+@lru_cache(maxsize=4)
+def block_kinds(blocks: tuple[BlockCost, ...]) -> Kinds:
+    """A number of each block; equal blocks have the same one."""
+    numbers: dict[BlockCost, int] = {}
+    kinds = [numbers.setdefault(replace(block, name=""), len(numbers)) for block in blocks]
+    return np.array(kinds, dtype=np.int32)
 
 
 class TimeCosts(SliceCosts):
