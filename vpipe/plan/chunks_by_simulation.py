@@ -139,12 +139,12 @@ class ChunkedSearch:
         """The work of the busiest rank, and the way of one minibatch through all stages and back."""
         facts = self.facts(schedule)
         times = self.paths.times(facts, cuts)
-        work = times.forward + times.backward + times.weights
+        work, once = times.forward + times.backward + times.weights, times.update + times.near
         least = np.zeros(len(cuts))
         for ranks in set(schedule.placement):
             own = [stage for stage, holders in enumerate(schedule.placement) if holders == ranks]
             busy = work[:, own].sum(axis=1) * facts.own(own[0]) if facts.synchronous else 0.0
-            least = np.maximum(least, busy + times.update[:, own].sum(axis=1))
+            least = np.maximum(least, busy + once[:, own].sum(axis=1))
         if facts.synchronous:
             least = np.maximum(
                 least, (times.forward + times.backward).sum(axis=1) + 2 * times.hop.sum(axis=1)
