@@ -174,7 +174,8 @@ class Trials:
         found = Found(inf, shape, tuple(cuts.tolist()), choices)
         seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
         self.tried[key] = seconds
-        if seconds * shape.worth < self.bar:
+        # Of large problems a plan above the limit may be improved until it is below.
+        if seconds * shape.worth < (self.bar if self.task.small else self.value * ROUNDING):
             self.best = found._replace(seconds=seconds)
 
     def result(self, found: Found) -> PlanResult:
