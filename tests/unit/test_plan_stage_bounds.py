@@ -31,8 +31,10 @@ def floor_of(costs: list[list[int]], fixed: list[int], most: float = np.inf) -> 
 @pytest.mark.parametrize(("blocks", "ranks"), [(12, 4), (13, 4), (7, 7), (400, 64)])
 def test_equal_blocks_are_dealt_out(blocks: int, ranks: int) -> None:
     floor = floor_of([[3] * blocks] * ranks, [1] * ranks)
-    limit = least_limit(all_moves(one_rank_each(ranks)), Floors([floor]), blocks)
-    assert limit == pytest.approx(1 + 3 * -(-blocks // ranks), rel=2e-4)
+    moves, least = all_moves(one_rank_each(ranks)), 1 + 3 * -(-blocks // ranks)
+    assert least_limit(moves, Floors([floor]), blocks) == pytest.approx(least, rel=2e-4)
+    assert least_limit(moves, Floors([floor]), blocks, least) == pytest.approx(least, rel=2e-4)
+    assert least_limit(moves, Floors([floor]), blocks, least - 0.01) == np.inf
 
 
 class Problem(NamedTuple):

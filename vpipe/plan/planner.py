@@ -147,12 +147,13 @@ def fastest_schedule(
     """The best plan of tasks that differ in their schedule only, if it takes at most `limit` seconds a minibatch.
 
     Asynchronous schedules go first, and of the others those that split backward and have several stages on a rank:
-    with small bubbles they leave a limit that most others need not be searched under.
+    with small bubbles they leave a limit that most others need not be searched under. Of large problems the
+    asynchronous ones go last: stale weights let them win less often, and under a limit their search is much shorter.
     """
     found: dict[str, PlanResult | None] = {}
 
     def bubbles(task: Task) -> tuple[bool, bool, int]:
-        return task.kind.synchronous, not task.kind.splits_backward, -task.kind.chunks
+        return task.kind.synchronous == task.small, not task.kind.splits_backward, -task.kind.chunks
 
     for task in sorted(tasks, key=bubbles):
         result = plan_schedule(task, limit)

@@ -123,12 +123,13 @@ def furthest(floors: Sequence[Floor]) -> Numbers:
     return np.asarray(stops.max(axis=0))
 
 
-def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int) -> float:
-    """Below it there is no plan; endless where there is none at all."""
-    if not stage_bounds(moves, floors.under(np.inf), blocks).covers:
+def least_limit(moves: Sequence[Moves | None], floors: Floors, blocks: int, most: float = np.inf) -> float:
+    """Below it there is no plan; endless where there is none up to `most` either."""
+    if not stage_bounds(moves, floors.under(most), blocks).covers:
         return np.inf
     low = 0.0
     high = max(float((floor.before[:, -1:] + floor.fixed).max()) for floor in floors.limited)
+    high = min(high, most)
     while high - low > CLOSE * high:
         middle = (low + high) / 2
         if stage_bounds(moves, floors.under(middle), blocks).covers:

@@ -36,8 +36,8 @@ class StageCut(NamedTuple):
 def search(costs: SliceCosts, blocks: int, even: bool = True, limit: float = np.inf) -> list[StageCut] | None:
     """The stages whose most expensive one is cheapest, the others even; None if that is above `limit`."""
     moves = all_moves(costs.loads)
-    bound, steps, tried = least_limit(moves, costs.floors, blocks), list(LIMITS), 0.0
-    while np.isfinite(bound) and bound <= limit and tried < limit:
+    bound, steps, tried = least_limit(moves, costs.floors, blocks, limit), list(LIMITS), 0.0
+    while np.isfinite(bound) and tried < limit:
         tried = min(bound * steps.pop(0) if steps else np.inf, limit)
         reached = forward(costs, moves, blocks, tried)
         leads = np.isfinite(reached[0, blocks]) and reached[0, blocks] <= tried
