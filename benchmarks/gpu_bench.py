@@ -155,7 +155,7 @@ class Bench:
             else:
                 model, dtype, began = self.model(layers), DTYPES[self.precision], time.monotonic()
                 whole = model if dtype is None else skeleton(model, dtype)
-                self._graphs[layers, size] = capture(whole, self.batches(size)[0])
+                self._graphs[layers, size] = capture(whole, self.batches(size)[0], keep=True)
                 spent, all_in_all = time.monotonic() - began, time.monotonic() - self.settings.began
                 self.tell(case=f"captured in {spent:.1f} s, {all_in_all:.1f} s after the start")
         return self._graphs[layers, size]

@@ -101,8 +101,9 @@ def run_way(arguments: argparse.Namespace) -> None:
 def by_hand(bench: Bench, compiled: bool) -> float:
     """Samples a second of a plain loop."""
     bench.begin(None)
-    made = bench.subject.build(bench.layers, tiny=bench.settings.tiny)
-    model = made.to(bench.device, torch.bfloat16).train()
+    with bench.device:
+        made = bench.subject.build(bench.layers, tiny=bench.settings.tiny)
+    model = made.to(torch.bfloat16).train()
     optimizer = MasterOptimizer(bench, list(model.parameters()))
     step: Any = torch.compile(model) if compiled else model
     batches = [

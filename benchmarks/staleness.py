@@ -51,6 +51,9 @@ class Row:
     rate: float = 1e-3
     warmup: int = 100
     momentum: float = 0.95
+    momentum_from: float = 0.0
+    """Muon's momentum at first; it rises to `momentum` over `momentum_rise` updates. 0: it stays the same."""
+    momentum_rise: int = 300
     nesterov: float = 1.0
     """Muon's update is made of m + nesterov * (1 - momentum) * (g - m)."""
     lead: float = 0.0
@@ -123,6 +126,9 @@ class Emulation:
         self.rates = (
             row.rate * (warm / max(1, row.warmup)).clamp(max=1) * (1 + torch.cos(math.pi * fallen)) / 2
         )
+        risen = (warm / max(1, row.momentum_rise)).clamp(max=1)
+        begun = row.momentum_from or row.momentum
+        self.momenta = begun + (row.momentum - begun) * risen
         self.places = sample_places(len(tokens), sizes, updates, device)
         self.guessed = guessed_places(sizes, updates, device) if row.model == "bert" else None
         sides = [(k, min(w.shape[1:]), w) for k, w in self.weights.items() if self._rule(k) == "soap"]
@@ -225,6 +231,7 @@ class Emulation:
         rate = self.rates.index_select(0, self.made.view(1))
         rate = rate / (1 + row.delay_rate * late * (1 - 2 * part).clamp(min=0))
         rule, (beta1, beta2) = self._rule(name), row.betas
+        momentum = self.momenta.index_select(0, self.made.view(1))
         if rule == "adamw":
             rate = rate / (1 + row.adam_rate * late)
         mean, square = self.means[name], self.squares[name]
@@ -233,10 +240,10 @@ class Emulation:
             seen = (square / (1 - beta2 ** number.clamp(min=1))).sqrt() + EPS
             gradient = gradient + row.compensate * gradient * gradient / seen * (weight - read)
         if rule == "muon":
-            mean.lerp_(gradient, 1 - row.momentum)
+            mean.lerp_(gradient, 1 - momentum)
             if row.compensate:
                 square.lerp_(gradient * gradient, 1 - beta2)
-            more = (row.nesterov + row.lead * late) * (1 - row.momentum)
+            more = (row.nesterov + row.lead * late) * (1 - momentum)
             size = 0.2 * math.sqrt(max(*weight.shape[1:], FULL_SIDE)) * rate
             added = -size * orthogonal(mean + more * (gradient - mean))
             expected = -size * orthogonal(mean) if row.predict == "momentum" else added
@@ -262,7 +269,7 @@ class Emulation:
             added = expected = -rate * seen
         if row.feedback:
             if rule == "muon":
-                again = self.earlier[name].lerp(gradient, 1 - row.momentum)
+                again = self.earlier[name].lerp(gradient, 1 - momentum)
                 again = -size * orthogonal(again + more * (gradient - again))
             else:
                 again = self.earlier[name].lerp(gradient, 1 - beta1) / (1 - beta1**number).float()
