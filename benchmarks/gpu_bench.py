@@ -376,16 +376,18 @@ def with_sizes(settings: Settings) -> Settings:
     )
 
 
-def materialise_quickly(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:
+def materialise_quickly(
+    model: nn.Module, names: Iterable[str], seed: int, device: torch.device
+) -> dict[str, Tensor]:
     """Matrices of the same random numbers over and over: the model's own take a second for each 100 million."""
     large = {name: p for name, p in model.named_parameters() if p.is_meta and p.dim() > 1}
     generator = torch.Generator().manual_seed(seed)
     noise = torch.empty(NOISE).normal_(0.0, 0.02, generator=generator)
     names = list(names)
-    made = materialise(model, [name for name in names if name not in large], seed)
+    made = materialise(model, [name for name in names if name not in large], seed, device)
     for name in filter(large.__contains__, names):
         size = large[name].numel()
-        made[name] = noise.repeat(-(-size // NOISE))[:size].view(large[name].shape)
+        made[name] = noise.repeat(-(-size // NOISE))[:size].view(large[name].shape).to(device)
     return made
 
 

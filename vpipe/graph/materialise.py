@@ -15,19 +15,39 @@ from torch import Tensor, nn
 
 from vpipe.errors import CaptureError
 
+HOST = torch.device("cpu")
 
-def materialise(model: nn.Module, names: Iterable[str], seed: int) -> dict[str, Tensor]:
-    """Detached tensors for the parameters and buffers of these names; the model itself stays as it is."""
+
+def materialise(
+    model: nn.Module, names: Iterable[str], seed: int, device: torch.device = HOST
+) -> dict[str, Tensor]:
+    """Detached tensors on the device for the parameters and buffers of these names; the model stays as it is."""
     names = list(names)
     tensors = {name: _lookup(model, name) for name in names}
-    result = {name: t.detach().clone() for name, t in tensors.items() if not t.is_meta}
+    result = {name: t.detach().to(device, copy=True) for name, t in tensors.items() if not t.is_meta}
     missing = [name for name in names if name not in result]
     if missing:
         skeleton = copy.deepcopy(model).to("meta")
+        blanks = [tensors[name] for name in missing]
+        take = _fresh if device == HOST else _Scratch(max(blank.nbytes for blank in blanks)).take
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for name in missing:
-                result[name] = _initialise(skeleton, name, seed)
+                result[name] = _initialise(skeleton, name, seed, take).to(device)
     return result
+
+
+class _Scratch:
+    """Memory of the host in which one tensor after the other is drawn: fresh memory costs more than drawing does."""
+
+    def __init__(self, size: int) -> None:
+        self._bytes = torch.empty(size, dtype=torch.uint8)
+
+    def take(self, blank: Tensor) -> Tensor:
+        return self._bytes[: blank.nbytes].view(blank.dtype).view(blank.shape)
+
+
+def _fresh(blank: Tensor) -> Tensor:
+    return torch.empty(blank.shape, dtype=blank.dtype)
 
 
 def stable_seed(*parts: int | str) -> int:
@@ -43,8 +63,8 @@ def _lookup(model: nn.Module, name: str) -> Tensor:
     return tensor
 
 
-def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
-    """One real tensor in a model of meta tensors, set by the initialisers of the modules around it.
+def _initialise(skeleton: nn.Module, name: str, seed: int, take: Callable[[Tensor], Tensor]) -> Tensor:
+    """One real tensor in a model of meta tensors, in memory from `take`, set by the initialisers of the modules around.
 
     They run from the owner outwards, as the model's constructor runs them: an outer module (a GPT-2 block that scales
     its projection) sets the final value.
@@ -54,7 +74,7 @@ def _initialise(skeleton: nn.Module, name: str, seed: int) -> Tensor:
     store: dict[str, Tensor | None] = owner._parameters if own in owner._parameters else owner._buffers  # type: ignore[assignment]
     blank = store[own]
     assert blank is not None
-    tensor = torch.full(blank.shape, _mark(blank.dtype), dtype=blank.dtype)
+    tensor = take(blank).fill_(_mark(blank.dtype))
     is_parameter = isinstance(blank, nn.Parameter)
     store[own] = nn.Parameter(tensor, requires_grad=blank.requires_grad) if is_parameter else tensor
     try:
@@ -99,5 +119,7 @@ def _mark(dtype: torch.dtype) -> float | int:
 def _has_marks(tensor: Tensor) -> bool:
     if tensor.dtype is torch.bool:
         return False
-    floating = tensor.dtype.is_floating_point or tensor.dtype.is_complex
-    return bool((tensor.isnan() if floating else tensor == _mark(tensor.dtype)).any())
+    if tensor.dtype.is_floating_point or tensor.dtype.is_complex:
+        # The sum takes far less time, and is a number unless there are marks, or infinities of both signs.
+        return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())
+    return bool((tensor == _mark(tensor.dtype)).any())

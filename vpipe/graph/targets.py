@@ -14,14 +14,13 @@ from torch import Tensor, fx
 from torch.utils import _pytree as pytree
 
 from vpipe.graph.inplace import operator_name
+from vpipe.graph.materialise import HOST
 from vpipe.graph.model_graph import ModelGraph
 from vpipe.graph.trace import Kind, Trace
 
 LOSSES = ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d")
 MEAN = 1
 """torch's number for this reduction."""
-HOST = torch.device("cpu")
-"""Where targets are counted, wherever the model was captured (on `meta`, mostly)."""
 TargetCount = Callable[[Mapping[str, Tensor]], int]
 
 

@@ -71,13 +71,13 @@ class StageModule(nn.Module):
 
     def _take_tensors(self, model: nn.Module, seed: int) -> None:
         stage, device = self.stage, self.device
-        tensors = materialise(model, [*stage.parameters, *stage.buffers], seed)
+        tensors = materialise(model, [*stage.parameters, *stage.buffers], seed, device)
         # nn.Module refuses names with dots in its own setters only.
         for name in stage.parameters:
             trained = name not in stage.trace.frozen
-            self._parameters[name] = nn.Parameter(tensors[name].to(device), requires_grad=trained)
+            self._parameters[name] = nn.Parameter(tensors[name], requires_grad=trained)
         for name in stage.buffers:
-            self._buffers[name] = tensors[name].to(device)
+            self._buffers[name] = tensors[name]
         self._constants = {name: tensor.to(device) for name, tensor in stage.trace.constants.items()}
 
     @property
