@@ -280,6 +280,20 @@ def test_kinds_come_as_often_as_in_the_model(run_length: int, share: float) -> N
         assert len(measured.run.stage.blocks) == run_length
 
 
+def test_rounds_of_the_whole_minibatch_alone_and_not_of_a_whole_cycle() -> None:
+    model, batch, _ = models.bert(layers=5)
+    measured = MeasuredModel(model, batch, optimizer=adamw)
+    measured.run_for(0.0)
+    assert measured.profile(DEVICE, LINK).other_sizes
+    cycle = sum(len(each.intervals[BACKWARD]) for each in measured.stages)
+    measured.clear()
+    measured.run_for(0.0, sizes=1)
+    assert not measured.profile(DEVICE, LINK).other_sizes
+    measured.clear()
+    measured.run_for(0.0, whole=False)
+    assert 0 < sum(len(each.intervals[BACKWARD]) for each in measured.stages) < cycle
+
+
 def test_the_cost_of_a_call_is_not_that_of_its_blocks() -> None:
     """Blocks of 3 and 5 ms that run one by one, each call 1 ms more, and as one stage: 3 + 5 + 3 + 1."""
     model, batch, _ = models.bert(layers=5)

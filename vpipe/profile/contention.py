@@ -73,18 +73,18 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
     world.all_gather("profile: warm", None)
     alone: Profile | None = None
     if world.rank == 0:
-        model.run_for(seconds / 4)
+        model.run_for(seconds / 4, whole=False, sizes=1)
         model.clear()
-        model.run_for(seconds / 2)
+        model.run_for(seconds / 2, sizes=1)
         alone = model.profile(device, link)
     world.all_gather("profile: measured alone", None)
     if world.size > 1:
         share = world.rank / world.size
-        model.run_for(MARGIN, share)
+        model.run_for(MARGIN, share, whole=False)
         model.clear()
         model.run_for(seconds, share)
         if world.rank != 0:
-            model.run_for(MARGIN, share)
+            model.run_for(MARGIN, share, whole=False)
     world.all_gather("profile: measured with all ranks", None)
     model.measure_swapping()
     if alone is not None:

@@ -158,7 +158,7 @@ class MeasuredModel:
         if self.stages[0].compile:
             run_round(self.stages)  # before there are other processes
         if self.place.type == "cuda":
-            self.run_for(seconds / 4)
+            self.run_for(seconds / 4, whole=False)
             self.clear()
             self.run_for(seconds)
             self.measure_swapping()
@@ -171,11 +171,16 @@ class MeasuredModel:
         """The first rounds, which compile blocks or capture graphs."""
         run_turns(self._turns)
 
-    def run_for(self, seconds: float, share: float = 0.0) -> None:
-        """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds."""
+    def run_for(
+        self, seconds: float, share: float = 0.0, *, whole: bool = True, sizes: int | None = None
+    ) -> None:
+        """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds.
+
+        Not `whole`: to the end of a round. `sizes`: only the first of them.
+        """
         end = perf_counter() + seconds
-        for whole in self.weighted_rounds(share):
-            if whole and perf_counter() > end:
+        for last in self.weighted_rounds(share, sizes):
+            if (last or not whole) and perf_counter() > end:
                 return
 
     def measure_swapping(self) -> None:
@@ -185,7 +190,7 @@ class MeasuredModel:
                 [same[0] for kind, same in self.kinds.items() if self._kept[kind].all <= LARGEST_SWAPPED]
             )
 
-    def weighted_rounds(self, share: float = 0.0) -> Iterator[bool]:
+    def weighted_rounds(self, share: float = 0.0, sizes: int | None = None) -> Iterator[bool]:
         """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model.
 
         It starts after this share of the cycle, so that ranks on one device do not run in step.
@@ -196,7 +201,7 @@ class MeasuredModel:
         rounds = [
             [
                 [stage for stage in stages if max(often[kind] for kind in self._kinds_of(stage)) > number]
-                for stages in self._turns
+                for stages in self._turns[:sizes]
             ]
             for number in range(max(often.values()))
         ]

@@ -18,7 +18,8 @@ COMMUNICATORS = 4
 """Of a rank inside a pipeline: one for each direction to the rank before it and to the rank behind it."""
 LIMIT = 120.0
 """Seconds after which the other process is given up."""
-_PROGRAM = "import sys; from vpipe.profile.outside import show; show(int(sys.argv[1]))"
+_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1])['show'](int(sys.argv[2]))"
+"""It imports this file alone, and with it nothing but torch."""
 
 
 class OutsideMemory(NamedTuple):
@@ -31,7 +32,7 @@ class OutsideMemory(NamedTuple):
 def measure_outside(device: torch.device) -> OutsideMemory:
     """Nothing where it cannot be measured. While it is measured nobody else may allocate on the device."""
     before = torch.cuda.mem_get_info(device)[0]
-    command = [sys.executable, "-c", _PROGRAM, str(device.index)]
+    command = [sys.executable, "-c", _PROGRAM, __file__, str(device.index)]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
         return _differences([before, *json.loads(shown.splitlines()[-1])])
