@@ -30,6 +30,8 @@ from vpipe.cost import Slowdown, write_convergence
 
 MEAN = 0.8
 """Share of the past in the mean of updates."""
+AHEAD = 20
+"""Updates that the host is ahead of a GPU at most: one that is stopped meanwhile leaves the GPU to others soon."""
 ROTATED_EVERY = 10
 """Updates between two steps towards the eigenbasis."""
 EPS = 1e-8
@@ -71,6 +73,8 @@ class Row:
     """As `lead`, of the other parameters."""
     adam_rate: float = 0.0
     """The rate of the other parameters is divided by 1 + adam_rate * delay."""
+    vector_rate: float = 1.0
+    """The rate of biases, norms and positions is so much of the rate, at a delay of 1 or more."""
     delay_rate: float = 0.0
     """The rate of all is divided by 1 + delay_rate * delay, which fades out over the first half of the run."""
     compensate: float = 0.0
@@ -234,6 +238,8 @@ class Emulation:
         momentum = self.momenta.index_select(0, self.made.view(1))
         if rule == "adamw":
             rate = rate / (1 + row.adam_rate * late)
+            if kind_of(name) == "vectors":
+                rate = torch.where(late >= 1, row.vector_rate * rate, rate)
         mean, square = self.means[name], self.squares[name]
         earlier = mean.clone() if row.feedback else mean
         if row.compensate:
@@ -320,6 +326,8 @@ def train(rows: list[Row], sizes: Sizes, tokens: Tensor, updates: int) -> list[l
     captured = [(run, *capture(run)) for run in runs]
     done = 2  # the first were made before the graph was captured
     for number in range(done, updates):
+        if number % AHEAD == 0:
+            torch.cuda.synchronize()
         for run, graph, stream in captured:
             with torch.cuda.stream(stream):
                 graph.replay()
