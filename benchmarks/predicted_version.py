@@ -3,7 +3,9 @@
     python benchmarks/predicted_version.py --layers 24 --width 1024 --samples 8 --length 1024
 
 A minibatch is its forward, its backward and its update, with `--in-flight` minibatches between a forward and its
-backward: each of them holds a version, as in the first stage of an asynchronous pipeline. Times are medians.
+backward: each of them holds a version, as in the first stage of an asynchronous pipeline. Stages with and without
+prediction take turns of some minibatches, in which the host never waits for the device, as in a run; the figures are
+medians over the turns, and the cost is the median of the differences between neighbouring turns.
 
 Prediction adds to an update: what is read besides the weights, which any version is cast from (the moments of AdamW, 8
 bytes a parameter; for Muon the weights before the last update, 4 bytes), and what is written besides it (these weights,
@@ -13,88 +15,68 @@ bytes a parameter; for Muon the weights before the last update, 4 bytes), and wh
 import argparse
 import time
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import transformers as hf
 
 from vpipe.weights import Delay, OptimizerWithWeightStashing, optimizer_factory
-from vpipe.weights.versions import Version
 
 
-class Measured(NamedTuple):
-    minibatch: float
-    """Seconds."""
-    version: float
-    """Seconds to write one, alone: predicted, or cast from the masters."""
-    versions: float
-    """Written for each minibatch."""
-    more_bytes: int
-    """That prediction reads and writes for a minibatch."""
+class TimedStage:
+    """A whole GPT as the first of some stages, with or without prediction."""
 
+    def __init__(
+        self, optimizer: str, predict: bool, arguments: argparse.Namespace, device: torch.device
+    ) -> None:
+        settings = hf.GPT2Config(
+            vocab_size=arguments.vocabulary,
+            n_embd=arguments.width,
+            n_layer=arguments.layers,
+            n_head=max(1, arguments.width // 64),
+            n_positions=arguments.length,
+            bos_token_id=1,
+            eos_token_id=2,
+            use_cache=False,
+        )
+        torch.manual_seed(0)
+        with device:
+            self.model: Any = hf.GPT2LMHeadModel(settings)
+        masters = {name: p.detach().clone() for name, p in self.model.named_parameters()}
+        self.model.to(torch.bfloat16)
+        self.weights = OptimizerWithWeightStashing(
+            dict(self.model.named_parameters()),
+            optimizer_factory(optimizer, 1e-4, 0.01),
+            master_values=masters,
+            predict=predict,
+            versions=arguments.in_flight + 1,
+        )
+        self.in_flight, self.device, self.made = arguments.in_flight, device, 0
+        self.ids = torch.randint(arguments.vocabulary, (arguments.samples, arguments.length), device=device)
 
-def measure(optimizer: str, predict: bool, arguments: argparse.Namespace, device: torch.device) -> Measured:
-    settings = hf.GPT2Config(
-        vocab_size=arguments.vocabulary,
-        n_embd=arguments.width,
-        n_layer=arguments.layers,
-        n_head=max(1, arguments.width // 64),
-        n_positions=arguments.length,
-        bos_token_id=1,
-        eos_token_id=2,
-        use_cache=False,
-    )
-    torch.manual_seed(0)
-    with device:
-        model: Any = hf.GPT2LMHeadModel(settings)
-    masters = {name: p.detach().clone() for name, p in model.named_parameters()}
-    model.to(torch.bfloat16)
-    weights = OptimizerWithWeightStashing(
-        dict(model.named_parameters()),
-        optimizer_factory(optimizer, 1e-4, 0.01),
-        master_values=masters,
-        predict=predict,
-        versions=arguments.in_flight + 1,
-    )
-    ids = torch.randint(arguments.vocabulary, (arguments.samples, arguments.length), device=device)
-    times, written, known = [], 0, weights._take_storage
-
-    def counted(*given: int) -> Version:
-        nonlocal written
-        written += 1
-        return known(*given)
-
-    weights._take_storage = counted  # type: ignore[method-assign]
-    for minibatch in range(arguments.minibatches):
-        _wait(device)
+    def run(self, minibatches: int) -> float:
+        """Seconds of a minibatch."""
+        _wait(self.device)
         start = time.perf_counter()
-        weights.load_new_params(minibatch, Delay(arguments.in_flight))
-        model(input_ids=ids, labels=ids).loss.backward()
-        if minibatch >= arguments.in_flight:
-            weights.release(minibatch - arguments.in_flight)
-        weights.step()
-        _wait(device)
-        times.append(time.perf_counter() - start)
-    per_minibatch = written / arguments.minibatches
-    alone = []
-    for minibatch in range(arguments.minibatches, 2 * arguments.minibatches):
-        _wait(device)
-        start = time.perf_counter()
-        if predict:
-            weights.load_new_params(minibatch, Delay(arguments.in_flight))
-        else:
-            weights._publish()
-        _wait(device)
-        alone.append(time.perf_counter() - start)
-        if predict:
-            weights.release(minibatch)
-            weights._recycle_unused()
-    # A fused step adds no pass: the moments are read for the version alone.
-    more = 0
-    for own in weights.optimizers if predict else ():
-        count = sum(p.numel() for group in own.param_groups for p in group["params"])
-        more += count * (12 if isinstance(own, torch.optim.Muon) else 8)
-    return Measured(median(times[arguments.in_flight + 2 :]), median(alone), per_minibatch, more)
+        for number in range(self.made, self.made + minibatches):
+            self.weights.load_new_params(number, Delay(self.in_flight))
+            self.model(input_ids=self.ids, labels=self.ids).loss.backward()
+            if number >= self.in_flight:
+                self.weights.release(number - self.in_flight)
+            self.weights.step()
+        self.made += minibatches
+        _wait(self.device)
+        return (time.perf_counter() - start) / minibatches
+
+    @property
+    def more_bytes(self) -> int:
+        """That prediction reads and writes for a minibatch; a fused step adds no pass."""
+        return sum(
+            p.numel() * (12 if isinstance(own, torch.optim.Muon) else 8)
+            for own in self.weights.optimizers
+            for group in own.param_groups
+            for p in group["params"]
+        )
 
 
 def _wait(device: torch.device) -> None:
@@ -106,7 +88,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for name, default in (
         ("layers", 24), ("width", 1024), ("vocabulary", 32768), ("samples", 8), ("length", 1024), ("in-flight", 3),
-        ("minibatches", 24),
+        ("minibatches", 8), ("turns", 7),
     ):  # fmt: skip
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--optimizers", default="adamw,muon")
@@ -114,17 +96,23 @@ def main() -> None:
     arguments = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for optimizer in arguments.optimizers.split(","):
-        plain, predicted = (measure(optimizer, predict, arguments, device) for predict in (False, True))
-        floor = predicted.more_bytes / (arguments.bandwidth * 1e12)
-        more = predicted.minibatch - plain.minibatch
+        stages = [TimedStage(optimizer, predict, arguments, device) for predict in (False, True)]
+        for stage in stages:
+            stage.run(arguments.in_flight + 2)
+        turns = [[stage.run(arguments.minibatches) for stage in stages] for _ in range(arguments.turns)]
+        plain, predicted = (median(times) for times in zip(*turns, strict=True))
+        more = sorted(second - first for first, second in turns)
+        moved = stages[1].more_bytes
+        floor = moved / (arguments.bandwidth * 1e12)
         print(
-            f"{optimizer:8} {1000 * plain.minibatch:8.2f} ms a minibatch, {1000 * predicted.minibatch:8.2f} ms with "
-            f"predicted versions: {1000 * more:+.2f} ms, {100 * more / plain.minibatch:+.1f} %\n"
-            f"{'':8} {predicted.more_bytes / 1e9:.2f} GB more, at {arguments.bandwidth} TB/s {1000 * floor:.2f} ms, "
-            f"{100 * floor / plain.minibatch:.1f} %; a version alone {1000 * plain.version:.2f} ms, predicted "
-            f"{1000 * predicted.version:.2f} ms; versions written a minibatch: {predicted.versions:.2f}",
+            f"{optimizer:8} {1000 * plain:8.2f} ms a minibatch, {1000 * predicted:8.2f} ms with predicted versions: "
+            f"{1000 * median(more):+.2f} ms, {100 * median(more) / plain:+.1f} % ({100 * more[0] / plain:+.1f} to "
+            f"{100 * more[-1] / plain:+.1f} % in {arguments.turns} turns)\n"
+            f"{'':8} {moved / 1e9:.2f} GB more, at {arguments.bandwidth} TB/s {1000 * floor:.2f} ms, "
+            f"{100 * floor / plain:.1f} %",
             flush=True,
         )
+        del stages, stage
 
 
 if __name__ == "__main__":
