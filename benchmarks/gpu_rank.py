@@ -173,7 +173,8 @@ def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> Non
 def targets(bench: Bench) -> None:
     """Four ranks for `gpu_targets.py`: the default partition, no profile."""
     count = bench.settings.minibatches[0]
-    for case in (Case("zb-v", "zb-v", bench.batch, count), Case("vpipe", "vpipe", bench.batch)):
+    names = {"zb-v": count, "2bw": count, "vpipe": None}
+    for case in (Case(name, name, bench.batch, minibatches) for name, minibatches in names.items()):
         bench.run(case._replace(compile=bench.settings.compile), None, {})
 
 

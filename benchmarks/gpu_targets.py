@@ -4,8 +4,9 @@
 
 All train the same model in bf16 with float32 masters and fused AdamW, 16 minibatches of so many tokens an update. *By
 hand* is the Hugging Face model under `torch.compile`, in a loop. One rank has the whole card; four ranks have a quarter
-of its multiprocessors each (MPS), with the schedules zb-v and vpipe and the default partition. Shares are of the
-speed by hand; `mfu` is that of the card's peak.
+of its multiprocessors each (MPS), with the schedules zb-v, 2bw and vpipe and the default partition; vpipe makes an
+update after each minibatch, which is sixteen times the updates. Shares are of the speed by hand; `mfu` is that of the
+card's peak.
 
 Whether the script works can be tried without a GPU: `--device cpu --tiny --eager`.
 """
