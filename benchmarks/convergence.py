@@ -58,7 +58,7 @@ WINDOW = 50
 """Updates of which a mean is shown."""
 
 
-def write_text(path: Path) -> None:
+def write_text(path: Path, characters: int = TEXT) -> None:
     written = 0
     with path.open("w", encoding="utf-8") as file:
         for package in ("transformers", "torch"):
@@ -67,7 +67,7 @@ def write_text(path: Path) -> None:
             assert spec.origin is not None
             for source in sorted(Path(spec.origin).parent.rglob("*.py")):
                 text = source.read_text(encoding="utf-8", errors="ignore")
-                if len(text) <= 200_000 and written <= TEXT:
+                if len(text) <= 200_000 and written <= characters:
                     file.write(text + "\n\n")
                     written += len(text)
 
@@ -103,15 +103,20 @@ def main() -> None:
     parser.add_argument("--updates", type=int, default=1500)
     parser.add_argument("--seconds", type=float, default=370.0, help="then rows are cut off")
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--write-text", type=Path, help="only write the text to this file")
+    parser.add_argument("--characters", type=int, default=TEXT, help="of the text")
     parser.add_argument("--row", nargs="+", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.row:
         config, output, *settings = arguments.row
         train_row(Path(config), Path(output), settings)
         return
+    if arguments.write_text:
+        write_text(arguments.write_text, arguments.characters)
+        return
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder)
-        write_text(path / "text.txt")
+        write_text(path / "text.txt", arguments.characters)
         (path / "gpt.yml").write_text(CONFIG)
         outputs = {name: path / f"{number}.json" for number, name in enumerate(ROWS)}
         common = [f"max_updates={arguments.updates}", f"log_directory={path / 'runs'}"]
