@@ -13,32 +13,19 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from heapq import heappop, heappush
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 from vpipe.errors import ScheduleError
 from vpipe.schedule.action import UPDATE, Action, Op
 from vpipe.schedule.dependencies import DependencyTables
 from vpipe.schedule.program import Exists, Schedule
 from vpipe.schedule.rules import Channel, Rules
+from vpipe.schedule.shared_lines import LineQueue, SharedLines
 
 Cost = Callable[[Action], float]
 Transit = Callable[[Action, int, float], float | None]
 """When what an action made is at the stage, on another rank, that reads it: action, reader, the action's end. None: it
 goes over lines that ranks share."""
-
-
-class SharedLines(Protocol):
-    """Lines that ranks share; asked in the order of time."""
-
-    def carry(self, rank: int, action: Action, reader: int, before: int, time: float) -> tuple[float, bool]:
-        """When a message leaves a line, or comes to it again, and whether it is there then: reader (-1: the other ranks
-        of a stage that is reduced), how many lines it has left before, when it comes to this one."""
-
-    def begin(self, rank: int, action: Action, start: float, end: float) -> float:
-        """When a rank's part of a reduction comes to its first line; the replicas' last backward goes from `start` to
-        `end`."""
-
-
 Hold = Callable[[int, Action, float], float]
 """When an action that a rank could start at this time really starts."""
 
@@ -51,23 +38,6 @@ class Event(NamedTuple):
     action: Action
     start: float
     end: float
-
-
-class Queued(NamedTuple):
-    """A message that comes to a line."""
-
-    time: float
-    reduces: bool
-    """Of what comes at one time, messages go before reductions."""
-    minibatch: int
-    stage: int
-    reader: int
-    lines: int
-    """That it has left before."""
-    rank: int
-    action: Action
-    dependency: int
-    """That it fulfils, unless it is a reduction."""
 
 
 class Wait(NamedTuple):
@@ -120,7 +90,8 @@ def walk(
     if buffer is not None and buffer < 1:
         raise ScheduleError(f"a channel buffers at least one message, not {buffer}")
     walked = _Walk(schedule, Rules(schedule, edges), cost, buffer, exists)
-    return walked.events(transit, shared, hold, by_start or shared is not None)
+    lines = None if shared is None else LineQueue(shared, schedule.placement)
+    return walked.events(transit, lines, hold, by_start or shared is not None)
 
 
 TILE = 16
@@ -154,16 +125,11 @@ class _Walk:
         self.gathered: list[dict[int, int]] = [{} for _ in schedule.placement]
         self.joined: dict[tuple[int, int], dict[int, float]] = {}
         self.stepped: dict[tuple[int, int], int] = {}
-        # With shared lines: the last backward of a (rank, stage) since its reduction, and those that replicas of a
-        # (stage, group) reduce next; reductions that are half done, on the rank or on the lines, and since when.
-        self.backwards: dict[tuple[int, int], tuple[float, float]] = {}
-        self.spans: dict[tuple[int, int], list[tuple[float, float]]] = {}
-        self.halves: dict[tuple[int, Action], float] = {}
         # Since when each free place of a channel has been free.
         self.places: dict[Channel, deque[float]] = {}
 
     def events(
-        self, transit: Transit | None, shared: SharedLines | None, hold: Hold | None, by_start: bool
+        self, transit: Transit | None, lines: LineQueue | None, hold: Hold | None, by_start: bool
     ) -> Iterator[Event]:
         # Runs once for each action of a simulation: names are local, and calls are few.
         programs, pending = self.programs, self.pending
@@ -177,16 +143,14 @@ class _Walk:
         # Ranks that can go on, by start or by tile, and what each would do.
         timed: list[tuple[float, int]] = []
         tiled: list[int] = []
-        # Messages on their way to a line, by time; equal times by what is sent, whoever sends it.
-        queued: list[Queued] = []
         starts, found = [0.0] * len(programs), [dependencies[0][0][F]] * len(programs)
         rank, ranks, last = -1, len(programs), self.schedule.num_stages - 1
         turned = list(range(len(programs)))
         waiters = [-1.0 - number for number in turned]
         for number in turned:
             pending[number] = next(programs[number], None)
-            if shared is not None:
-                self.announce(number, shared, queued, 0.0)
+            if lines is not None:
+                lines.announce(number, pending[number], 0.0)
         while True:
             # Those whose action's wait is over, and then the rank that has a new one, start it or wait (again).
             goes_on = False
@@ -225,8 +189,8 @@ class _Walk:
                         tile = (minibatch - (last if op is F else stage)) // TILE
                         heappush(tiled, tile * ranks + number)
             if not goes_on:
-                if shared is not None and queued and (not timed or queued[0].time <= timed[0][0]):
-                    turned = self.carried(heappop(queued), shared, queued)
+                if lines is not None and lines.queued and (not timed or lines.queued[0].time <= timed[0][0]):
+                    turned = self.carried(lines)
                     continue
                 if timed:
                     rank = heappop(timed)[1]
@@ -254,9 +218,8 @@ class _Walk:
             for dependency, reader in sends:
                 arrival = end if transit is None else transit(action, reader, end)
                 if arrival is None:
-                    heappush(
-                        queued, Queued(end, False, minibatch, stage, reader, 0, rank, action, dependency)
-                    )
+                    assert lines is not None
+                    lines.send(rank, action, reader, dependency, end)
                     continue
                 waiter = done[dependency].get(minibatch)
                 if waiter is not None:
@@ -266,67 +229,41 @@ class _Walk:
                 groups = gathered[stage]
                 turn = minibatch // interval * replicas[stage] + minibatch % replicas[stage]
                 groups[turn] = groups.get(turn, 0) + 1
-                if shared is not None:
-                    self.backwards[rank, stage] = start, end
+                if lines is not None:
+                    lines.backwards[rank, stage] = start, end
             elif op is STEP and lone[stage]:
                 del gathered[stage][minibatch // interval]
-            elif op is REDUCE and shared is not None:
-                turned += self.reduced(rank, action, end)
+            elif op is REDUCE and lines is not None:
+                turned += self.reduced(lines, rank, action, end)
             elif not computes:
                 turned += self.freed(rank, action, end)
             turned.append(rank)
             pending[rank] = next(programs[rank], None)
             free[rank] = end
-            if shared is not None:
-                self.announce(rank, shared, queued, end)
+            if lines is not None:
+                lines.announce(rank, pending[rank], end)
         waits = [
             Wait(rank, action, self.obstacle(rank, action)) for rank, action in enumerate(pending) if action
         ]
         if waits:
             raise Deadlock(waits)
 
-    def announce(self, rank: int, shared: SharedLines, queued: list[Queued], time: float) -> None:
-        """If a rank reduces next, its last backward has just begun. When the last of its replicas has come that far,
-        all begin: only then there is a sum."""
-        action = self.pending[rank]
-        if action is None or action.op is not REDUCE:
-            return
-        stage, _, minibatch = action
-        spans = self.spans.setdefault((stage, minibatch), [])
-        spans.append(self.backwards.pop((rank, stage), (time, time)))
-        ranks = self.schedule.placement[stage]
-        if len(spans) == len(ranks):
-            del self.spans[stage, minibatch]
-            start, end = max(spans, key=lambda span: span[::-1])
-            for other in ranks:
-                comes = shared.begin(other, action, start, end)
-                heappush(queued, Queued(comes, True, minibatch, stage, -1, 0, other, action, -1))
-
-    def reduced(self, rank: int, action: Action, time: float) -> list[int]:
-        """One of both halves of a reduction is done; the ranks that waited for both."""
-        other = self.halves.pop((rank, action), None)
-        if other is None:
-            self.halves[rank, action] = time
-            return []
-        return self.freed(rank, action, max(time, other))
-
-    def carried(self, message: Queued, shared: SharedLines, queued: list[Queued]) -> list[int]:
-        """Takes a message to its next line, or to its end; the ranks that waited for it."""
-        rank, action, minibatch, dependency = (
-            message.rank,
-            message.action,
-            message.minibatch,
-            message.dependency,
-        )
-        time, arrived = shared.carry(rank, action, message.reader, message.lines, message.time)
-        if not arrived:
-            heappush(queued, message._replace(time=time, lines=message.lines + 1))
+    def carried(self, lines: LineQueue) -> list[int]:
+        """Takes the first message to its next line, or to its end; the ranks that waited for it."""
+        message = lines.carry()
+        if message is None:
             return []
         if message.reduces:
-            return self.reduced(rank, action, time)
-        waiter = self.done[dependency].get(minibatch)
-        self.done[dependency][minibatch] = time
+            return self.reduced(lines, message.rank, message.action, message.time)
+        arrived = self.done[message.dependency]
+        waiter = arrived.get(message.minibatch)
+        arrived[message.minibatch] = message.time
         return [] if waiter is None else [-1 - int(waiter)]
+
+    def reduced(self, lines: LineQueue, rank: int, action: Action, time: float) -> list[int]:
+        """One of both halves of a reduction is done; the ranks that waited for both."""
+        both = lines.join_halves(rank, action, time)
+        return [] if both is None else self.freed(rank, action, both)
 
     def gate(self, rank: int, action: Action) -> float | None:
         """Since when an update or message may start, as far as other minibatches go; None: it waits."""
