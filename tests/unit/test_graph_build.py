@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from tests import by_hand, models
 from vpipe.errors import CaptureError
 from vpipe.graph import ModelGraph, capture, tied
+from vpipe.graph.materialise import materialise
 from vpipe.stage import RandomContext, StageModule
 
 WITH_DROPOUT: dict[str, Any] = {
@@ -211,6 +212,22 @@ def test_a_model_on_meta_is_materialised_stage_by_stage(name: str) -> None:
     for parameter in modules[1].parameters_by_name.items():
         own, other = parameter[1].std(), reference[parameter[0]].std()
         assert torch.isclose(own, other, rtol=0.3, atol=0.01), parameter[0]  # drawn by the same rule
+
+
+def test_weights_for_a_device_are_those_of_the_host() -> None:
+    """They are drawn in one piece of memory after the other, and each has its own in the end."""
+    cls, make = META["gpt2"]
+    model, _, _ = make()
+    with torch.device("meta"):
+        empty = cls(model.config)
+    names = [name for name, _ in (*empty.named_parameters(), *empty.named_buffers())]
+    on_host = materialise(empty, names, 5)
+    on_device = materialise(empty, names, 5, torch.device("cpu", 0))
+    assert list(on_device) == list(on_host) == names
+    for name in names:
+        assert torch.equal(on_device[name], on_host[name]), name
+    places = {tensor.untyped_storage().data_ptr() for tensor in on_device.values()}
+    assert len(places) == len(names)
 
 
 def test_half_precision_takes_float_fields_along() -> None:

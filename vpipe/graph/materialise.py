@@ -32,7 +32,8 @@ def materialise(
         take = _fresh if device == HOST else _Scratch(max(blank.nbytes for blank in blanks)).take
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             for name in missing:
-                result[name] = _initialise(skeleton, name, seed, take).to(device)
+                made = _initialise(skeleton, name, seed, take)
+                result[name] = made if take is _fresh else made.to(device, copy=True)
     return result
 
 
