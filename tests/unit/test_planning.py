@@ -1,6 +1,7 @@
 """`vpipe plan CONFIG`: profiled once, planned for the run, and refused for another model."""
 
 import json
+import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +13,7 @@ from vpipe.cli import main
 from vpipe.config import RunConfig
 from vpipe.config.arguments import build_schedule, check_plan
 from vpipe.config.file import read_config
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan, write_profile
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.system import user_cache
 from vpipe.train import profiling
@@ -212,3 +213,20 @@ def test_with_auto_graphs_are_left_out_where_no_plan_has_room_for_them(config: P
     with pytest.raises(VPipeError, match="leave cuda_graphs out"):
         plan_run(read_config(config, {"cuda_graphs": True}), graphs)
     assert sum(plan_run(read_config(config, {"cuda_graphs": "auto"}), graphs).replicas) == 2
+
+
+def test_a_kept_profile_is_planned_without_torch(config: Path, tmp_path: Path) -> None:
+    """Its import takes seconds, in which no rank has been started yet."""
+    write_profile(PROFILE, tmp_path / "profile.json")
+    code = """
+import sys
+from pathlib import Path
+from vpipe.config.file import read_config
+from vpipe.cost import read_profile
+from vpipe.train.planning import write_run_plan
+
+write_run_plan(read_config(Path("run.yml")), Path("plan.json"), profile=read_profile(Path("profile.json")))
+sys.exit("torch" in sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=tmp_path)
+    assert read_plan(tmp_path / "plan.json").schedule == "1f1b"

@@ -6,10 +6,9 @@ from collections.abc import Sequence
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from vpipe.communication.compression import NONE, read_compression
 from vpipe.config.compress import AUTO, compression_by_ranks
 from vpipe.cost import Plan, Profile
-from vpipe.cost.compression import FLOAT32, HostPair, with_compression
+from vpipe.cost.compression import FLOAT32, NONE, HostPair, with_compression
 from vpipe.plan.compression import choose_compression
 
 if TYPE_CHECKING:
@@ -20,6 +19,8 @@ def compressed_profile(profile: Profile, config: RunConfig) -> Profile:
     """The profile with the bytes that the configured run sends between hosts, and the time to pack them."""
     if config.compress in (NONE, AUTO) or profile.hosts is None:
         return profile
+    from vpipe.communication.compression import read_compression  # with torch, which takes seconds
+
     links = read_compression(compression_by_ranks(config))
     modes: dict[HostPair, tuple[str, str]] = {}
     for (a, first), (b, second) in combinations(enumerate(profile.hosts.ranks), 2):

@@ -39,6 +39,7 @@ from vpipe.system.files import is_folder, read_text
 from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
 from vpipe.system.units import read_bytes
+from vpipe.train.compression import compressed_profile
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -117,8 +118,6 @@ def plan_run(
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
     measured = profile or cached_profile(of_one_host(config, hosts.ranks[0]) if hosts.ranks else config)
-    from vpipe.train.compression import compressed_profile  # with torch: behind the first line of the command
-
     profile = compressed_profile(with_hosts(measured, hosts), config)
     announce(f"{config.source}: searching for a plan")
     find = partial(
