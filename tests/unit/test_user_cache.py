@@ -1,13 +1,15 @@
 """What is kept for all runs of a user: found again, bounded, and never taken from where others can write."""
 
 import os
+import threading
+import time
 from pathlib import Path
 
 import pytest
 
 from vpipe.errors import NotWrittenError
 from vpipe.system import user_cache
-from vpipe.system.user_cache import VARIABLE, find, keep
+from vpipe.system.user_cache import VARIABLE, find, keep, making
 
 NOBODY = 65534
 
@@ -87,3 +89,72 @@ def test_what_cannot_be_kept_is_no_error(root: Path, tmp_path: Path, monkeypatch
         monkeypatch.setenv(VARIABLE, value)
         put("a")
         assert kept("a") is None
+
+
+def make(log: list[str], name: str, seconds: float = 0.2) -> None:
+    with making("things", "a"):
+        if kept("a") is None:
+            log.append(name)
+            time.sleep(seconds)
+            put("a", name)
+
+
+def test_one_makes_what_all_need(root: Path) -> None:
+    log: list[str] = []
+    makers = [threading.Thread(target=make, args=(log, name)) for name in "xyz"]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(10)
+    assert log == [kept("a")]
+    assert [entry.name for entry in (root / "things").iterdir()] == ["a"]
+
+
+def test_who_waits_in_vain_makes_it(root: Path) -> None:
+    """The first cannot keep what it makes; then the others do not wait for each other."""
+    began = threading.Barrier(3)
+    inside = threading.Barrier(2)
+
+    def make_nothing() -> None:
+        with making("things", "a"):
+            began.wait(10)
+            time.sleep(0.2)
+
+    def follow() -> None:
+        began.wait(10)
+        with making("things", "a"):
+            inside.wait(10)
+
+    makers = [threading.Thread(target=target) for target in (make_nothing, follow, follow)]
+    for maker in makers:
+        maker.start()
+    for maker in makers:
+        maker.join(20)
+    assert inside.n_waiting == 0
+    assert not inside.broken
+
+
+def test_nobody_waits_for_ever(root: Path) -> None:
+    entered = threading.Event()
+    leave = threading.Event()
+
+    def hold() -> None:
+        with making("things", "a"):
+            entered.set()
+            leave.wait(10)
+
+    holder = threading.Thread(target=hold)
+    holder.start()
+    entered.wait(10)
+    start = time.monotonic()
+    with making("things", "a", patience=0.2):
+        waited = time.monotonic() - start
+    leave.set()
+    holder.join(10)
+    assert 0.2 <= waited < 5
+
+
+def test_where_nothing_is_kept_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(VARIABLE, "")
+    with making("things", "a"), making("things", "a"):
+        pass

@@ -28,7 +28,7 @@ from vpipe.graph.capture_mode import CaptureMode
 from vpipe.graph.exported import trace_exported
 from vpipe.graph.head import find_heads
 from vpipe.graph.inplace import functionalise, protect_fields, prune
-from vpipe.graph.kept import Exported, find_graph, graph_key, keep_graph
+from vpipe.graph.kept import Exported, find_graph, graph_key, keep_graph, making_graph
 from vpipe.graph.lengths import free_lengths
 from vpipe.graph.loss import LossModule
 from vpipe.graph.model_graph import ModelGraph
@@ -69,8 +69,7 @@ def capture(
     with _training(model), collector_off():
         module, traced = LossModule(model, layout, loss_fn), for_tracing(fields, model)
         key = graph_key(module, traced) if keep else None
-        found = None if key is None else find_graph(key)
-        trace = _trace(module, traced, key) if found is None else _with_output(found)
+        trace = _trace(module, traced) if key is None else _kept_trace(module, traced, key)
         if trace.boundaries is None:
             images = {name: _is_image(tensor) for name, tensor in traced.items()}
             free_lengths(trace, traced, images, lambda others: _trace_export(module, others))
@@ -81,7 +80,18 @@ def capture(
     return ModelGraph(model, trace, check)
 
 
-def _trace(module: LossModule, fields: dict[str, Tensor], key: str | None) -> Trace:
+def _kept_trace(module: LossModule, fields: dict[str, Tensor], key: str) -> Trace:
+    """Of processes that start at the same time one exports, the others wait and read what it has kept."""
+    found = find_graph(key)
+    if found is None:
+        with making_graph(key):
+            found = find_graph(key)
+            if found is None:
+                return _trace(module, fields, key)
+    return _with_output(found)
+
+
+def _trace(module: LossModule, fields: dict[str, Tensor], key: str | None = None) -> Trace:
     try:
         program, form = _export(module, list(fields.values()))
     except VPipeError:

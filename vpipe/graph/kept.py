@@ -13,7 +13,7 @@ import math
 import operator
 import platform
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -91,6 +91,11 @@ def find_graph(key: str) -> Exported | None:
     with suppress(ConfigError, KeyError, ValueError, TypeError, AttributeError, IndexError):
         return _read(read_json(file, most=LARGEST_FILE))
     return None
+
+
+def making_graph(key: str) -> AbstractContextManager[None]:
+    """Around an export whose result will be kept, of one process at a time."""
+    return user_cache.making(GRAPHS, f"{key}.json")
 
 
 def keep_graph(key: str, exported: Exported) -> None:

@@ -6,11 +6,13 @@ at any time. What cannot be kept is made again: no error comes from here.
 
 from __future__ import annotations
 
+import fcntl
 import os
 import secrets
 import stat
-from collections.abc import Callable
-from contextlib import suppress
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from vpipe.errors import NotWrittenError, VPipeError
@@ -19,6 +21,9 @@ VARIABLE = "VPIPE_CACHE"
 MOST_FILES = 200
 MOST_BYTES = 256 << 20
 """Of each kind; those that were not used for longest go first."""
+PATIENCE = 120.0
+"""Seconds for which a process waits for another one that makes the same."""
+POLL = 0.05
 
 
 def find(kind: str, name: str) -> Path | None:
@@ -45,6 +50,55 @@ def keep(kind: str, name: str, write: Callable[[Path], None]) -> None:
     except (OSError, NotWrittenError, VPipeError):
         with suppress(OSError):
             beside.unlink()
+
+
+@contextmanager
+def making(kind: str, name: str, patience: float = PATIENCE) -> Iterator[None]:
+    """Around the making of what will be kept: the first process makes it, and the others wait for that.
+
+    Then they find it, or all make it themselves: what cannot be kept, or is made by a process that has died, is stopped
+    or is slow.
+    """
+    folder = _folder(kind)
+    path = None if folder is None else folder / f".{name}.lock"
+    lock = None if path is None else _open_lock(path)
+    if path is None or lock is None:
+        yield
+        return
+    try:
+        if not _take(lock):
+            _wait_for(lock, patience)
+        yield
+    finally:
+        with suppress(OSError):
+            path.unlink()  # who waits has it open
+        os.close(lock)
+
+
+def _wait_for(lock: int, patience: float) -> None:
+    deadline = time.monotonic() + patience
+    while not _take(lock):
+        if time.monotonic() > deadline:
+            return
+        time.sleep(POLL)
+    fcntl.flock(lock, fcntl.LOCK_UN)  # for the others who wait
+
+
+def _open_lock(path: Path) -> int | None:
+    with suppress(OSError):
+        return os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    return None
+
+
+def _take(lock: int) -> bool:
+    """Whether we have it; where a file system has no locks, everybody has."""
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+    return True
 
 
 def _folder(kind: str) -> Path | None:
