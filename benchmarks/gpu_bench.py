@@ -134,7 +134,7 @@ class Bench:
         vpipe.pipeline.layout.captured = self._capture_of(self.batch)  # type: ignore[attr-defined]
         vpipe.profile.model.captured = self._capture_of(None)  # type: ignore[attr-defined]
         if settings.quick:
-            vpipe.profile.device.measure_outside = lambda device: OutsideMemory()  # type: ignore[attr-defined]
+            vpipe.profile.device.measure_outside = lambda device, nccl: OutsideMemory()  # type: ignore[attr-defined]
             vpipe.stage.module.materialise = materialise_quickly  # type: ignore[attr-defined]
 
     def model(self, layers: int) -> nn.Module:

@@ -10,8 +10,10 @@ import pytest
 from tests.captures import capture_config, capture_unknown
 from tests.end_to_end.command import vpipe, wait_until_gone
 from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fixture)
-from vpipe.cost import LinkCost
-from vpipe.profile import model
+from vpipe.cost import DeviceCost, LinkCost
+from vpipe.profile import contention, model
+from vpipe.system.environment import GPU_SHARE, PROFILE_NAME
+from vpipe.train import run as launcher
 
 
 def measure_briefly() -> None:
@@ -44,4 +46,35 @@ def test_a_run_plans_itself_and_its_plan_is_for_no_other_model(
     assert refused.code == 2, refused.said
     assert "plan.json: is a plan for another model" in refused.err
     assert "Traceback" not in refused.said
+    wait_until_gone(str(folder))
+
+
+def leave_it_to_two_ranks() -> None:
+    """As on a host whose ranks all share one GPU, for which no profile is kept."""
+    launcher._left_to_ranks = lambda config: {PROFILE_NAME: "theirs.json", GPU_SHARE: "2"}
+    model.capture = capture_unknown
+    contention.MARGIN = 0.1
+    contention.profile_shared_device.__defaults__ = (0.4,)
+    contention.measure_device = lambda place, nccl: DeviceCost(2**34, 1e10, 1e10)
+    contention.measure_link = lambda place: LinkCost(1e10, 1e-5)
+
+
+def test_ranks_of_one_gpu_measure_together_before_they_train(
+    tiny: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny(partition="auto", max_updates=3)
+    monkeypatch.setenv("VPIPE_CACHE", str(folder / "kept"))
+    ended = vpipe("train", "run.yml", cwd=folder, prepare=leave_it_to_two_ranks)
+    assert ended.code == 0, ended.said
+    assert "measuring the blocks of the model, 2 ranks at once" in ended.said
+    run = only_run(folder)
+    profile = json.loads((folder / "kept" / "profiles" / "theirs.json").read_text())
+    assert profile == json.loads((run / "profile.json").read_text())
+    assert profile["device"]["shared_by"] == 2
+    plan, summary = (json.loads((run / name).read_text()) for name in ("plan.json", "summary.json"))
+    assert summary["partition"] == plan["partition"]
+    assert summary["updates"] == 3
+    phases = list(summary["phases"])
+    assert phases[phases.index("rendezvous") :][:3] == ["rendezvous", "profile", "plan"]
     wait_until_gone(str(folder))

@@ -38,7 +38,7 @@ def measure(config: RunConfig, device: str | None) -> Profile:
         patch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=LAP))
         patch.setattr(contention, "MARGIN", 0.1)
         patch.setattr(contention.profile_shared_device, "__defaults__", (0.4,))
-        patch.setattr(contention, "measure_device", lambda place: DeviceCost(2**34, 1e10, 1e10))
+        patch.setattr(contention, "measure_device", lambda place, nccl: DeviceCost(2**34, 1e10, 1e10))
         patch.setattr(contention, "measure_link", lambda place: LinkCost(1e10, 1e-5))
         if device is not None:
             patch.setenv("VPIPE_DEVICE", device)

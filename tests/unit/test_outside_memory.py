@@ -26,7 +26,7 @@ def test_a_build_without_nccl_has_a_context_only() -> None:
 def test_the_other_process_imports_nothing_of_vpipe_and_comes_to_the_device() -> None:
     """It is asked for a device that no host has: what fails is the device, in `show`."""
     none = str(torch.cuda.device_count() + 100)
-    command = [sys.executable, "-X", "importtime", "-c", outside._PROGRAM, outside.__file__, none]
+    command = [sys.executable, "-X", "importtime", "-c", outside._PROGRAM, outside.__file__, none, "0"]
     shown = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False).stderr
     failed = shown[shown.index("Traceback") :]
     assert "in show\n    torch.cuda.set_device(device)" in failed

@@ -262,6 +262,7 @@ def _environment(ranks: Ranks, meeting: MeetingPlace) -> dict[str, str]:
         LAUNCHER: str(os.getpid()),
         PHASES: json.dumps(ranks.phases.seconds if ranks.phases else {}),
         PLACED: "1",
+        **ranks.variables,
     }
 
 

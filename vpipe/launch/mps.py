@@ -81,6 +81,11 @@ def gpus_of(config: RunConfig, own: Sequence[int] | None = None) -> list[int] | 
     return named
 
 
+def share_one_gpu(gpus: Sequence[int] | None) -> bool:
+    """Whether several ranks are all that there are on one GPU: each has its share of it, so none may stay idle."""
+    return gpus is not None and len(gpus) > 1 == len(set(gpus))
+
+
 @contextmanager
 def sharing(gpus: Sequence[int]) -> Iterator[list[Mapping[str, str]]]:
     """The variables for each rank's environment, by which it computes on its GPU, with its share of it."""

@@ -13,7 +13,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -77,6 +77,8 @@ class Ranks:
     interpreter."""
     own: Sequence[int] | None = None
     """The ranks of this host; None: all of them."""
+    variables: Mapping[str, str] = field(default_factory=dict)
+    """Of their environment, besides those that every rank has."""
 
     @property
     def here(self) -> Sequence[int]:

@@ -67,7 +67,9 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
     """
     world.all_gather("profile: before the links", None)
     if world.rank == 0:
-        device, link = measure_device(model.place), measure_link(model.place)
+        # Ranks of one card are connected by CUDA IPC.
+        nccl = world.size == 1 or torch.cuda.device_count() > 1
+        device, link = measure_device(model.place, nccl=nccl), measure_link(model.place)
     world.all_gather("profile: before the first round", None)
     model.warm()  # compiles, or captures graphs, before anybody waits for it
     world.all_gather("profile: warm", None)
@@ -99,8 +101,6 @@ def _with_contention(alone: Profile, shared: Profile, ranks: int) -> Profile:
         shared.device,
         memory=shared.device.memory // ranks,
         shared_by=ranks,
-        # Ranks of one card are connected by CUDA IPC.
-        communicators=shared.device.communicators if torch.cuda.device_count() > 1 else 0,
         crowding=round(factor, 4),
         adding=shared.device.adding * factor,
     )

@@ -33,11 +33,12 @@ MINIBATCHES, UPDATES, WARM = 8, 12, 2
 """Of an update, and updates, by which the runtime's own time is measured."""
 
 
-def measure_device(device: torch.device = HOST) -> DeviceCost:
+def measure_device(device: torch.device = HOST, *, nccl: bool = True) -> DeviceCost:
+    """`nccl`: whether NCCL may connect the ranks, which takes memory of a GPU."""
     to_host, from_host = _host_bandwidth(device)
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
-        outside = measure_outside(device)
+        outside = measure_outside(device, nccl=nccl)
         return DeviceCost(
             total,
             to_host,

@@ -18,7 +18,7 @@ COMMUNICATORS = 4
 """Of a rank inside a pipeline: one for each direction to the rank before it and to the rank behind it."""
 LIMIT = 120.0
 """Seconds after which the other process is given up."""
-_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1])['show'](int(sys.argv[2]))"
+_PROGRAM = "import runpy, sys; runpy.run_path(sys.argv[1])['show'](*map(int, sys.argv[2:]))"
 """It imports this file alone, and with it nothing but torch."""
 
 
@@ -29,10 +29,14 @@ class OutsideMemory(NamedTuple):
     communicators: int = 0
 
 
-def measure_outside(device: torch.device) -> OutsideMemory:
-    """Nothing where it cannot be measured. While it is measured nobody else may allocate on the device."""
+def measure_outside(device: torch.device, *, nccl: bool = True) -> OutsideMemory:
+    """Nothing where it cannot be measured. While it is measured nobody else may allocate on the device.
+
+    Without `nccl` communicators count nothing: ranks that share a card have none.
+    """
     before = torch.cuda.mem_get_info(device)[0]
-    command = [sys.executable, "-c", _PROGRAM, __file__, str(device.index)]
+    communicators = 2 if nccl and dist.is_nccl_available() else 0
+    command = [sys.executable, "-c", _PROGRAM, __file__, str(device.index), str(communicators)]
     try:
         shown = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT, check=True).stdout
         return _differences([before, *json.loads(shown.splitlines()[-1])])
@@ -50,14 +54,14 @@ def _differences(free: list[int]) -> OutsideMemory:
     return OutsideMemory(used[0] if used else 0, first + (COMMUNICATORS - 1) * further)
 
 
-def show(index: int) -> None:
+def show(index: int, communicators: int) -> None:
     """What the other process does: it prints the free memory after each step."""
     device = torch.device("cuda", index)
     torch.cuda.set_device(device)
     number = torch.ones(1, device=device)
     free = [torch.cuda.mem_get_info(device)[0]]
     groups = []
-    for _ in range(2 if dist.is_nccl_available() else 0):
+    for _ in range(communicators):
         options = dist.ProcessGroupNCCL.Options()
         group: Any = dist.ProcessGroupNCCL(dist.HashStore(), 0, 1, options)
         group.allreduce([number]).wait()

@@ -6,6 +6,7 @@ counts it as free afterwards, though nothing else can use it: it is counted here
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
 from weakref import WeakSet
@@ -65,6 +66,16 @@ def forget_peak(device: torch.device) -> None:
     global _earlier
     _earlier = 0
     torch.cuda.reset_peak_memory_stats(device)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more, also in cycles, and count the peak from now on."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+        torch._C._cuda_clearCublasWorkspaces()
+        torch.cuda.empty_cache()
+        forget_peak(device)
 
 
 def allocator_retries(device: torch.device) -> int:

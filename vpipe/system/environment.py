@@ -10,6 +10,8 @@ DEVICE = "VPIPE_DEVICE"
 """The device of a rank: 'cpu' or 'cuda:<number>'."""
 GPU_SHARE = "VPIPE_GPU_SHARE"
 """The number of ranks that share the GPU of a rank: each may use an equal part of its memory."""
+PROFILE_NAME = "VPIPE_PROFILE_NAME"
+"""Set for ranks that measure the profile of their own run: the name under which it is kept for later runs."""
 BIND = "VPIPE_BIND"
 """0: a rank is not bound to the cores of its GPU's NUMA node (`system/cores.py`)."""
 COMPILE_THREADS, MOST_COMPILE_THREADS = "TORCHINDUCTOR_COMPILE_THREADS", 32

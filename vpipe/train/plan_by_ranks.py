@@ -1,9 +1,11 @@
-"""What ranks on several hosts, or of torchrun or srun, choose when they have met: `partition: auto`, `compress: auto`.
+"""What ranks choose when they have met (`partition: auto`, `compress: auto`): on several hosts, or of torchrun or srun.
 
     rank      0      1  │   2      3        two hosts
     links     ◀──────── │ ──▶               the first rank of each host measures those to the other hosts
     model     measured  │                   in a process of its own, so that rank 0 stays as it was
     plan      made  ────┼──────▶            the others wait for it
+
+Ranks that all share one GPU do so too, and measure the model together: each is as slow as all of them make it.
 
 The folder of the run gets the plan, and the profile with hosts and links: a run that is started again in its folder
 takes them from there.
@@ -11,6 +13,7 @@ takes them from there.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -36,11 +39,22 @@ from vpipe.cost import (
 from vpipe.cost.compression import HostPair
 from vpipe.errors import PeerError
 from vpipe.launch.measure import MeasuredLink, measure, serve_measurement
+from vpipe.system.environment import GPU_SHARE
 from vpipe.system.files import exists, read_text, write_text
 from vpipe.system.host_identity import host_identity
+from vpipe.system.start import Phases
 from vpipe.train.compression import choose_for_run
-from vpipe.train.planning import PLAN, PROFILE, cached_profile, of_one_host, write_run_plan
-from vpipe.train.profiling import profile_in_own_process
+from vpipe.train.planning import (
+    PLAN,
+    PROFILE,
+    cached_profile,
+    keep_profile,
+    kept_profile,
+    of_one_host,
+    profile_name,
+    write_run_plan,
+)
+from vpipe.train.profiling import measure_before_training, profile_in_own_process
 from vpipe.train.run import check_choosable
 
 POLL = 0.1
@@ -48,14 +62,22 @@ HostRanks = tuple[tuple[int, ...], ...]
 
 
 def choose_by_ranks(
-    world: World, config: RunConfig, folder: Path, say: Callable[[str], None], inform: Callable[[str], None]
+    world: World,
+    config: RunConfig,
+    folder: Path,
+    phases: Phases,
+    say: Callable[[str], None],
+    inform: Callable[[str], None],
 ) -> RunConfig:
     """The configuration with what was chosen in the place of `auto`; the same on every rank.
 
     `say` is called, on rank 0, with what begins and takes its time, and `inform` with what was chosen.
     """
     check_choosable(config)
+    phases.begin("profile")
     hosts = _ranks_of_hosts(world)
+    if os.environ.get(GPU_SHARE) == str(world.size) != "1":
+        _measure_together(world, config, folder / PROFILE, say)
     known = world.all_gather("profile", exists(folder / PROFILE))[0]
     network = None
     if len(hosts) > 1 and not known and config.links is None:
@@ -70,6 +92,7 @@ def choose_by_ranks(
             return
         try:
             profile = _profile(config, folder, hosts, network, say)
+            phases.begin("plan")
             made.extend(_choose(config, profile, folder, inform))
         finally:
             world.publish("plan", True)
@@ -86,6 +109,23 @@ def choose_by_ranks(
     if config.compress == AUTO:
         config = with_modes(config, hosts, {(a, b): mode for (a, b), mode in modes})
     return config
+
+
+def _measure_together(world: World, config: RunConfig, file: Path, say: Callable[[str], None]) -> None:
+    """Measure the model, unless a profile is in the run's folder, where this one goes, or is kept for all runs."""
+
+    def find() -> bool:
+        profile = None if world.rank or exists(file) else kept_profile(profile_name(config))
+        if profile is not None:
+            write_profile(profile, file)
+        return exists(file)
+
+    if world.all_gather("kept profile", agree(world, "search for a profile", find))[0]:
+        return
+    say(f"measuring the blocks of the model, {world.size} ranks at once")
+    measure_before_training(world, config, file)
+    if world.rank == 0:
+        keep_profile(profile_name(config), read_profile(file))
 
 
 def _ranks_of_hosts(world: World) -> HostRanks:

@@ -35,6 +35,7 @@ from vpipe.plan.report import about_loss, headline
 from vpipe.schedule import Schedule, kind_of
 from vpipe.system import user_cache
 from vpipe.system.console import announce, inform
+from vpipe.system.environment import PROFILE_NAME
 from vpipe.system.files import is_folder, read_text
 from vpipe.system.host_memory import cores
 from vpipe.system.start import Phases
@@ -179,16 +180,26 @@ def of_one_host(config: RunConfig, own: Sequence[int]) -> RunConfig:
 
 def cached_profile(config: RunConfig, measure: Callable[[RunConfig], Profile] | None = None) -> Profile:
     """The profile of the configured model on this machine: one that was measured before, or a new one."""
-    name = f"{_fingerprint(config)}.json"
+    name = profile_name(config)
+    profile = kept_profile(name)
+    if profile is None:
+        from vpipe.train.profiling import profile_config
+
+        profile = (measure or profile_config)(config)
+        keep_profile(name, profile)
+    return profile
+
+
+def kept_profile(name: str) -> Profile | None:
     file = user_cache.find(PROFILES, name)
     if file is not None:
         with suppress(ConfigError):  # of another version, or damaged: it is measured again
             return read_profile(file)
-    from vpipe.train.profiling import profile_config
+    return None
 
-    profile = (measure or profile_config)(config)
+
+def keep_profile(name: str, profile: Profile) -> None:
     user_cache.keep(PROFILES, name, lambda path: write_profile(profile, path))
-    return profile
 
 
 def _own_work(config: RunConfig) -> list[str]:
@@ -202,8 +213,13 @@ def _own_work(config: RunConfig) -> list[str]:
     return [graph.fingerprint, json.dumps(shapes)]
 
 
-def _fingerprint(config: RunConfig) -> str:
-    """A hash of all that the profile depends on: the model, the minibatch, the machine."""
+def profile_name(config: RunConfig) -> str:
+    """Of the file, by a hash of all that the profile depends on: the model, the minibatch, the machine.
+
+    A rank takes that of its launcher, whose environment is the user's own.
+    """
+    if PROFILE_NAME in os.environ:
+        return os.environ[PROFILE_NAME]
     settings = config.model_dump(mode="json", include=set(MEASURED))
     settings |= {"optimizer": config.chosen_optimizer, "predict": config.remedies.predict}
     if config.code:
@@ -214,4 +230,4 @@ def _fingerprint(config: RunConfig) -> str:
     machine = [METHOD, platform.node(), platform.machine(), version("torch"), config.ranks, config.machines]
     # The same machine has other costs for a process that may use less of it.
     machine += [cores(), *(os.environ.get(name) for name in ("OMP_NUM_THREADS", "CUDA_VISIBLE_DEVICES"))]
-    return hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]
+    return f"{hashlib.sha256(json.dumps([settings, machine], sort_keys=True).encode()).hexdigest()[:16]}.json"

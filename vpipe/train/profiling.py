@@ -25,7 +25,7 @@ from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, LAUNCHER, end_with_launcher, start_heartbeat
 from vpipe.record.whereabouts import VARIABLE as PAGE
 from vpipe.system.console import announce, inform
-from vpipe.system.environment import DEVICE, GPU_SHARE, IDLE, LISTENER, SECRET
+from vpipe.system.environment import DEVICE, GPU_SHARE, IDLE, LISTENER, PROFILE_NAME, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.files import write_text
 from vpipe.system.host_memory import cores
@@ -33,6 +33,7 @@ from vpipe.system.start import VARIABLE as PHASES
 from vpipe.train.preload import preparation
 
 if TYPE_CHECKING:
+    from vpipe.communication import World
     from vpipe.config import RunConfig
     from vpipe.profile.model import MeasuredModel
 
@@ -68,6 +69,16 @@ def measure_as_rank(config: RunConfig, output: Path) -> None:
 
     start_heartbeat()
     profile_shared_device(ProcessWorld(timeout=config.timeout), measured_model(config), output)
+
+
+def measure_before_training(world: World, config: RunConfig, output: Path) -> None:
+    """By the ranks of a run, which all share one GPU. The first writes the profile, and all have their memory again."""
+    from vpipe.profile.contention import profile_shared_device
+    from vpipe.system.device import choose_device
+    from vpipe.system.device_memory import release_memory
+
+    profile_shared_device(world, measured_model(config), output)
+    release_memory(choose_device(None, 0))
 
 
 def measured_model(config: RunConfig) -> MeasuredModel:
@@ -147,7 +158,7 @@ def profile_in_own_process(config: RunConfig) -> Profile:
 def _without_rank() -> dict[str, str]:
     """The environment without what makes a process a rank of this run."""
     names = {"RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"}
-    names |= {LAUNCHED, LAUNCHER, SECRET, LISTENER, IDLE, MEETING, PAGE, PHASES, ATTEMPT}
+    names |= {LAUNCHED, LAUNCHER, SECRET, LISTENER, IDLE, MEETING, PAGE, PHASES, ATTEMPT, PROFILE_NAME}
     if GPU_SHARE in os.environ:  # then the launcher has chosen the device
         names |= {DEVICE, GPU_SHARE}
     kept = {name: value for name, value in os.environ.items() if name not in names}

@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,7 +18,7 @@ from vpipe.launch.hosts import Host, hosts_of
 from vpipe.launch.idle import is_idle, telling_idle_ranks, wait_as_idle
 from vpipe.launch.local import Ranks, run_ranks_here
 from vpipe.launch.meeting import forget_meeting
-from vpipe.launch.mps import gpus_of
+from vpipe.launch.mps import gpus_of, share_one_gpu
 from vpipe.launch.place import enter_place, from_elsewhere, rank_directory, rank_interpreter
 from vpipe.launch.rank import LAUNCHER, TORCHRUN, end_with_launcher
 from vpipe.launch.remote import HostsJob, run_ranks_on_hosts
@@ -28,11 +29,13 @@ from vpipe.observe.results import rewrite_results, write_interrupted_results
 from vpipe.observe.trackers import check_trackers
 from vpipe.record.run_folder import FAILED, STOPPED, make_run_folder
 from vpipe.system.console import announce, inform
+from vpipe.system.environment import PROFILE_NAME
 from vpipe.system.faults import VARIABLE, read_faults
 from vpipe.system.files import exists
 from vpipe.system.host_memory import total_memory
 from vpipe.system.start import Phases, process_began
 from vpipe.system.units import show_bytes
+from vpipe.train.capture_ahead import capturing_ahead
 from vpipe.train.carried import carried_files
 from vpipe.train.preload import preparation
 
@@ -133,26 +136,61 @@ def launch(
         inform(f"{config.source}: {note}")
     counted = "1 rank" if config.ranks == 1 else f"{config.ranks} ranks"
     announce(f"{config.source}: starting {counted}, with logs and figures in {folder}")
-    if config.partition == AUTO and not apart:  # on several hosts the ranks do it
-        from vpipe.train.planning import PLAN, write_run_plan
+    with nullcontext() if apart else capturing_ahead(config):
+        variables = None
+        if config.partition == AUTO and not apart:  # on several hosts the ranks do it
+            variables = _left_to_ranks(config)
+            if variables is None:
+                arguments, config = _planned(config, arguments, folder, phases)
+            stages = _stages_of_ranks(config)  # some ranks may be idle
+        arguments = from_elsewhere(config, arguments)
+        with _writing_results(folder):
+            if apart:
+                phases.end()
+                order = _order(config, arguments, folder, stages) | {"phases": phases.seconds}
+                _run_on_hosts(config, hosts, order, folder, stages, quiet=quiet, max_restarts=max_restarts)
+            else:
+                ranks = _ranks_here(config, arguments, folder, stages, quiet, phases, variables or {})
+                log = FailureLog(folder)
+                with_restarts(lambda attempt: run_ranks_here(ranks, attempt, log), folder, max_restarts)
+    return folder
 
-        plan = folder.absolute() / PLAN
-        write_run_plan(config, plan, phases)
-        phases.begin("launch")
-        arguments = [*arguments, "--set", f"partition={plan}"]
-        config = with_plan(config, plan)
-        stages = _stages_of_ranks(config)  # some ranks may be idle
-        for note in config.notes:
-            inform(f"{config.source}: {note}")
-    arguments = from_elsewhere(config, arguments)
+
+def _left_to_ranks(config: RunConfig) -> dict[str, str] | None:
+    """Variables for ranks that measure their model themselves when they have met, and plan; None: we plan for them.
+
+    Ranks that share a GPU measure together: other processes would import and build the same once more before them.
+    """
+    if not share_one_gpu(gpus_of(config)):
+        return None
+    if config.code:  # whether it was measured depends on the captured model
+        return {}
+    from vpipe.train.planning import kept_profile, profile_name
+
+    name = profile_name(config)
+    return {PROFILE_NAME: name} if kept_profile(name) is None else None
+
+
+def _planned(
+    config: RunConfig, arguments: Sequence[str], folder: Path, phases: Phases
+) -> tuple[Sequence[str], RunConfig]:
+    """The arguments of the ranks and their configuration, with the plan of the run in the place of `auto`."""
+    from vpipe.train.planning import PLAN, write_run_plan
+
+    plan = folder.absolute() / PLAN
+    write_run_plan(config, plan, phases, all_ranks=share_one_gpu(gpus_of(config)))
+    phases.begin("launch")
+    config = with_plan(config, plan)
+    for note in config.notes:
+        inform(f"{config.source}: {note}")
+    return [*arguments, "--set", f"partition={plan}"], config
+
+
+@contextmanager
+def _writing_results(folder: Path) -> Iterator[None]:
+    """Around the ranks: if they do not end as they should, the folder gets what is known of the run all the same."""
     try:
-        if apart:
-            phases.end()
-            order = _order(config, arguments, folder, stages) | {"phases": phases.seconds}
-            _run_on_hosts(config, hosts, order, folder, stages, quiet=quiet, max_restarts=max_restarts)
-        else:
-            log, ranks = FailureLog(folder), _ranks_here(config, arguments, folder, stages, quiet, phases)
-            with_restarts(lambda attempt: run_ranks_here(ranks, attempt, log), folder, max_restarts)
+        yield
     except VPipeError as error:
         write_interrupted_results(folder, FAILED, str(error).partition("\n")[0])
         raise
@@ -167,7 +205,6 @@ def launch(
                 folder, STOPPED, "it ended at once: updates after its newest checkpoint are lost"
             )
         raise
-    return folder
 
 
 def _ranks_here(
@@ -177,6 +214,7 @@ def _ranks_here(
     stages: Sequence[str],
     quiet: bool,
     phases: Phases,
+    variables: Mapping[str, str],
 ) -> Ranks:
     return Ranks(
         arguments,
@@ -192,6 +230,7 @@ def _ranks_here(
         gpus=gpus_of(config),
         phases=phases,
         prepare=preparation(config),
+        variables=variables,
     )
 
 

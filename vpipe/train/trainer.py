@@ -70,8 +70,9 @@ class Trainer:
         self.folder = self._agree_on_folder()
         self.notes: list[str] = []
         if AUTO in (config.partition, config.compress):
-            self.phases.begin("plan")
-            self.config = config = choose_by_ranks(self.world, config, self.folder, say, self.notes.append)
+            self.config = config = choose_by_ranks(
+                self.world, config, self.folder, self.phases, say, self.notes.append
+            )
         self.device = self._take_device()
         log = LogFile(log_path(self.folder, self.rank))
         backend = f"backend: {config.distributed_backend or 'auto'}, rank: {self.rank}, world_size: {self.world.size}"
