@@ -73,6 +73,7 @@ def main() -> None:
     parser.add_argument("--least", type=int, default=4, help="updates that are timed, at least")
     parser.add_argument("--quick", action="store_true", help="profiles in less time")
     parser.add_argument("--compile", action="store_true", help="of the part predictions: compiled blocks")
+    parser.add_argument("--schedules", default="zb-v,2bw,vpipe", help="of the part targets")
     parser.add_argument("--seconds", type=float, default=400.0, help="begin no further case after so long")
     arguments = parser.parse_args()
     parts = arguments.parts.split(",")
@@ -96,6 +97,7 @@ def main() -> None:
         "parts": parts,
         "minibatches": [int(count) for count in arguments.minibatches.split(",")],
         "compile": arguments.compile,
+        "schedules": arguments.schedules.split(","),
         "least": arguments.least,
         "quick": arguments.quick,
         **(TINY if arguments.tiny else {"warm": 16, "measured": 64}),

@@ -81,6 +81,8 @@ class Settings(NamedTuple):
     """Profiles are measured in less time, and without the memory that ranks have beside their allocator."""
     compile: bool = False
     """Of the part `predictions`; others say themselves what is compiled."""
+    schedules: tuple[str, ...] = ()
+    """Of the part `targets`."""
 
 
 class Case(NamedTuple):

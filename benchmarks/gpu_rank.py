@@ -173,9 +173,10 @@ def predictions(bench: Bench, profile: Profile, limits: dict[str, float]) -> Non
 def targets(bench: Bench) -> None:
     """Four ranks for `gpu_targets.py`: the default partition, no profile."""
     count = bench.settings.minibatches[0]
-    names = {"zb-v": count, "2bw": count, "vpipe": None}
-    for case in (Case(name, name, bench.batch, minibatches) for name, minibatches in names.items()):
-        bench.run(case._replace(compile=bench.settings.compile), None, {})
+    for name in bench.settings.schedules:
+        minibatches = None if name in ("vpipe", "pipedream") else count
+        case = Case(name, name, bench.batch, minibatches, compile=bench.settings.compile)
+        bench.run(case, None, {})
 
 
 def planned(made: PlanResult, name: str, batch: int, cap: int | None = None) -> Case:
