@@ -61,33 +61,59 @@ def initial_weights(sizes: Sizes, seed: int, device: torch.device) -> dict[str, 
 
 
 def loss_of(weights: dict[str, Tensor], batch: Tensor, heads: int, guessed: Tensor | None = None) -> Tensor:
-    """Of the next token of each; with `guessed`, (samples, k) places, of the tokens there, which a BERT has to guess.
+    """Of the next token of each; with `guessed`, (minibatches, samples, k) places, of the tokens there, which a BERT
+    has to guess. Its minibatches, (minibatches, samples, length + 1), have weights of their own each:
+    (layers or 1, minibatches, ...).
 
     A BERT is the same model without the causal mask (so its norms stand before a layer, not behind it).
     """
     w = {name: stacked.unbind(0) for name, stacked in weights.items()}
-    inputs, targets = batch[:, :-1], batch[:, 1:]
+    inputs, targets = batch[..., :-1], batch[..., 1:]
     if guessed is not None:
-        targets = inputs.gather(1, guessed)
-        inputs = inputs.scatter(1, guessed, len(w["tokens"][0]) - 1)  # the last token stands for a hidden one
-    x = F.embedding(inputs, w["tokens"][0]) + w["positions"][0]
-    width = x.shape[-1]
+        targets = inputs.gather(2, guessed)
+        inputs = inputs.scatter(
+            2, guessed, w["tokens"][0].shape[1] - 1
+        )  # the last token stands for a hidden one
+    x = embedded(inputs, w["tokens"][0]) + w["positions"][0][:, None]
+    shape = x.shape[1:3]
+    x = x.flatten(1, 2)  # (minibatches, tokens, width)
     for layer in range(len(w["qkv"])):
-        normed = F.layer_norm(x, (width,), w["norm1"][layer], w["norm1_bias"][layer])
-        qkv = normed @ w["qkv"][layer] + w["qkv_bias"][layer]
-        q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in qkv.chunk(3, -1))
-        attended = F.scaled_dot_product_attention(q, k, v, is_causal=guessed is None)
-        x = x + attended.transpose(1, 2).flatten(2) @ w["out"][layer] + w["out_bias"][layer]
-        normed = F.layer_norm(x, (width,), w["norm2"][layer], w["norm2_bias"][layer])
-        inner = F.gelu(normed @ w["up"][layer] + w["up_bias"][layer], approximate="tanh")
-        x = x + inner @ w["down"][layer] + w["down_bias"][layer]
+        normed = norm(x, w["norm1"][layer], w["norm1_bias"][layer])
+        qkv = normed @ w["qkv"][layer] + w["qkv_bias"][layer][:, None]
+        x = x + attended(qkv, shape, heads, guessed is None) @ w["out"][layer] + w["out_bias"][layer][:, None]
+        normed = norm(x, w["norm2"][layer], w["norm2_bias"][layer])
+        inner = F.gelu(normed @ w["up"][layer] + w["up_bias"][layer][:, None], approximate="tanh")
+        x = x + inner @ w["down"][layer] + w["down_bias"][layer][:, None]
     if guessed is not None:
-        x = x.gather(1, guessed[:, :, None].expand(-1, -1, width))
-    x = F.layer_norm(x, (width,), w["final"][0], w["final_bias"][0])
-    logits = x @ w.get("head", w["tokens"])[0].T
+        places = guessed[..., None].expand(-1, -1, -1, x.shape[-1])
+        x = x.unflatten(1, shape).gather(2, places).flatten(1, 2)
+    x = norm(x, w["final"][0], w["final_bias"][0])
+    logits = x @ w.get("head", w["tokens"])[0].mT
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())
 
 
+def embedded(inputs: Tensor, tables: Tensor) -> Tensor:
+    """Each minibatch by its own table of (minibatches, vocabulary, width)."""
+    count, vocabulary, _ = tables.shape
+    first = vocabulary * torch.arange(count, device=inputs.device)
+    return F.embedding(inputs + first[:, None, None], tables.flatten(0, 1))
+
+
+def norm(x: Tensor, scale: Tensor, shift: Tensor) -> Tensor:
+    """Rounded once, as a layer norm with one scale is."""
+    normed = F.layer_norm(x.float(), x.shape[-1:])
+    return (normed * scale[:, None] + shift[:, None]).to(x.dtype)
+
+
+def attended(qkv: Tensor, shape: torch.Size, heads: int, causal: bool) -> Tensor:
+    """Attention of (minibatches, tokens, 3 * width), where `shape` is (samples, length)."""
+    samples = qkv.unflatten(1, shape).flatten(0, 1).chunk(3, -1)
+    q, k, v = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part in samples)
+    found = F.scaled_dot_product_attention(q, k, v, is_causal=causal)
+    return found.transpose(1, 2).reshape(*qkv.shape[:2], -1)
+
+
+@cache
 def guessed_places(sizes: Sizes, updates: int, device: torch.device) -> Tensor:
     """The places of the hidden tokens: (updates, samples, k)."""
     generator = torch.Generator().manual_seed(2)
