@@ -63,11 +63,12 @@ def test_ranks_of_one_gpu_measure_together_before_they_train(
     tiny: Callable[..., Path],  # noqa: F811
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    folder = tiny(partition="auto", max_updates=3)
+    folder = tiny(partition="auto", max_updates=3, schedule="auto")
     monkeypatch.setenv("VPIPE_CACHE", str(folder / "kept"))
     ended = vpipe("train", "run.yml", cwd=folder, prepare=leave_it_to_two_ranks)
     assert ended.code == 0, ended.said
     assert "measuring the blocks of the model, 2 ranks at once" in ended.said
+    assert "run.yml: schedule auto: " in ended.said
     run = only_run(folder)
     profile = json.loads((folder / "kept" / "profiles" / "theirs.json").read_text())
     assert profile == json.loads((run / "profile.json").read_text())

@@ -205,7 +205,7 @@ def _choose(
     path = folder / PLAN if config.planned is None else config.planned[0]
     text = None
     if config.partition == AUTO:
-        inform(write_run_plan(config, path, profile=profile, all_ranks=True))
+        inform(write_run_plan(config, path, profile=profile, all_ranks=True, inform=inform))
         text = read_text(path)
     else:
         write_profile(profile, folder / PROFILE)

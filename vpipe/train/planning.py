@@ -69,13 +69,18 @@ def write_run_plan(
     profile: Profile | None = None,
     *,
     all_ranks: bool = False,
+    inform: Callable[[str], None] = inform,
 ) -> str:
-    """Plan the run and write the plan, with the profile that it is made from beside it; a line about the plan."""
+    """Plan the run and write the plan, with the profile that it is made from beside it; a line about the plan.
+
+    `inform` gets what the user has to know besides: that the plan differs from what was asked for, and why.
+    """
     phases = phases or Phases("launch")
     phases.begin("profile")
     profile = profile or cached_profile(config)
     phases.begin("plan")
-    found = plan_run(config, profile, training=stale_training(config), all_ranks=all_ranks)
+    training = stale_training(config)
+    found = plan_run(config, profile, training=training, all_ranks=all_ranks, inform=inform)
     if config.chosen_schedule == AUTO:
         others = "asynchronous" if found.synchronous else "other"
         reason = about_loss(found) or f"no {others} schedule is predicted to reach a loss sooner"
@@ -104,6 +109,7 @@ def plan_run(
     hosts: GivenHosts = ONE_HOST,
     training: StaleTraining | None = None,
     all_ranks: bool = False,
+    inform: Callable[[str], None] = inform,
 ) -> PlanResult:
     """The best plan for the configured run, with what is given here in place of the file's own.
 
@@ -140,11 +146,13 @@ def plan_run(
         profile = replace(profile, device=replace(profile.device, graphs=False))  # there is no room for them
         found = find(profile, stages=stages)
     if stages is None and ranks is None and config.stages not in (None, len(found.replicas)):
-        return _with_own_stages(config, found, partial(find, profile, stages=config.stages))
+        return _with_own_stages(config, found, partial(find, profile, stages=config.stages), inform)
     return found
 
 
-def _with_own_stages(config: RunConfig, found: PlanResult, find: Callable[[], PlanResult]) -> PlanResult:
+def _with_own_stages(
+    config: RunConfig, found: PlanResult, find: Callable[[], PlanResult], inform: Callable[[str], None]
+) -> PlanResult:
     """The plan with the file's `stages`, unless the one without is worth more; a line says which, and why."""
     layout = " x ".join(map(str, (len(found.replicas), found.replicas[0])))
     if len(set(found.replicas)) > 1:
