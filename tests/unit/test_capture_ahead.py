@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 import yaml
 
-from tests.end_to_end.tiny import MODEL
 from vpipe.config.file import read_config
 from vpipe.launch.mps import share_one_gpu
 from vpipe.pipeline.captured import captured
@@ -23,8 +23,19 @@ LIMIT = 120.0
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("VPIPE_CACHE", str(tmp_path / "kept"))
     monkeypatch.setattr(capture_ahead, "count_gpus", lambda: 1)
-    path = tmp_path / "run.yml"
-    path.write_text(yaml.safe_dump(MODEL | {"stages": 2}))
+    # By its path, as it is written in the file: ranks read a copy of the configuration, which has it in full.
+    transformers.GPT2Config(vocab_size=64, n_embd=16, n_layer=2, n_head=2, use_cache=False).save_pretrained(
+        tmp_path
+    )
+    keys = {
+        "model": "config.json",
+        "sequence_length": 8,
+        "batch_size": 2,
+        "synthetic_data": True,
+        "stages": 2,
+    }
+    (tmp_path / "run.yml").write_text(yaml.safe_dump(keys))
+    monkeypatch.chdir(tmp_path)
     return tmp_path
 
 
@@ -45,7 +56,7 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[subprocess.Popen[bytes]]:
 def test_what_it_captures_is_found_by_others_and_captured_once(
     folder: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    config = read_config(folder / "run.yml")
+    config = read_config(Path("run.yml"))
     with capturing_ahead(config):
         started[0].wait(LIMIT)
         assert started[0].returncode == 0

@@ -88,6 +88,7 @@ def test_what_a_graph_depends_on_is_in_its_key() -> None:
     found = key(tiny())
     assert found is not None
     assert found == key(tiny())
+    assert found == key(tiny(name_or_path="some/config.json"))  # wherever it was read from
     others = [
         tiny(hidden_act="relu"),
         tiny(hidden_dropout_prob=0.0),

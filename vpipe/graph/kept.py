@@ -34,6 +34,8 @@ GRAPHS = "graphs"
 """Where they are kept."""
 LARGEST_CONSTANT = 256
 LARGEST_FILE = 64 << 20
+_PATH = "name_or_path"
+"""An attribute of models: where its configuration was read from, as it was written."""
 _PLAIN = (bool, int, float, str, type(None))
 _TORCH_TYPES = (torch.dtype, torch.device, torch.layout, torch.memory_format)
 _ARITHMETIC = {
@@ -72,13 +74,17 @@ def graph_key(module: LossModule, fields: Mapping[str, Tensor]) -> str | None:
             return None
         if part._forward_hooks or part._forward_pre_hooks:
             return None
-        plain = sorted((key, value) for key, value in vars(part).items() if isinstance(value, _PLAIN))
+        plain = sorted(
+            (key, value) for key, value in vars(part).items() if isinstance(value, _PLAIN) and key != _PATH
+        )
         facts.append((name, type(part).__module__, type(part).__qualname__, plain))
     for name, tensor in [*module.model.named_parameters(), *module.model.named_buffers()]:
         facts.append((name, list(tensor.shape), str(tensor.dtype), tensor.device.type, tensor.requires_grad))
     config: Any = module.model.config
-    facts += [config.to_json_string(use_diff=False), getattr(config, "_attn_implementation", None)]
-    digest = hashlib.sha256(json.dumps(facts).encode())
+    settings = json.loads(config.to_json_string(use_diff=False))
+    settings.pop(f"_{_PATH}", None)
+    facts += [settings, getattr(config, "_attn_implementation", None)]
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for text in code:
         digest.update(text)
     return digest.hexdigest()[:32]
