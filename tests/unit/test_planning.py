@@ -116,7 +116,7 @@ def test_the_run_itself_finds_the_same_profile(config: Path, profiled: list[RunC
 @pytest.mark.parametrize(
     ("optimizer", "chosen", "reason"),
     [
-        ("muon", "2bw", "stale weights need 1.01 times as many samples"),
+        ("muon", "2bw", "stale weights need 1.06 times as many samples"),
         ("sgd", "zb-v", "synchronous zb-v with 27.26 samples/s reaches a loss before 2bw"),
     ],
 )
