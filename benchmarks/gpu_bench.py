@@ -74,7 +74,8 @@ class Settings(NamedTuple):
     seconds: float
     parts: tuple[str, ...]
     minibatches: tuple[int, ...]
-    cuda_graphs: bool = False
+    cuda_graphs: bool | str = False
+    """auto: as `cuda_graphs: auto` of a run."""
     least: int = 4
     """Updates that are timed, at least."""
     quick: bool = False

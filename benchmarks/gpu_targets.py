@@ -1,14 +1,14 @@
 """A language model on one GPU, compiled: by hand with torch.compile, with vpipe on one rank, and on four that share it.
 
     python benchmarks/gpu_targets.py [--model qwen3-0.6b] [--lengths 512,2048] [--tokens 8192] [--json FILE]
-        [--schedules zb-v,2bw,vpipe] [--timed 4]
+        [--schedules zb-v,2bw,vpipe] [--timed 4] [--cuda-graphs]
 
 All train the same model in bf16 with float32 masters and fused AdamW, 16 minibatches of so many tokens an update. *By
 hand* is the Hugging Face model under `torch.compile`, in a loop. One rank has the whole card; four ranks have a quarter
 of its multiprocessors each (MPS), with the schedules zb-v, 2bw and vpipe and the default partition; vpipe makes an
 update after each minibatch, which is sixteen times the updates. Shares are of the speed by hand; `mfu` is that of the
-card's peak. What was compiled is kept by torch: a first call with `--timed 3`, beside other work, makes a second one
-short.
+card's peak. With `--cuda-graphs` the one rank replays its stage where its host is slower than the card. What was
+compiled is kept by torch: a first call with `--timed 3`, beside other work, makes a second one short.
 
 Whether the script works can be tried without a GPU: `--device cpu --tiny --eager`.
 """
@@ -46,6 +46,9 @@ def main() -> None:
     parser.add_argument("--device", default="cuda:0", help="or cpu, to try the script")
     parser.add_argument("--tiny", action="store_true")
     parser.add_argument("--eager", action="store_true", help="nothing is compiled")
+    parser.add_argument(
+        "--cuda-graphs", action="store_true", help="vpipe's one rank with `cuda_graphs: auto`"
+    )
     parser.add_argument("--timed", type=int, default=4, help="updates that are timed, 3 at least")
     parser.add_argument("--schedules", default="zb-v,2bw,vpipe", help="of four ranks")
     parser.add_argument("--json", type=Path, default=Path(tempfile.gettempdir()) / "vpipe-targets.jsonl")
@@ -86,6 +89,7 @@ def settings_of(arguments: argparse.Namespace) -> Settings:
         seconds=1e6,
         parts=(),
         minibatches=(MINIBATCHES,),
+        cuda_graphs="auto" if arguments.cuda_graphs and arguments.way == "one rank" else False,
         quick=True,
     )
 
