@@ -126,6 +126,14 @@ def test_nothing_or_the_same_twice() -> None:
         variants([A, A])
 
 
+def test_a_run_that_is_named_twice_is_refused_at_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(ConfigError, match="this run is named twice"):
+        compare_runs([tmp_path, tmp_path / "." / ""], [], [], None, as_json=False)
+    assert capsys.readouterr().out == ""
+
+
 def test_table() -> None:
     slow, fast = rows(result("gpipe", 100.0), result("vpipe[x]", 134.0))
     memory = "1.00 0.50"
@@ -134,8 +142,9 @@ def test_table() -> None:
 
 
 def test_figures_that_are_no_numbers() -> None:
-    (row,) = rows(result("a", 0.0))
-    assert row[:5] == ["a", "0.0", "–", "–", "0.0"]
+    unmeasured, measured = rows(result("a", 0.0), result("b", 2.0))
+    assert unmeasured[:8] == ["a", *["–"] * 7]
+    assert measured[1:4] == ["2.0", "–", "1.00x"]  # of one speed there is no fastest
     assert rows() == []
     assert rows(result("a", 1.0, loss=math.nan))[0][-1] == "nan"
     assert rows(result("a", 1.0, loss=None))[0][-1] == "–"

@@ -74,6 +74,9 @@ def compare_runs(
         raise VPipeError("--plot needs the package matplotlib: pip install 'vpipe[plot]'")
     folders = [path for path in paths if is_folder(path)]
     files = [path for path in paths if path not in folders]
+    for number, folder in enumerate(folders):
+        if folder.resolve() in (other.resolve() for other in folders[:number]):
+            raise ConfigError(f"{folder}: this run is named twice: name each run once")
     made = [(past_run(folder, paths), folder) for folder in folders]
     if files or not folders:
         made += _train(variants(files, sweeps, settings), turns)
@@ -226,7 +229,7 @@ def _names(paths: Sequence[Path]) -> list[str]:
 def comparison_table(results: Sequence[Result]) -> Table:
     """One row for each run, in the order given; ratios are to the slowest."""
     speeds = [result["samples_per_s"] for result in results]
-    slowest, fastest = min(speeds, default=0.0), max(speeds, default=0.0)
+    slowest, fastest = min(filter(None, speeds), default=0.0), max(speeds, default=0.0)
     table = Table(title="The fastest is marked *; ratios are to the slowest" if len(results) > 1 else None)
     table.caption = caption(results)
     table.caption_justify = "left"
@@ -238,13 +241,18 @@ def comparison_table(results: Sequence[Result]) -> Table:
     for result in results:
         speed = result["samples_per_s"]
         best = speed == fastest and fastest > slowest
+        figures = ["–"] * 7
+        if speed:  # a run of one or two updates is too short to measure it
+            figures = [
+                f"{speed:,.1f}" + (" *" if best else ""),
+                "–".join(f"{end:,.0f}" for end in result.get("quartiles") or ()) or "–",
+                f"{speed / slowest:.2f}x",
+                f"{1000 * result['seconds_per_update']:,.1f}",
+                *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
+            ]
         table.add_row(
             result["label"].replace(" ", "\n"),  # a line for the file and for each setting
-            f"{speed:,.1f}" + (" *" if best else ""),
-            "–".join(f"{end:,.0f}" for end in result.get("quartiles") or ()) or "–",
-            f"{speed / slowest:.2f}x" if slowest > 0 else "–",
-            f"{1000 * result['seconds_per_update']:,.1f}",
-            *(f"{result[share]:.1%}" for share in ("communication_share", "bubble_share", "of_limit")),
+            *figures,
             " ".join(f"{peak / GIB:.2f}" for peak in result["peak_memory"]),
             "–" if result["loss"] is None else f"{result['loss']:.4f}",
             style="bold" if best else None,
