@@ -1,6 +1,8 @@
 """Planned runs through the real command line: profiled, planned and trained in one go."""
 
 import json
+import os
+import signal
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -57,6 +59,33 @@ def leave_it_to_two_ranks() -> None:
     contention.profile_shared_device.__defaults__ = (0.4,)
     contention.measure_device = lambda place, nccl: DeviceCost(2**34, 1e10, 1e10)
     contention.measure_link = lambda place: LinkCost(1e10, 1e-5)
+
+
+def kill_a_rank_that_measures() -> None:
+    """The second one, when it has begun."""
+    leave_it_to_two_ranks()
+    warm = model.MeasuredModel.warm
+
+    def die(self: model.MeasuredModel) -> None:
+        if os.environ["RANK"] == "1":
+            os.kill(os.getpid(), signal.SIGKILL)
+        warm(self)
+
+    model.MeasuredModel.warm = die
+
+
+def test_a_rank_that_dies_while_all_measure_ends_the_run(
+    tiny: Callable[..., Path],  # noqa: F811
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    folder = tiny(partition="auto", max_updates=3)
+    monkeypatch.setenv("VPIPE_CACHE", str(folder / "kept"))
+    ended = vpipe("train", "run.yml", cwd=folder, prepare=kill_a_rank_that_measures)
+    assert ended.code == 1
+    assert "rank 1 failed: killed by SIGKILL" in ended.err
+    assert "Traceback" not in ended.said
+    assert not list((folder / "kept" / "profiles").iterdir())  # it was looked for there
+    wait_until_gone(str(folder))
 
 
 def test_ranks_of_one_gpu_measure_together_before_they_train(

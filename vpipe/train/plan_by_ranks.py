@@ -114,18 +114,24 @@ def choose_by_ranks(
 def _measure_together(world: World, config: RunConfig, file: Path, say: Callable[[str], None]) -> None:
     """Measure the model, unless a profile is in the run's folder, where this one goes, or is kept for all runs."""
 
-    def find() -> bool:
-        profile = None if world.rank or exists(file) else kept_profile(profile_name(config))
-        if profile is not None:
-            write_profile(profile, file)
-        return exists(file)
+    def find() -> str | None:
+        """The name under which to keep it; None: there is one."""
+        if world.rank or exists(file):
+            return None
+        name = profile_name(config)
+        profile = kept_profile(name)
+        if profile is None:
+            return name
+        write_profile(profile, file)
+        return None
 
-    if world.all_gather("kept profile", agree(world, "search for a profile", find))[0]:
+    name = world.all_gather("name of the profile", agree(world, "search for a profile", find))[0]
+    if name is None:
         return
     say(f"measuring the blocks of the model, {world.size} ranks at once")
     measure_before_training(world, config, file)
     if world.rank == 0:
-        keep_profile(profile_name(config), read_profile(file))
+        keep_profile(name, read_profile(file))
 
 
 def _ranks_of_hosts(world: World) -> HostRanks:
