@@ -15,7 +15,7 @@ from tests.end_to_end.test_train import TINY, only_run, tiny  # noqa: F401 (a fi
 from vpipe.cost import DeviceCost, LinkCost
 from vpipe.profile import contention, model
 from vpipe.system.environment import GPU_SHARE, PROFILE_NAME
-from vpipe.train import run as launcher
+from vpipe.train import launcher
 
 
 def measure_briefly() -> None:

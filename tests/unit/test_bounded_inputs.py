@@ -27,7 +27,7 @@ from vpipe.system import files
 from vpipe.system.files import read_text
 from vpipe.train.model_settings import read_model_settings
 
-launching = importlib.import_module("vpipe.train.run")
+launching = importlib.import_module("vpipe.train.launcher")
 
 READERS: dict[str, Callable[[Path], Any]] = {
     "config": read_config,

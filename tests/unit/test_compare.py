@@ -183,7 +183,7 @@ def test_variants_are_run_in_turns_and_linked_in_one_report(
         (folder / "config.yml").write_text(f"schedule: {config.chosen_schedule}\n")
         return folder
 
-    monkeypatch.setattr("vpipe.train.run.launch", stand_in)
+    monkeypatch.setattr("vpipe.train.launcher.launch", stand_in)
     monkeypatch.setattr("vpipe.cli.compare.busy_cores", lambda: float(os.cpu_count() or 1))
     monkeypatch.setattr("vpipe.cli.compare.find_spec", lambda name: None)
     file = tmp_path / "run.yml"

@@ -20,7 +20,7 @@ from vpipe.data import read_documents, read_pairs, read_tokenizer
 from vpipe.errors import NotWrittenError, VPipeError
 from vpipe.train.save_policy import find_checkpoint
 
-launching = importlib.import_module("vpipe.train.run")
+launching = importlib.import_module("vpipe.train.launcher")
 
 LONG = "x" * 300
 HOSTILE = {

@@ -27,7 +27,7 @@ from vpipe.train.models import build_model
 from vpipe.train.save_policy import find_checkpoint
 
 pytestmark = pytest.mark.usefixtures("capture_once")
-launching = importlib.import_module("vpipe.train.run")
+launching = importlib.import_module("vpipe.train.launcher")
 
 
 class Trap:

@@ -23,7 +23,7 @@ from vpipe.train.models import build_model
 from vpipe.weights import optimizer_factory
 
 pytestmark = pytest.mark.usefixtures("capture_once")
-launching = importlib.import_module("vpipe.train.run")
+launching = importlib.import_module("vpipe.train.launcher")
 
 
 def train(data: Any, ranks: int = 2, **options: Any) -> list[list[tuple[int, float]]]:

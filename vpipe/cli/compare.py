@@ -102,7 +102,7 @@ def compare_runs(
 
 def _train(chosen: Sequence[Variant], turns: int) -> list[tuple[Result, Path]]:
     """Each variant in turns, each time in ranks of its own; of each the turn that counts, with its folder."""
-    from vpipe.train.run import launch
+    from vpipe.train.launcher import launch
 
     # All are read before anything is trained.
     runs = [read_config(one.path, read_settings(one.settings)) for one in chosen]

@@ -33,6 +33,7 @@ from vpipe.record.run_folder import make_folder
 from vpipe.record.status import status_path
 from vpipe.system.start import Phases, process_began
 from vpipe.train.carried import CONFIG
+from vpipe.train.checks import check_paths
 from vpipe.train.host_orders import (
     CONNECT_LIMIT,
     check_modules,
@@ -44,7 +45,6 @@ from vpipe.train.host_orders import (
     serve,
     write_files,
 )
-from vpipe.train.run import check_paths
 
 WAIT = 0.5
 FLUSH_LIMIT = 5.0

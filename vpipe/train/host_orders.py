@@ -19,7 +19,7 @@ from vpipe.launch.hosts import own_addresses
 from vpipe.launch.measure import LIMIT, serve_measurement
 from vpipe.launch.place import rank_directory, rank_interpreter
 from vpipe.train.carried import CONFIG, MODULES
-from vpipe.train.run import check_paths
+from vpipe.train.checks import check_paths
 
 CONNECT_LIMIT = 5.0
 """Seconds within which another host must answer."""

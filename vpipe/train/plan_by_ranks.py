@@ -43,6 +43,7 @@ from vpipe.system.environment import GPU_SHARE
 from vpipe.system.files import exists, read_text, write_text
 from vpipe.system.host_identity import host_identity
 from vpipe.system.start import Phases
+from vpipe.train.checks import check_choosable
 from vpipe.train.compression import choose_for_run
 from vpipe.train.planning import (
     PLAN,
@@ -55,7 +56,6 @@ from vpipe.train.planning import (
     write_run_plan,
 )
 from vpipe.train.profiling import measure_before_training, profile_in_own_process
-from vpipe.train.run import check_choosable
 
 POLL = 0.1
 HostRanks = tuple[tuple[int, ...], ...]
