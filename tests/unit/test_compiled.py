@@ -2,13 +2,14 @@
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from copy import deepcopy
 from pathlib import Path
 from threading import Event
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
 from tests import models
@@ -125,6 +126,54 @@ def test_sizes_that_vary_are_compiled_for_once() -> None:
     assert graphs() == 2 * once > 0, "one for the first size, one for all others"
     expected, _ = train(given, batches, minibatches=1)
     assert losses == pytest.approx(expected, rel=1e-9)
+
+
+@torch.library.custom_op("vpipe_tests::by_expert", mutates_args=())
+def by_expert(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    """The rows of each expert times its own matrix: how many there are, only the values of a tensor tell."""
+    parts = zip(rows.split(counts.tolist()), weights, strict=True)
+    return torch.cat([part @ weight for part, weight in parts])
+
+
+@by_expert.register_fake
+def _(rows: Tensor, weights: Tensor, counts: Tensor) -> Tensor:
+    return rows.new_empty(len(rows), weights.shape[-1])
+
+
+def _by_expert_backward(context: Any, gradient: Tensor) -> tuple[Tensor, Tensor, None]:
+    rows, weights, counts = context.saved_tensors
+    sizes = counts.tolist()  # no compiler knows them
+    each = list(zip(gradient.split(sizes), rows.split(sizes), weights, strict=True))
+    of_weights = [r.T @ g if len(r) else torch.zeros_like(w) for g, r, w in each]
+    return torch.cat([g @ w.T for g, _, w in each]), torch.stack(of_weights), None
+
+
+by_expert.register_autograd(
+    _by_expert_backward, setup_context=lambda ctx, inputs, output: ctx.save_for_backward(*inputs)
+)
+
+
+class Experts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.experts = nn.Parameter(torch.randn(2, 8, 8) / 3)
+        self.register_buffer("counts", torch.tensor([2, 4]))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + torch.relu(by_expert(layer(x), self.experts, self.counts))
+        return x.square().mean()
+
+
+def test_operations_of_other_libraries_are_not_compiled() -> None:
+    """Their backward may need sizes that a compiler does not know."""
+    batches = [torch.randn(6, 8, generator=torch.Generator().manual_seed(seed)) for seed in range(4)]
+    torch.manual_seed(0)
+    given: models.Example = Experts(), batches[0], None
+    plain, compiled = (train(deepcopy(given), batches, compile=way, minibatches=2) for way in (None, EAGER))
+    torch.testing.assert_close(compiled, plain)
+    assert graphs()  # what is between them was compiled
 
 
 @pytest.mark.long

@@ -1,8 +1,9 @@
 """torch.compile for the parts of a segment that call no Python of ours.
 
 A segment calls some: a block that draws random numbers seeds the generators first, and a split product defers its
-weight gradient. The compiler cannot look through these calls, and masks must depend on the block alone. So the
-segment is cut at these calls and where a block begins; each region between two cuts is compiled:
+weight gradient. The compiler cannot look through these calls, and masks must depend on the block alone. Nor does it
+look into operations of other libraries, whose backward it may not be able to trace (the experts of transformers). So
+the segment is cut at all of these and where a block begins; each region between two cuts is compiled:
 
     plain      seed 0  embedding dropout norm   seed 1  linear gelu linear dropout add
     compiled   seed 0  [       region       ]   seed 1  [           region           ]
@@ -39,6 +40,9 @@ BLOCK, SPEC = "block", "spec"
 """Keys in the `meta` of each node of a function to compile: its block, and its shape and dtype."""
 _WITHOUT_WORK = {"reshape", "contiguous", "clone", "sym_size", "flatten", "unflatten"}
 
+_OWN = {"aten", "prims", "vpipe"}
+"""Namespaces of operations that regions may have."""
+
 LOCKS = 64
 """Files in torch's cache by which ranks wait for each other: regions of the same number compile in turn."""
 
@@ -54,7 +58,7 @@ def compile_regions(function: fx.GraphModule, backend: str) -> fx.GraphModule:
         if node.op in ("placeholder", "get_attr"):
             copies[node] = outer.node_copy(node)
     for nodes in _runs(function.graph):
-        if any(_works(node) for node in nodes) and not _calls_python(nodes[0]):
+        if any(_works(node) for node in nodes) and not _stands_alone(nodes[0]):
             region = _extract(function, nodes)
             call = outer.call_function(_compile(region, backend), tuple(copies[n] for n in region.inputs))
             for number, node in enumerate(region.outputs):
@@ -115,13 +119,16 @@ def _alone(key: str) -> Iterator[None]:
 
 
 def _runs(graph: fx.Graph) -> Iterator[list[fx.Node]]:
-    """The operations in order: each that calls Python alone, the others of a block together."""
+    """The operations in order: each that is not to be compiled alone, the others of a block together."""
     operations = (node for node in graph.nodes if node.op not in ("placeholder", "get_attr", "output"))
-    runs = groupby(operations, lambda node: node if _calls_python(node) else node.meta[BLOCK])
+    runs = groupby(operations, lambda node: node if _stands_alone(node) else node.meta[BLOCK])
     return (list(run) for _, run in runs)
 
 
-def _calls_python(node: fx.Node) -> bool:
+def _stands_alone(node: fx.Node) -> bool:
+    """Whether it calls Python of ours, or an operation of another library."""
+    if isinstance(node.target, torch._ops.OpOverload) and node.target.namespace not in _OWN:
+        return True
     return any(arg.op == "placeholder" and arg.name == "context" for arg in node.all_input_nodes)
 
 
