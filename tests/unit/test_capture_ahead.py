@@ -2,6 +2,7 @@
 
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -76,10 +77,20 @@ def test_it_ends_with_the_run(folder: Path, started: list[subprocess.Popen[bytes
     assert time.monotonic() - begun < LIMIT / 10
 
 
-def test_where_ranks_are_forked_there_is_none(
-    folder: Path, started: list[subprocess.Popen[bytes]], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda patch: patch.setattr(capture_ahead, "count_gpus", lambda: 0),
+        lambda patch: patch.setenv("VPIPE_CACHE", ""),
+    ],
+)
+def test_where_ranks_are_forked_or_nothing_is_kept_there_is_none(
+    folder: Path,
+    started: list[subprocess.Popen[bytes]],
+    monkeypatch: pytest.MonkeyPatch,
+    change: Callable[[pytest.MonkeyPatch], None],
 ) -> None:
-    monkeypatch.setattr(capture_ahead, "count_gpus", lambda: 0)
+    change(monkeypatch)
     with capturing_ahead(read_config(folder / "run.yml")):
         assert not started
 

@@ -21,9 +21,14 @@ VARIABLE = "VPIPE_CACHE"
 MOST_FILES = 200
 MOST_BYTES = 256 << 20
 """Of each kind; those that were not used for longest go first."""
-PATIENCE = 120.0
+PATIENCE = 300.0
 """Seconds for which a process waits for another one that makes the same."""
 POLL = 0.05
+
+
+def keeps(kind: str) -> bool:
+    """Whether anything of this kind can be kept."""
+    return _folder(kind) is not None
 
 
 def find(kind: str, name: str) -> Path | None:

@@ -44,7 +44,7 @@ _PROGRAM = (
 def capturing_ahead(config: RunConfig) -> Iterator[None]:
     """Around the start of ranks that are new interpreters, if their model was not captured before."""
     forked = not count_gpus()  # then the launcher captures
-    if forked or config.code or config.container or _known(config):
+    if forked or config.code or config.container or not user_cache.keeps(CAPTURED) or _known(config):
         yield
         return
     with TemporaryDirectory(prefix="vpipe-capture-") as name:
