@@ -293,7 +293,8 @@ def test_hosts_compress_where_a_link_bounds_an_update(bench: Bench) -> None:
 def test_a_link_that_is_cut_and_restored(bench: Bench, tmp_path: Path) -> None:
     """Row 38 of docs/reliability.md."""
     bench.hosts.serve(1)
-    keys = {"max_updates": 400, "checkpoint_interval": 20, "heartbeat_limit": 10}
+    # Far more updates than are made before the link is cut.
+    keys = {"max_updates": 400, "epochs": 20, "checkpoint_interval": 20, "heartbeat_limit": 10}
     process = bench.start("train", "run.yml", "--max-restarts", "1", **keys)
     try:
         wait_for_line("Iteration 30", bench.folder)

@@ -46,7 +46,8 @@ sys.stdout.write(json.dumps({name: os.environ[name] for name in names} | {"secre
 _TASK = """\
 #!/bin/bash
 trap 'exit 75' TERM
-echo "$SLURM_PROCID ${{SLURM_RESTART_COUNT:-0}} $TORCHELASTIC_RESTART_COUNT $*" >> {tasks}
+# At once, although an argument may have several lines: echo writes them one by one, and two tasks would mix theirs.
+cat >> {tasks} <<< "$SLURM_PROCID ${{SLURM_RESTART_COUNT:-0}} $TORCHELASTIC_RESTART_COUNT $*"
 {then}
 while :; do sleep 0.1; done
 """
