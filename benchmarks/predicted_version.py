@@ -21,6 +21,7 @@ import torch
 import transformers as hf
 
 from vpipe.weights import Delay, OptimizerWithWeightStashing, optimizer_factory
+from vpipe.weights.muon import Muon
 
 
 class TimedStage:
@@ -72,7 +73,7 @@ class TimedStage:
     def more_bytes(self) -> int:
         """That prediction reads and writes for a minibatch; a fused step adds no pass."""
         return sum(
-            p.numel() * (12 if isinstance(own, torch.optim.Muon) else 8)
+            p.numel() * (12 if isinstance(own, Muon) else 8)
             for own in self.weights.optimizers
             for group in own.param_groups
             for p in group["params"]

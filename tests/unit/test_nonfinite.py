@@ -132,12 +132,14 @@ def test_an_asynchronous_stage_passes_over_its_own_update(poisoned: None) -> Non
     assert all(not ended and finite(weights) and len(losses) == 8 for ended, weights, losses in results)
 
 
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_a_host_that_looks_late_stops_with_the_same_weights(
-    poisoned: None, request: pytest.FixtureRequest
+    poisoned: None, request: pytest.FixtureRequest, optimizer: str
 ) -> None:
-    ((_, expected, early), _) = run(updates=12, on_nonfinite="stop", **ASYNCHRONOUS)
+    options = {"updates": 12, "optimizer": optimizer, "on_nonfinite": "stop", **ASYNCHRONOUS}
+    ((_, expected, early), _) = run(**options)
     request.getfixturevalue("late")
-    ((ended, weights, losses), (_, others, _)) = run(updates=12, on_nonfinite="stop", **ASYNCHRONOUS)
+    ((ended, weights, losses), (_, others, _)) = run(**options)
     assert ended.startswith(f"NonFiniteError: update {BAD}, stage 0: the gradients of minibatch {BAD} ")
     assert len(losses) > len(early)
     assert equal(weights, expected)
@@ -145,15 +147,27 @@ def test_a_host_that_looks_late_stops_with_the_same_weights(
 
 
 @pytest.mark.parametrize(
-    ("name", "layers", "clip_norm"), [("sequential", 4, None), ("sequential", 4, 0.01), ("gpt2", 1, 0.01)]
+    ("name", "layers", "optimizer", "options"),
+    [
+        ("sequential", 4, "sgd", {}),
+        ("sequential", 4, "sgd", {"clip_norm": 0.01}),
+        ("sequential", 4, "muon", {}),
+        ("sequential", 4, "muon", {"staleness": ["predict"]}),
+        ("gpt2", 1, "sgd", {"clip_norm": 0.01}),
+    ],
 )
 def test_a_host_that_looks_late_passes_over_the_same_update(
-    poisoned: None, request: pytest.FixtureRequest, name: str, layers: int, clip_norm: float | None
+    poisoned: None,
+    request: pytest.FixtureRequest,
+    name: str,
+    layers: int,
+    optimizer: str,
+    options: dict[str, Any],
 ) -> None:
     """The weights of gpt2 that two stages share are clipped and checked by themselves. Adam would hide a clipping."""
+    options = {"name": name, "layers": layers, "optimizer": optimizer, **ASYNCHRONOUS, **options}
 
     def ran() -> list[tuple[str, Any, list[float]]]:
-        options = {"name": name, "layers": layers, "optimizer": "sgd", "clip_norm": clip_norm, **ASYNCHRONOUS}
         with pytest.warns(UserWarning, match="skipped") as reported:
             found = run(updates=8, on_nonfinite="skip", **options)
         assert any(f"update {BAD}, stage 0" in str(warning.message) for warning in reported)

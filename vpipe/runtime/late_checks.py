@@ -1,8 +1,8 @@
 """Checks that gradients are finite, without waiting for the GPU that computes them.
 
-The flag stays on the device: a fused optimizer reads it there, and leaves weights and state unchanged if it is set. It
-is copied to the host asynchronously, and read some updates later, or when the pipeline is drained. If the run is to
-stop then, the flag stays set: no update is made after the bad one, as if the host had read it at once.
+The flag stays on the device: a fused optimizer, or Muon, reads it there, and leaves weights and state unchanged if it
+is set. It is copied to the host asynchronously, and read some updates later, or when the pipeline is drained. If the
+run is to stop then, the flag stays set: no update is made after the bad one, as if the host had read it at once.
 """
 
 from __future__ import annotations

@@ -9,10 +9,12 @@ from torch import nn
 from torch.optim import Optimizer
 
 from vpipe.errors import VPipeError, meant
+from vpipe.weights.muon import Muon
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory
 
 ENDS = ("embed", "wte", "wpe", "shared", "head", "classifier", "score", "bias")
 """Words in the names of embeddings, heads and tables of biases, which are matrices, but not between layers."""
+EXPERTS = "expert"
 RATE_FACTOR = "rate_factor"
 """Key of a group whose rate is so many times the run's."""
 FULL_SIDE = 1024
@@ -63,8 +65,13 @@ def name_of(optimizers: Iterable[Optimizer]) -> str:
 
 
 def is_hidden_matrix(name: str, parameter: nn.Parameter) -> bool:
-    """Whether it is a matrix inside the model: not an embedding, a head or a table of biases, by its name."""
-    return parameter.ndim == 2 and not any(word in part for part in name.lower().split(".") for word in ENDS)
+    """Whether it is a matrix inside the model: not an embedding, a head or a table of biases, by its name.
+
+    Experts are such matrices in a stack; other parameters of three dimensions (of convolutions) are not.
+    """
+    parts = name.lower().split(".")
+    matrices = parameter.ndim == 2 or (parameter.ndim == 3 and any(EXPERTS in part for part in parts))
+    return matrices and not any(word in part for part in parts for word in ENDS)
 
 
 def _muon(
@@ -82,8 +89,6 @@ def _muon(
     matrices whose longer side is 1024 or more, and for smaller ones the spectral norm of a matrix of that side. AdamW's
     updates of a small model are larger than 0.2, and with 0.2 it trains several times slower than with AdamW.
     """
-    if not hasattr(torch.optim, "Muon"):
-        raise VPipeError("optimizer 'muon' needs torch 2.9 or newer")
     rest = [(name, p) for name, p in params.named() if not is_hidden_matrix(name, p)]
     hidden = [(name, p) for name, p in params.named() if is_hidden_matrix(name, p)]
     made: list[Optimizer] = []
@@ -94,15 +99,15 @@ def _muon(
             {"params": members, "lr": lr * factor, "weight_decay": weight_decay / factor, RATE_FACTOR: factor}
             for factor, members in _by_factor(hidden).items()
         ]
-        made.append(torch.optim.Muon(groups, lr, momentum=momentum, adjust_lr_fn="match_rms_adamw"))
+        made.append(Muon(groups, lr, weight_decay, momentum))
     return made
 
 
 def _by_factor(named: Iterable[tuple[str, nn.Parameter]]) -> dict[float, list[tuple[str, nn.Parameter]]]:
-    """The matrices by the factor of their rate: torch has sqrt(longer side) in it; that is at least FULL_SIDE here."""
+    """The matrices by the factor of their rate: Muon has sqrt(longer side) in it; that is at least FULL_SIDE here."""
     found: dict[float, list[tuple[str, nn.Parameter]]] = {}
     for name, parameter in named:
-        factor = max(1.0, FULL_SIDE / max(1, *parameter.shape)) ** 0.5
+        factor = max(1.0, FULL_SIDE / max(1, *parameter.shape[-2:])) ** 0.5
         found.setdefault(factor, []).append((name, parameter))
     return found
 

@@ -50,20 +50,26 @@ def write_predicted(optimizer: Optimizer, delay: int, targets: Mapping[nn.Parame
 
 
 class PreviousWeights:
-    """Keeps the weights before an update where no moments say what it adds: `begin` before it, `end` after it."""
+    """Keeps the weights before an update where no moments say what it adds: `begin` before it, `end` after it.
+
+    An update that a flag on the device leaves out (`found_inf` of the optimizer) changes nothing here either.
+    """
 
     def __init__(self) -> None:
         self._before: dict[nn.Parameter, Tensor] = {}
 
     @torch.no_grad()
-    def begin(self, optimizer: Optimizer) -> None:
+    def begin(self, optimizer: Optimizer, flag: Tensor | None = None) -> None:
         for group in optimizer.param_groups:
             if not (_is_adam(optimizer) or _is_momentum(optimizer, group)):
                 for parameter in (given for given in group["params"] if given.grad is not None):
                     kept = optimizer.state.get(parameter, {}).get(PREVIOUS)
-                    kept = torch.empty_like(parameter) if kept is None else kept
+                    kept = parameter.detach().clone() if kept is None else kept
                     self._before[parameter] = kept
-        if self._before:
+        if flag is not None:
+            for parameter, kept in self._before.items():
+                torch.where(flag > 0, kept, parameter, out=kept)
+        elif self._before:
             torch._foreach_copy_(list(self._before.values()), list(self._before))
 
     def end(self, optimizer: Optimizer) -> None:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from vpipe.weights.casting import hand_over_gradients
+from vpipe.weights.muon import Muon
 from vpipe.weights.named_optimizers import RATE_FACTOR
 from vpipe.weights.optimizer_state import Changes, Record, read_state, write_state
 from vpipe.weights.optimizers import NamedParameters, OptimizerFactory, make_optimizers
@@ -177,9 +178,9 @@ class OptimizerWithWeightStashing:
 
     @property
     def skips_by_flag(self) -> bool:
-        """Whether `step` takes flags: fused optimizers read them, once they have a state."""
+        """Whether `step` takes flags: fused optimizers and Muon read them, once they have a state."""
         return all(
-            all(group.get("fused") for group in optimizer.param_groups)
+            (isinstance(optimizer, Muon) or all(group.get("fused") for group in optimizer.param_groups))
             and all(optimizer.state.get(p) for group in optimizer.param_groups for p in group["params"])
             for optimizer in self.optimizers
         )
@@ -302,7 +303,7 @@ class OptimizerWithWeightStashing:
         if flag is not None:
             optimizer.found_inf = flag  # type: ignore[attr-defined] # where torch's gradient scaler puts it
         if self._previous is not None:
-            self._previous.begin(optimizer)
+            self._previous.begin(optimizer, flag)
         optimizer.step()
         if self._previous is not None:
             self._previous.end(optimizer)
