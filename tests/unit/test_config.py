@@ -152,6 +152,11 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         ("learning_rat: 1", "did you mean 'learning_rate'?"),
         ("xyzzy: [1]", "unknown key 'xyzzy' (its value is [1]): known keys are model_type,"),
         ("1: 2", "unknown key 1"),
+        (
+            "format: vpipe profile 1",
+            "its format is 'vpipe profile 1', not a configuration: give a run's YAML",
+        ),
+        ("format: other", "unknown key 'format' (its value is 'other')"),
         ("batch_size: many", "batch_size is 'many': expected a whole number"),
         ("batch_size: true", "batch_size is True: expected a whole number"),
         ("batch_size: 1.5", "batch_size is 1.5: expected a whole number"),

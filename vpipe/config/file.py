@@ -30,8 +30,13 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
 
     `settings` go before the file's own keys.
     """
-    values = read_yaml(path) | dict(settings or {})
-    config = check_values(values, path)
+    values = read_yaml(path)
+    if str(values.get("format", "")).startswith("vpipe "):
+        raise ConfigError(
+            f"{path}: its format is {short_repr(values['format'])}, not a configuration: give a run's YAML file here; "
+            "a profile is given by --profile, a plan as the run's `partition`"
+        )
+    config = check_values(values | dict(settings or {}), path)
     if isinstance(config.partition, str) and config.partition != AUTO:
         config = with_plan(config, config.file("partition"))
     if config.config_file is not None:
