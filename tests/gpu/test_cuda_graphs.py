@@ -162,6 +162,22 @@ def test_a_profile_is_measured_from_graphs(cuda_graphs: bool | str) -> None:
     assert all(block.working_bytes > 0 for block in made.blocks)
     assert all(block.forward > 0 and block.backward > 0 for block in made.blocks)
     assert max(block.forward_bytes for block in made.blocks) > 0
+    assert made.device.host is not None
+    assert all(block.host is not None for block in made.blocks)
+
+
+def test_a_profile_has_the_time_of_the_host() -> None:
+    """Of a model so small that a GPU waits for each of its kernels."""
+    model, batch, loss_fn = bert()
+    bench = MeasuredModel(
+        model, batch, loss_fn, optimizer=adamw, precision="bf16", place=torch.device(tasks.GPU)
+    )
+    made = bench.measure(0.5, DeviceCost(2**34, 1e10, 1e10), LinkCost(1e11, 0.0))
+    assert made.device.host is not None
+    hosts = [block.host for block in made.blocks if block.host is not None]
+    assert len(hosts) == len(made.blocks)
+    assert sum(host.minibatch for host in hosts) > 0
+    assert sum(host.recomputing for host in hosts) > 0
 
 
 def test_small_minibatches_are_replayed_with_auto() -> None:

@@ -15,6 +15,7 @@ from tests.drawing import draws
 from vpipe.cost import (
     BlockCost,
     DeviceCost,
+    HostCost,
     Hosts,
     LinkCost,
     OtherSize,
@@ -83,9 +84,13 @@ def test_what_is_written_is_read(file: Path) -> None:
     written = Profile(
         blocks=(
             BlockCost("a", 1.5, 0.25, 0.5, 0.125, 100, 10, 40, 0.02, 0, 0.0625),
-            BlockCost("b", 1, 1, 1, 0, 0, 0, 0, swapping=0.375, working_bytes=3, update_bytes=4),
+            BlockCost(
+                "b", 1, 1, 1, 0, 0, 0, 0, swapping=0.375, working_bytes=3, update_bytes=4, host=HostCost(2, 1)
+            ),
         ),
-        device=DeviceCost(2**53 + 1, 1e10, 2e10, 1e-4, workspace=2**26, swapped_in=3),
+        device=DeviceCost(
+            2**53 + 1, 1e10, 2e10, 1e-4, workspace=2**26, swapped_in=3, host=HostCost(0.5, 0, 0.25, 0.125)
+        ),
         link=LinkCost(1e9, 1e-6, sender_busy=True),
         batch_size=16,
         optimizer_ratio=1.0,

@@ -42,6 +42,11 @@ from vpipe.profile.rounds import (
     HOST,
     HOST_SWAPPING,
     INPUT_GRADIENT,
+    LAUNCH,
+    LAUNCH_RECOMPUTING,
+    LAUNCH_ROUNDS,
+    LAUNCH_SPLIT,
+    LAUNCH_UPDATE,
     RECOMPUTING_BACKWARD,
     RECOMPUTING_FORWARD,
     SMALLEST,
@@ -52,6 +57,7 @@ from vpipe.profile.rounds import (
     CallTimes,
     block_times,
     call_times,
+    measure_launching,
     run_rounds,
 )
 from vpipe.system.host_memory import total_memory
@@ -305,7 +311,8 @@ def test_the_cost_of_a_call_is_not_that_of_its_blocks() -> None:
             each.intervals[phase] = [(0.0, 0.004 if each in first else 0.006)]
         measured.run.intervals[phase] = [(0.0, 0.012)]
     calls = call_times([first, second, first], measured.run)
-    assert calls == pytest.approx((0.001, 0.001, 0.001))
+    assert calls[:3] == pytest.approx((0.001, 0.001, 0.001))
+    assert calls.host is None  # nothing was launched
     # A run that takes longer than its blocks one by one says nothing of calls.
     measured.run.intervals[FORWARD] = [(0.0, 0.1)]
     assert call_times([first, second, first], measured.run).forward == 0.0
@@ -316,7 +323,7 @@ def test_swapping_costs_the_time_that_the_host_is_slower() -> None:
     model, batch, _ = models.bert(layers=2)
     measured = MeasuredModel(model, batch, optimizer=adamw)
     measured.run_for(0.0)
-    measured.measure_swapping()
+    measured.measure_host()
     own = next(iter(measured.kinds.values()))
     assert block_times(own).swapping == 0.0  # on a CPU copies do not run beside computing
     for each in own:
@@ -324,6 +331,38 @@ def test_swapping_costs_the_time_that_the_host_is_slower() -> None:
     for host, swapped, expected in [(0.005, 0.009, 0.0), (0.005, 0.012, 0.002), (0.014, 0.02, 0.006)]:
         own[0].intervals[HOST], own[0].intervals[HOST_SWAPPING] = [(0.0, host)], [(0.0, swapped)]
         assert block_times(own).swapping == pytest.approx(expected)
+
+
+def test_the_host_of_a_block_is_what_it_launches_without_its_calls() -> None:
+    """Blocks of 3 and 5 ms that are launched one by one, each call 1 ms more, and as one stage: 3 + 5 + 3 + 1."""
+    model, batch, _ = models.bert(layers=5)
+    measured = MeasuredModel(model, batch, optimizer=adamw, run_length=3)
+    measured.run_for(0.0)
+    assert all(block.host is None for block in measured.profile(DEVICE, LINK).blocks)
+    measure_launching(measured.stages)
+    assert measured.run is not None
+    first, second = list(measured.kinds.values())[:2]
+    for same in measured.kinds.values():
+        for each in same:
+            took = 0.004 if each in first else 0.006
+            assert len(each.intervals[LAUNCH]) == len(each.intervals[LAUNCH_UPDATE]) == LAUNCH_ROUNDS
+            each.intervals[LAUNCH] = [(0.0, took)]
+            each.intervals[LAUNCH_RECOMPUTING] = [(0.0, took + 0.002)]
+            each.intervals[LAUNCH_SPLIT] = [(0.0, took - 0.001)]  # noise
+            each.intervals[LAUNCH_UPDATE] = [(0.0, 0.002)]
+    measured.run.intervals[LAUNCH] = [(0.0, 0.012)]
+    measured.run.intervals[LAUNCH_UPDATE] = [(0.0, 0.006)]
+    calls = call_times([first, second, first], measured.run)
+    assert calls.host is not None
+    assert (calls.host.minibatch, calls.host.update) == pytest.approx((0.001, 0.0))
+    host = block_times(first, calls).host
+    assert host is not None
+    found = host.minibatch, host.update, host.recomputing, host.splitting
+    assert found == pytest.approx((0.003, 0.002, 0.002, 0.0))
+    profile = measured.profile(DEVICE, LINK)
+    assert profile.device.host is not None
+    assert all(block.host is not None for block in profile.blocks)
+    assert all(block.host is None for size in profile.other_sizes for block in size.blocks)
 
 
 def test_no_block_is_free_where_noise_is_larger_than_its_time() -> None:

@@ -54,6 +54,24 @@ def test_what_does_not_fit_is_marked(files: Files, capsys: pytest.CaptureFixture
     assert "too few for a steady state" in shown
 
 
+def test_a_slow_host_is_named(files: Files, capsys: pytest.CaptureFixture[str]) -> None:
+    values = json.loads(files[0].read_text())
+    for block in values["blocks"]:
+        block["host"] = {"minibatch": 100.0}
+    files[0].write_text(json.dumps(values))
+    simulate_command(*files)
+    shown = " ".join(capsys.readouterr().out.split())
+    assert (
+        "times as slow as its device: its host launches kernels more slowly (larger minibatches or" in shown
+    )
+    values["blocks"][1]["host"]["minibatch"] = -1
+    files[0].write_text(json.dumps(values))
+    with pytest.raises(
+        VPipeError, match=r"blocks, entry 1 .*: host: minibatch is -1: expected seconds, 0 or more"
+    ):
+        simulate_command(*files)
+
+
 def test_mistakes(files: Files) -> None:
     with pytest.raises(VPipeError, match="minibatches is 0: it must be a whole number, 1 or more"):
         simulate_command(*files, minibatches=0)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.drawing import draws
 from tests.schedules import NAMES
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Plan, Profile, for_batch_size
+from vpipe.cost import BlockCost, DeviceCost, HostCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
 from vpipe.schedule import Action, Event, Op, bubble, build, lower
@@ -66,6 +66,64 @@ def test_a_split_or_adding_backward_takes_longer(name: str, more: float) -> None
     planned = planner(costs, 1, schedule=name, minibatches=4)
     assert planned.samples_per_second == pytest.approx(result.samples_per_second)
     assert for_batch_size(costs, 4).blocks[0].splitting == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "policy", "host", "expected"),
+    [
+        ("1f1b", "keep", HostCost(2.0, 1.0), 3.25),  # 4 minibatches of 3 s and an update of 1 s: the device
+        ("1f1b", "keep", HostCost(6.0, 2.0), 6.5),  # the host
+        ("vpipe", "keep", HostCost(6.0, 2.0), 8.0),  # it updates after each minibatch
+        ("1f1b", "recompute", HostCost(6.0, 2.0, recomputing=1.0), 7.5),
+        ("1f1b", "keep", HostCost(6.0, 2.0, splitting=1.0), 6.5),
+        ("zb-h1", "keep", HostCost(6.0, 2.0, splitting=1.0), 7.5),
+    ],
+)
+def test_a_rank_is_as_slow_as_its_host(name: str, policy: str, host: HostCost, expected: float) -> None:
+    costs = profile(block(update=1.0, host=host), host=1e9)
+    result = simulate(costs, Plan((1,), (policy,)), name, 4)
+    assert result.samples_per_second == pytest.approx(2 / expected)
+    assert result.ranks[0].compute == pytest.approx(1.0)
+    planned = planner(costs, 1, schedule=name, minibatches=4)
+    assert planned.samples_per_second >= result.samples_per_second * (1 - 1e-9)
+    assert (result.ranks[0].pace > 1) == (host.minibatch > 2)
+    assert for_batch_size(costs, 4).blocks[0].host == host  # the same kernels, whatever the samples
+
+
+def test_calls_take_time_of_the_host_for_each_stage() -> None:
+    blocks = [block(host=HostCost(2.0))] * 4
+    costs = profile(*blocks)
+    costs = replace(costs, device=replace(costs.device, host=HostCost(6.0)))
+    result = simulate(costs, Plan((2, 2), ("keep",) * 4), "1f1b", 8)
+    assert result.step_time == pytest.approx(10 * (8 + 1))  # the device alone: 6 (8 + 1)
+    one = simulate(costs, Plan((4,), ("keep",) * 4), "1f1b", 8)
+    assert one.step_time == pytest.approx(14 * 8)
+
+
+@pytest.mark.parametrize("replicas", [(1, 1), (1, 2), (2, 1)])
+@pytest.mark.parametrize("name", ["1f1b", "vpipe"])
+def test_only_a_rank_whose_host_is_slower_takes_longer(name: str, replicas: tuple[int, int]) -> None:
+    """As long as a device would that is three times as slow."""
+    plan = Plan((1, 1), ("keep",) * 2, replicas=replicas)
+    launched = simulate(profile(block(host=HostCost(2.0)), block(host=HostCost(9.0))), plan, name, 64)
+    computed = simulate(profile(block(), block(3.0, 3.0, 3.0)), plan, name, 64)
+    assert launched.step_time == pytest.approx(computed.step_time)
+    assert [rank.compute for rank in launched.ranks] == pytest.approx([r.compute for r in computed.ranks])
+
+
+def test_a_host_of_which_not_all_is_known_counts_as_fast() -> None:
+    unknown = block(), block(host=HostCost(9.0))
+    assert simulate(profile(*unknown), Plan((2,), ("keep",) * 2), "1f1b", 4).step_time == pytest.approx(24)
+
+
+def test_a_host_is_compared_with_a_device_that_others_leave_alone() -> None:
+    """Two ranks on a device that is twice as fast for one of them, and one minibatch: they take turns."""
+    costs = profile(*[block(host=HostCost(3.0))] * 2)
+    costs = replace(costs, device=replace(costs.device, shared_by=2, crowding=2.0))
+    plan = Plan((1, 1), ("keep",) * 2)
+    alone = simulate(replace(costs, blocks=(block(),) * 2), plan, "1f1b", 1)
+    assert alone.step_time == pytest.approx(3.0)  # each of 1.5 s, while the other waits
+    assert simulate(costs, plan, "1f1b", 1).step_time == pytest.approx(6.0)
 
 
 @pytest.mark.parametrize(("recomputing", "again"), [(None, 1.0), (1.5, 1.5), (0.0, 0.0)])

@@ -10,6 +10,7 @@ from vpipe.cost.convergence import (
 from vpipe.cost.costs import (
     BlockCost,
     DeviceCost,
+    HostCost,
     OtherSize,
     Profile,
     Tie,
@@ -32,6 +33,7 @@ __all__ = [
     "BlockCost",
     "DeviceCost",
     "GivenHosts",
+    "HostCost",
     "Hosts",
     "LinkCost",
     "MemoryPolicy",

@@ -23,6 +23,19 @@ BytesOfSamples = Annotated[int, Unit("bytes", scales=True)]
 
 
 @dataclass(frozen=True)
+class HostCost(FileObject):
+    """The host's time to launch a block's kernels on a GPU, whatever the number of samples."""
+
+    minibatch: Seconds
+    """Of a forward and a backward."""
+    update: Seconds = 0.0
+    recomputing: Seconds = 0.0
+    """Additional time of a minibatch when the block is recomputed."""
+    splitting: Seconds = 0.0
+    """Additional time of a minibatch when backward is split into its two parts."""
+
+
+@dataclass(frozen=True)
 class BlockCost(FileObject):
     name: str
     forward: SecondsOfSamples
@@ -61,6 +74,8 @@ class BlockCost(FileObject):
     update_bytes: Bytes = 0
     """The most that its update allocates and frees again, beyond the gradients that are there: under mixed precision
     these in float32. 0 where no allocator counts it."""
+    host: HostCost | None = None
+    """None: not known, or the host computes the block itself (on a CPU)."""
 
     @property
     def deferred(self) -> int:
@@ -109,6 +124,8 @@ class DeviceCost(FileObject):
     """Of blocks whose CUDA graphs found no memory while they were measured: their times are those of eager blocks."""
     slack: Bytes = 0
     """Additional memory of a minibatch in flight with CUDA graphs, because memory is reserved in large pieces."""
+    host: HostCost | None = None
+    """The host's time for a stage beyond its blocks: the calls."""
 
     @property
     def usable(self) -> int:

@@ -40,6 +40,10 @@ class MemoryPolicy:
         """What a minibatch takes longer, on the device."""
         return 0.0
 
+    def launching(self, block: BlockCost) -> float:
+        """What a minibatch takes longer, on the host."""
+        return 0.0
+
     def copied(self, block: BlockCost) -> int:
         """Bytes of one minibatch that the host link carries out and back, beside the computation."""
         return 0
@@ -60,6 +64,9 @@ class RecomputePolicy(MemoryPolicy):
     def seconds(self, block: BlockCost) -> float:
         return block.again
 
+    def launching(self, block: BlockCost) -> float:
+        return block.host.recomputing if block.host else 0.0
+
 
 class SwapPolicy(MemoryPolicy):
     """Activations wait in host memory; those of a few minibatches are on the device."""
@@ -70,6 +77,9 @@ class SwapPolicy(MemoryPolicy):
         return device.lying(in_flight)
 
     def seconds(self, block: BlockCost) -> float:
+        return block.swapping
+
+    def launching(self, block: BlockCost) -> float:
         return block.swapping
 
     def copied(self, block: BlockCost) -> int:

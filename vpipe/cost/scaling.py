@@ -18,7 +18,7 @@ from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
-from vpipe.cost.costs import BlockCost, OtherSize, Profile
+from vpipe.cost.costs import BlockCost, HostCost, OtherSize, Profile
 from vpipe.cost.fields import file_fields
 
 Point = tuple[int, float]
@@ -92,7 +92,14 @@ def as_scheduled(profile: Profile, split: bool, update_interval: int) -> Profile
             if split and block.split_recomputing is not None
             else block.recomputing,
             split_recomputing=None,
+            host=_host_as_scheduled(block.host, split),
         )
         for block in profile.blocks
     )
     return replace(profile, blocks=blocks)
+
+
+def _host_as_scheduled(host: HostCost | None, split: bool) -> HostCost | None:
+    if host is None:
+        return None
+    return replace(host, minibatch=host.minibatch + (host.splitting if split else 0.0), splitting=0.0)

@@ -1,6 +1,7 @@
 """The policies of a stage that are worth a simulation: none takes longer and copies more than another.
 
 What a simulation reads of a stage's policies are the seconds that they add and the bytes that they copy to the host.
+(The host's time to launch them is not compared: like the seconds, it grows with what is recomputed or swapped.)
 """
 
 from __future__ import annotations

@@ -88,7 +88,7 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
         if world.rank != 0:
             model.run_for(MARGIN, share, whole=False)
     world.all_gather("profile: measured with all ranks", None)
-    model.measure_swapping()
+    model.measure_host()
     if alone is not None:
         write_profile(_with_contention(alone, model.profile(device, link), world.size), file)
     world.all_gather("profile: written", None)

@@ -28,9 +28,11 @@ from vpipe.profile.links import measure_link
 from vpipe.profile.measured_stage import MeasuredStage
 from vpipe.profile.rounds import (
     NO_CALLS,
+    CallTimes,
     block_times,
     call_times,
     host_is_slower,
+    measure_launching,
     measure_swapping,
     run_round,
     run_rounds,
@@ -161,7 +163,7 @@ class MeasuredModel:
             self.run_for(seconds / 4, whole=False)
             self.clear()
             self.run_for(seconds)
-            self.measure_swapping()
+            self.measure_host()
         else:
             with busy_processes(other_processes, partial(run_round, self.stages)):
                 run_rounds(self._turns, LEAST_ROUNDS, MOST_ROUNDS, seconds)
@@ -183,9 +185,11 @@ class MeasuredModel:
             if (last or not whole) and perf_counter() > end:
                 return
 
-    def measure_swapping(self) -> None:
-        """The host's time to swap each kind on a GPU. On a CPU copies do not run beside computing: there is none."""
+    def measure_host(self) -> None:
+        """The host's time to launch each kind on a GPU, and to swap it. A CPU is the host: there is none beside it."""
         if self.place.type == "cuda":
+            firsts = [same[0] for same in self.kinds.values()]
+            measure_launching(firsts if self.run is None else [*firsts, self.run])
             measure_swapping(
                 [same[0] for kind, same in self.kinds.items() if self._kept[kind].all <= LARGEST_SWAPPED]
             )
@@ -223,6 +227,7 @@ class MeasuredModel:
         """From all rounds so far, of the sizes that were in some."""
         measured = [sized for sized in self._sizes if sized.stages[0].intervals]
         own, *others = (self._of_size(sized, device) for sized in measured)
+        calls = self._calls(measured[0])
         return Profile(
             blocks=own.blocks,
             device=replace(
@@ -232,6 +237,7 @@ class MeasuredModel:
                 graphs=self.graphs,
                 eager_kinds=sum(any(stage.lacks_memory for stage in same) for same in self.kinds.values()),
                 slack=SLACK if self.graphs else 0,
+                host=calls.host,
             ),
             link=link,
             batch_size=self.batch_size,
@@ -242,15 +248,18 @@ class MeasuredModel:
         )
 
     def _of_size(self, sized: SizedStages, device: DeviceCost) -> OtherSize:
-        calls = NO_CALLS
-        if sized.run is not None:
-            calls = call_times([sized.kinds[kind] for kind in self._kinds_of(sized.run)], sized.run)
+        calls = self._calls(sized)
         times = {kind: block_times(same, calls) for kind, same in sized.kinds.items()}
         return OtherSize(
             int(count_samples(sized.fields)),
             block_costs(self.graph, self.shapes, times, sized.kept, sized.fields),
             device.overhead + (calls.forward + calls.backward) / 2,
         )
+
+    def _calls(self, sized: SizedStages) -> CallTimes:
+        if sized.run is None:
+            return NO_CALLS
+        return call_times([sized.kinds[kind] for kind in self._kinds_of(sized.run)], sized.run)
 
 
 def _of_sizes(graph: ModelGraph, batch: Any, smaller: Sequence[int]) -> Iterator[dict[str, Tensor]]:

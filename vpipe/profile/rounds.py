@@ -6,14 +6,15 @@ takes in addition to its blocks is counted apart.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from statistics import median, quantiles
 from time import perf_counter
 from typing import NamedTuple
 
 import torch
 
-from vpipe.cost import SWAP
+from vpipe.cost import SWAP, HostCost
 from vpipe.profile.measured_stage import Interval, MeasuredStage, seconds
 from vpipe.stage import StageModule
 from vpipe.stage.graph_choice import LaunchTimes
@@ -25,12 +26,14 @@ SECOND_BACKWARD = "B that adds to the gradients of another"
 SPLIT_FORWARD, INPUT_GRADIENT, WEIGHT_GRADIENT = "F of a split module", "I", "W"
 RECOMPUTING_FORWARD, RECOMPUTING_BACKWARD = "F of a module that recomputes", "B of a module that recomputes"
 SPLIT_RECOMPUTING = ("F of a split module that recomputes", "I of it", "W of it")
-HOST, HOST_SWAPPING = "the host's part of F and B", "the same of a module that swaps"
+HOST, HOST_SWAPPING = "the host's part of F and B beside a store", "the same of a module that swaps"
+LAUNCH, LAUNCH_UPDATE = "the host's part of F and B", "the host's part of STEP"
+LAUNCH_RECOMPUTING, LAUNCH_SPLIT = "the same of a module that recomputes", "the same of a split module"
 
 WARM = 2
 SLOW = 10.0
 """Seconds of a round of which one is enough, and one to warm up: it takes far longer than any disturbance."""
-SWAPPING_ROUNDS = 7
+HOST_ROUNDS, LAUNCH_ROUNDS = 7, 5
 SMALLEST = 5e-7
 """Seconds that a GPU's events can tell apart: no forward and no backward counts as less."""
 
@@ -108,23 +111,47 @@ def measure_swapping(stages: Iterable[MeasuredStage]) -> None:
             policies=dict.fromkeys(stage.stage.blocks, SWAP),
             compile=stage.compile,
         )
-        for _ in range(SWAPPING_ROUNDS):
-            stage.intervals[HOST].append(_host_interval(stage, stage.whole, store))
-            stage.intervals[HOST_SWAPPING].append(_host_interval(stage, swapping, store))
+        for _ in range(HOST_ROUNDS):
+            for phase, module in ((HOST, stage.whole), (HOST_SWAPPING, swapping)):
+                stage.intervals[phase].append(_launch(stage, partial(_run_swapping, stage, module, store)))
+                stage.weights.skip()
 
 
-def _host_interval(stage: MeasuredStage, module: StageModule, store: HostStore) -> Interval:
-    torch.cuda.synchronize(stage.device)  # the host never has to wait for room in the queue
+def _run_swapping(stage: MeasuredStage, module: StageModule, store: HostStore) -> None:
     swap = Swap(store)
-    start = perf_counter()
     store.settle()
     stage.forward(module, swap)
     swap.leave()
     swap.fetch()
     stage.backward()
-    end = perf_counter()
-    stage.weights.skip()
-    return start, end
+
+
+@torch.random.fork_rng(devices=[])
+def measure_launching(stages: Iterable[MeasuredStage]) -> None:
+    """The host's time for F, B and STEP of a GPU, which does not wait for the device."""
+    for stage in stages:
+        modules = (LAUNCH, stage.whole), (LAUNCH_RECOMPUTING, stage.recomputing), (LAUNCH_SPLIT, stage.split)
+        for _ in range(LAUNCH_ROUNDS):
+            for phase, module in modules:
+                stage.intervals[phase].append(_launch(stage, partial(_run, stage, module)))
+                if phase is LAUNCH:
+                    stage.intervals[LAUNCH_UPDATE].append(_launch(stage, stage.update))
+                stage.weights.skip()
+
+
+def _run(stage: MeasuredStage, module: StageModule) -> None:
+    stage.forward(module)
+    stage.backward()
+    if module is stage.split:
+        stage.weight_gradients()
+
+
+def _launch(stage: MeasuredStage, work: Callable[[], object]) -> Interval:
+    if stage.device.type == "cuda":
+        torch.cuda.synchronize(stage.device)  # the host never has to wait for room in the queue
+    start = perf_counter()
+    work()
+    return start, perf_counter()
 
 
 @torch.random.fork_rng(devices=[])
@@ -147,6 +174,7 @@ class CallTimes(NamedTuple):
     forward: float = 0.0
     backward: float = 0.0
     update: float = 0.0
+    host: HostCost | None = None
 
 
 NO_CALLS = CallTimes()
@@ -166,6 +194,7 @@ class BlockTimes(NamedTuple):
     recomputing: float | None
     split_recomputing: float | None
     swapping: float
+    host: HostCost | None
 
 
 def call_times(singles: Sequence[Sequence[MeasuredStage]], run: MeasuredStage) -> CallTimes:
@@ -175,7 +204,8 @@ def call_times(singles: Sequence[Sequence[MeasuredStage]], run: MeasuredStage) -
         one_by_one = sum(median(_pooled(stages, phase)) for stages in singles)
         return max(0.0, (one_by_one - median(_pooled([run], phase))) / (len(singles) - 1))
 
-    return CallTimes(of(FORWARD), of(BACKWARD), of(UPDATE))
+    host = HostCost(of(LAUNCH), of(LAUNCH_UPDATE)) if run.intervals[LAUNCH] else None
+    return CallTimes(of(FORWARD), of(BACKWARD), of(UPDATE), host)
 
 
 def block_times(stages: Sequence[MeasuredStage], calls: CallTimes = NO_CALLS) -> BlockTimes:
@@ -214,6 +244,19 @@ def block_times(stages: Sequence[MeasuredStage], calls: CallTimes = NO_CALLS) ->
         recomputing=recomputing if recomputing > 0 else None,
         split_recomputing=split_recomputing if split_recomputing > 0 else None,
         swapping=swapping,
+        host=_host_cost(stages, calls.host or HostCost(0.0)) if stages[0].intervals[LAUNCH] else None,
+    )
+
+
+def _host_cost(stages: Sequence[MeasuredStage], calls: HostCost) -> HostCost:
+    minibatch, update, recomputing, split = (
+        median(_pooled(stages, phase)) for phase in (LAUNCH, LAUNCH_UPDATE, LAUNCH_RECOMPUTING, LAUNCH_SPLIT)
+    )
+    return HostCost(
+        minibatch=max(0.0, minibatch - calls.minibatch),
+        update=max(0.0, update - calls.update),
+        recomputing=max(0.0, recomputing - minibatch),
+        splitting=max(0.0, split - minibatch),
     )
 
 

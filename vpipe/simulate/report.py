@@ -33,6 +33,7 @@ def describe(simulation: Simulation) -> dict[str, Any]:
                 "compute_share": rank.compute,
                 "sending_share": rank.sending,
                 "bubble_share": rank.bubble,
+                "host_pace": rank.pace,
                 "peak_memory": rank.memory.total,
                 "memory": rank.memory._asdict(),
             }
@@ -61,9 +62,16 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
             show_bytes(rank.memory.total) + ("" if fits else " !"),
             *(show_bytes(count) if count else "-" for count in rank.memory),
         )
+    lines = []
     if over:
         ranks = "1 rank needs" if over == 1 else f"{over} ranks need"
-        table.caption = f"! {ranks} more memory than the device's {show_bytes(profile.device.usable)}"
+        lines.append(f"! {ranks} more memory than the device's {show_bytes(profile.device.usable)}")
+    if (slow := max(simulation.ranks, key=lambda rank: rank.pace)).pace > 1:
+        lines.append(
+            f"rank {slow.rank} is {slow.pace:.2f} times as slow as its device: its host launches kernels more slowly "
+            "(larger minibatches or `cuda_graphs: auto` help)"
+        )
+    table.caption = "\n".join(lines) or None
     return table
 
 

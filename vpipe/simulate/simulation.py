@@ -41,6 +41,8 @@ class RankPrediction:
     memory: RankMemory
     most_activations: int
     """Bytes, which need not be there at the rank's peak."""
+    pace: float
+    """How many times as long it takes as its device alone would, because its host launches work more slowly."""
 
 
 @dataclass(frozen=True)
@@ -144,6 +146,7 @@ class _Run:
                 self.seconds[stage][Op.STEP] += costs[stage].version
         self.total = schedule.minibatches or 0
         self.computing = [sum(one[op] for op in ((F, I, W) if split else (F, B))) for one in self.seconds]
+        self.paces = [self.pace_of(rank) for rank in range(schedule.num_ranks)]
         self.steady = SteadyPart(schedule, [self.steady_work_of(rank) for rank in range(schedule.num_ranks)])
 
     def held(self, rank: int) -> dict[int, StageCost]:
@@ -164,14 +167,30 @@ class _Run:
 
     def steady_work_of(self, rank: int) -> float:
         """Its compute for one of the pipeline's minibatches, of which its replicas do the others."""
-        work = 0.0
+        updates = [one[Op.STEP] for one in self.seconds]
+        return self.per_minibatch(rank, self.computing, updates) * self.mean_factor(rank)
+
+    def per_minibatch(self, rank: int, minibatches: Sequence[float], updates: Sequence[float]) -> float:
+        """A rank's part of times of stages for one of the pipeline's minibatches."""
+        total = 0.0
         for stage in self.schedule.stages_of(rank):
-            work += self.computing[stage] / len(self.schedule.placement[stage])
-            work += self.seconds[stage][Op.STEP] / self.schedule.update_interval
-        return work * self.mean_factor(rank)
+            total += minibatches[stage] / len(self.schedule.placement[stage])
+            total += updates[stage] / self.schedule.update_interval
+        return total
+
+    def pace_of(self, rank: int) -> float:
+        """`RankPrediction.pace`."""
+        updates = [one[Op.STEP] for one in self.seconds]
+        device = self.per_minibatch(rank, self.computing, updates) * self.shared_factor(rank)
+        minibatches = [cost.launching for cost in self.costs]
+        host = self.per_minibatch(rank, minibatches, [cost.launching_update for cost in self.costs])
+        return max(1.0, host / device) if device else 1.0
+
+    def shared_factor(self, rank: int) -> float:
+        return 1.0 if self.contention is None else self.contention.means[rank]
 
     def mean_factor(self, rank: int) -> float:
-        return 1.0 if self.contention is None else self.contention.means[rank]
+        return self.shared_factor(rank) * self.paces[rank]
 
     def steady_load_of(self, rank: int) -> float:
         """The same with the messages that it copies itself, once the run is over."""
@@ -257,7 +276,11 @@ class _Run:
 
     def action_seconds(self) -> Callable[[Action], float]:
         """How long each action takes: its operation, times its factor, and the copying of what it sends."""
-        seconds, network = self.seconds, self.network
+        network = self.network
+        seconds = [
+            {op: took if op is Op.REDUCE else took * self.paces[ranks[0]] for op, took in own.items()}
+            for own, ranks in zip(self.seconds, self.schedule.placement, strict=True)
+        ]
         if self.contention is None and not network.busy:
             return lambda action: seconds[action[0]][action[1]]
         factors = self.contention.factors if self.contention else {}
@@ -284,7 +307,9 @@ class _Run:
                 versions=found.versions,
             )
         bubble = max(0.0, 1 - compute - sending)
-        return RankPrediction(rank, stages, compute, sending, bubble, memory, found.most_activations)
+        return RankPrediction(
+            rank, stages, compute, sending, bubble, memory, found.most_activations, self.paces[rank]
+        )
 
     def buffers(self, rank: int) -> int:
         """Two messages for each cut to another rank, each way; gradients of shared parameters; what libraries hold."""

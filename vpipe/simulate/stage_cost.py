@@ -8,6 +8,9 @@ from itertools import accumulate
 
 from vpipe.cost import (
     POLICIES,
+    BlockCost,
+    HostCost,
+    MemoryPolicy,
     Plan,
     Profile,
     backward_bytes,
@@ -28,6 +31,9 @@ class StageCost:
     """Backward with what the policies add; each but the update with the runtime's overhead."""
     version: float
     """What an update takes more if the old weights are still read."""
+    launching: float
+    """The host's time for a minibatch; 0 if it is not known."""
+    launching_update: float
     held: int
     """On the device from F to the end of B or I: what is kept, and the inputs of what is recomputed."""
     passing: int
@@ -73,6 +79,7 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
     weight_gradient = sum(block.weight_gradient for block in own)
     overhead = profile.device.overhead
     backward = backward_bytes(profile, start, policies)
+    launching, launching_update = _launching(profile, own, chosen)
     return StageCost(
         blocks=(start, stop),
         seconds={
@@ -83,6 +90,8 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
             Op.STEP: sum(block.update for block in own),
         },
         version=sum(block.version for block in own),
+        launching=launching,
+        launching_update=launching_update,
         held=held - copied,
         passing=forward_bytes(profile, start, policies),
         whole_backward=backward,
@@ -97,3 +106,17 @@ def stage_cost(profile: Profile, start: int, stop: int, policies: Sequence[str],
         sent=own[-1].boundary_bytes if stop < len(blocks) else 0,
         exchanged=profile.exchanged_bytes(start, stop),
     )
+
+
+def _launching(
+    profile: Profile, own: Sequence[BlockCost], chosen: Sequence[MemoryPolicy]
+) -> tuple[float, float]:
+    """Of a minibatch, and of an update."""
+    calls = profile.device.host or HostCost(0.0)
+    minibatch, update = calls.minibatch, calls.update
+    for block, policy in zip(own, chosen, strict=True):
+        if block.host is None:
+            return 0.0, 0.0
+        minibatch += block.host.minibatch + policy.launching(block)
+        update += block.host.update
+    return minibatch, update
