@@ -77,6 +77,12 @@ def test_a_mixture_of_experts_on_four_ranks(row: dict[str, Any]) -> None:
     compare(of_batch("gpu_mixtral_profile.json", row), row, limit=0.075)
 
 
+@pytest.mark.parametrize("row", [row for row in rows("gpu_vit_large.jsonl") if row["batch"] > 8], ids=case_of)
+def test_a_vision_transformer_on_four_ranks(row: dict[str, Any]) -> None:
+    """With 8 samples the host is the limit, of which this profile knows nothing; our plan is 10 % off."""
+    compare(of_batch("gpu_vit_large_profile.json", row), row, limit=0.105)
+
+
 def of_batch(name: str, row: dict[str, Any]) -> Profile:
     return for_batch_size(read_profile(MEASURED / name), row["batch"])
 
