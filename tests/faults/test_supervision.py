@@ -20,7 +20,8 @@ from tests.waiting import wait_until
 from vpipe.errors import RankFailedError, VPipeError
 from vpipe.launch import helpers, local, signals, watch
 from vpipe.launch.local import Ranks, run_ranks_here
-from vpipe.record.whereabouts import Page
+from vpipe.record.whereabouts import Page, Whereabouts
+from vpipe.schedule import Action, Op
 
 STAND_IN = (sys.executable, str(Path(__file__).with_name("stand_in.py")))
 REPOSITORY = Path(__file__).parents[2]
@@ -213,6 +214,27 @@ def test_nobody_is_blamed_when_all_were_suspended(
             assert 4.9 < float(failed.how.partition(" for ")[2].split()[0]) < 10.1
             return
     raise AssertionError("it was not found")
+
+
+def test_training_that_is_over_before_the_next_look_is_noticed(tmp_path: Path) -> None:
+    """Each rank's actions begin and end between two looks, and not at the same time; then all have ended."""
+    page = Page(bytearray(Page.size(2)))
+    ranks = Ranks([], 2, tmp_path, ["stage 0", "stage 1"])
+    code: list[int | None] = [None]
+    child: Any = SimpleNamespace(pid=os.getpid(), poll=lambda: code[0])
+    noticed: list[bool] = []
+    found = watch.LauncherWatch(dict.fromkeys((0, 1), child), page, ranks, lambda: noticed.append(True))
+    for rank in (0, 1):
+        place = Whereabouts(page, rank)
+        place.say("the making of the pipeline")
+        assert found.failed_rank() is None
+        assert not noticed
+        place.enter(Action(rank, Op.F, 3), 1.0)
+        place.say("its end")
+    code[0] = 0
+    for _ in range(2):
+        assert found.failed_rank() is None
+        assert noticed == [True]
 
 
 def test_what_a_rank_has_started_ends_with_it(supervised: Supervised) -> None:

@@ -157,6 +157,9 @@ class LauncherWatch:
     def failed_rank(self) -> FailedRank | None:
         """The rank that failed first, once one has."""
         codes = {rank: child.poll() for rank, child in self.children.items()}
+        if self._on_training and all(map(self.page.has_begun, codes)):
+            self._on_training()
+            self._on_training = None
         failed = {rank: code for rank, code in codes.items() if code and code != ASKED}
         own = [rank for rank, code in failed.items() if code != PEER_FAILED]
         if own:
@@ -179,9 +182,6 @@ class LauncherWatch:
             self._resumed = now
             self._seen = {rank: _Seen() for rank in self.children}
         self._looked = now
-        if self._on_training and all(self.page.place(rank).action for rank in codes):
-            self._on_training()
-            self._on_training = None
         return next(filter(None, (self._still(r, now) for r, code in codes.items() if code is None)), None)
 
     def _still(self, rank: int, now: float) -> FailedRank | None:

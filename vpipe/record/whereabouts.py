@@ -33,8 +33,9 @@ _PLACE = Struct("=diHB")  # since when, minibatch, stage, operation
 _PLACE_AT = _BEAT.size
 _WORDS_AT = _PLACE_AT + _PLACE.size
 _OPS = tuple(Op)
-_CODES = {op: code for code, op in enumerate(_OPS)}
-_WORDS = len(_OPS)  # in place of an operation: words follow
+_CODES = {op: code for code, op in enumerate(_OPS, 1)}
+_WORDS, _WORDS_AGAIN = 0, len(_OPS) + 1
+"""In place of an operation: words follow; no action has been before, as in fresh memory, or one has."""
 
 
 class RankActivity(NamedTuple):
@@ -77,10 +78,14 @@ class Page:
     def place(self, rank: int) -> RankActivity:
         start = _VERDICT + rank * _SLOT
         since, minibatch, stage, code = _PLACE.unpack_from(self.memory, start + _PLACE_AT)
-        if code < _WORDS:
-            return RankActivity(since, Action(stage, _OPS[code], minibatch), "")
+        if code not in (_WORDS, _WORDS_AGAIN):
+            return RankActivity(since, Action(stage, _OPS[code - 1], minibatch), "")
         words = self.memory[start + _WORDS_AT : start + _ERROR_AT].partition(b"\0")[0]
         return RankActivity(since, None, words.decode(errors="replace"))
+
+    def has_begun(self, rank: int) -> bool:
+        """Whether the rank has ever entered an action."""
+        return bool(_PLACE.unpack_from(self.memory, _VERDICT + rank * _SLOT + _PLACE_AT)[3] != _WORDS)
 
     def error(self, rank: int) -> str:
         """What the rank has reported about its failure, of a long traceback the end; empty if it has not."""
@@ -110,8 +115,9 @@ class Whereabouts:
         """This rank begins something that is no action."""
         room = _ERROR_AT - _WORDS_AT
         start = self._start + _WORDS_AT
+        code = _WORDS_AGAIN if self.page.has_begun(self.rank) else _WORDS
         self._memory[start : start + room] = words.encode()[: room - 1].ljust(room, b"\0")
-        _PLACE.pack_into(self._memory, self._place, time.monotonic(), 0, 0, _WORDS)
+        _PLACE.pack_into(self._memory, self._place, time.monotonic(), 0, 0, code)
 
     def fail(self, error: str) -> None:
         """This rank ends because of this error."""
