@@ -27,7 +27,6 @@ class Specimen(NamedTuple):
     config: str
     settings: dict[str, Any]
     batch: Callable[[Any], Batch] | None = None
-    dtype: str = "float64"
 
     def build(self) -> tuple[nn.Module, Batch]:
         settings = getattr(hf, self.config)(**self.settings)
@@ -98,7 +97,6 @@ def segmentation(_: Any) -> Batch:
     return {"pixel_values": noise(SAMPLES, 3, 64, 64), "labels": ids(SAMPLES, 64, 64) % 5}
 
 
-GROUPED = "float32"  # torch has no grouped product of float64
 ZOO: dict[str, Specimen] = {
     "albert": Specimen("AlbertForMaskedLM", "AlbertConfig", {**DEEP, "embedding_size": 8}),
     "albert (wide)": Specimen(
@@ -154,7 +152,6 @@ ZOO: dict[str, Specimen] = {
             "v_head_dim": 8,
             "pad_token_id": 0,
         },
-        dtype=GROUPED,
     ),
     "deit": Specimen("DeiTForImageClassification", "DeiTConfig", {**IMAGE, **DEEP, "patch_size": 8}),
     "dinov2": Specimen(
@@ -185,7 +182,6 @@ ZOO: dict[str, Specimen] = {
         "GptOssForCausalLM",
         "GptOssConfig",
         {**LLAMA, "num_local_experts": 4, "num_experts_per_tok": 2},
-        dtype=GROUPED,
     ),
     "gpt2": Specimen(
         "GPT2LMHeadModel",
@@ -215,9 +211,7 @@ ZOO: dict[str, Specimen] = {
     "marian": Specimen("MarianMTModel", "MarianConfig", BART),
     "mbart": Specimen("MBartForConditionalGeneration", "MBartConfig", BART),
     "mistral": Specimen("MistralForCausalLM", "MistralConfig", LLAMA),
-    "mixtral": Specimen(
-        "MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 4}, dtype=GROUPED
-    ),
+    "mixtral": Specimen("MixtralForCausalLM", "MixtralConfig", {**LLAMA, "num_local_experts": 4}),
     "modernbert": Specimen(
         "ModernBertForMaskedLM",
         "ModernBertConfig",
@@ -259,7 +253,6 @@ ZOO: dict[str, Specimen] = {
         "Qwen3MoeForCausalLM",
         "Qwen3MoeConfig",
         {**LLAMA, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
-        dtype=GROUPED,
     ),
     "resnet": Specimen(
         "ResNetForImageClassification",
@@ -391,7 +384,6 @@ def check(name: str) -> tuple[Verification, int]:
         optimizer=adamw,
         updates=2,
         schedule=schedule_of(name),
-        dtype=ZOO[name].dtype,
     )
     return found, sum(found.partition)
 

@@ -18,7 +18,7 @@ from vpipe.stage import Stage
 from vpipe.verify import Verification, verify, verify_config
 from vpipe.verify.comparison import largest_difference, rounding_alone
 from vpipe.verify.reference import versions_read
-from vpipe.weights import OptimizerWithWeightStashing
+from vpipe.weights import OptimizerWithWeightStashing, optimizer_factory
 
 
 def adamw(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -232,7 +232,22 @@ def test_mistakes(options: dict[str, Any], message: str) -> None:
 
 def test_a_model_that_does_not_run_in_the_dtype_is_refused() -> None:
     with pytest.raises(VPipeError, match="Single does not run in float64, even without a pipeline"):
-        check((Single(), [torch.ones(2, 3), torch.ones(2, 3)], functional.mse_loss), 1)
+        check((Single(), SINGLE_BATCH, functional.mse_loss), 1, dtype="float64")
+
+
+def test_a_model_that_runs_in_float32_only_is_verified_in_it() -> None:
+    found = check((Single(), SINGLE_BATCH, functional.mse_loss), 1)
+    assert (found.dtype, found.ok) == ("float32", True)
+
+
+def test_muon_is_not_verified_in_float32() -> None:
+    with pytest.raises(
+        VPipeError, match="rounding of float32 large: choose another optimizer, such as adamw"
+    ):
+        verify(Single(), SINGLE_BATCH, loss_fn=functional.mse_loss, optimizer=optimizer_factory("muon", 1e-3))
+
+
+SINGLE_BATCH = [torch.ones(2, 3), torch.ones(2, 3)]
 
 
 class Single(nn.Module):

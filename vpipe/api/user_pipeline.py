@@ -156,7 +156,7 @@ class UserPipeline(Pipeline):
         return None if chosen is None else self._load(chosen, loader, data=True)
 
     def verify(
-        self, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+        self, *, updates: int | None = None, dtype: str | None = None, device: str | None = None
     ) -> Verification:
         """Verify that this pipeline trains its model as the plain model is trained (`vpipe.verify`), on every rank.
 
@@ -165,7 +165,7 @@ class UserPipeline(Pipeline):
 
         Args:
             updates: Updates to train; by default 5, more where weights are stale.
-            dtype: "float64" or "float32".
+            dtype: "float64" or "float32"; by default float64, and float32 for a model that does not run in it.
             device: "cpu" or "cuda"; by default the GPU if there is one.
         """
         model, given = self._model(), self._given

@@ -114,7 +114,10 @@ def verify(
     updates: Annotated[
         int | None, typer.Option(help="Updates to train; default: 5, more where weights are stale.")
     ] = None,
-    dtype: Annotated[str, typer.Option(help="float64 or float32.")] = "float64",
+    dtype: Annotated[
+        str | None,
+        typer.Option(help="float64 or float32; default: float64, unless the model does not run in it."),
+    ] = None,
     device: Annotated[str | None, typer.Option(help="cpu or cuda; default: the GPU if there is one.")] = None,
     as_json: AsJson = False,
 ) -> None:
@@ -133,6 +136,8 @@ def verify(
     from vpipe.verify import verify_config  # torch comes with it
 
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
+    if dtype is None and result.dtype != "float64":
+        announce(f"the model does not run in float64: verified in {result.dtype}")
     print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)
     if not as_json:
         print(printable(verdict(result)))

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
 from vpipe.config.arguments import pipeline_arguments
-from vpipe.errors import ConfigError, VPipeError, meant
+from vpipe.errors import VPipeError, meant
 from vpipe.pipeline import Pipeline
 from vpipe.pipeline.layout import Layout
 from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
@@ -85,18 +85,13 @@ class _RankRun:
 
 
 def verify_config(
-    config: RunConfig, *, updates: int | None = None, dtype: str = "float64", device: str | None = None
+    config: RunConfig, *, updates: int | None = None, dtype: str | None = None, device: str | None = None
 ) -> Verification:
     """Verify the run that a configuration describes, on synthetic data, or on the user's own where `data` names it.
 
     Its precision, `compile`, `compress` and learning-rate policy are not used: both ways compute in `dtype` without the
     compiler (compiled dropout draws other masks), nothing is rounded on its way, and the learning rate is constant.
     """
-    if config.chosen_optimizer == "muon" and dtype == "float32":
-        raise ConfigError(
-            f"{config.source}: optimizer muon computes in bfloat16 inside, which makes rounding of float32 large: "
-            "verify it with --dtype float64, or with --set optimizer=adamw"
-        )
     work = build_workload(config)
     arguments = pipeline_arguments(config)
     schedule = arguments["schedule"]
@@ -121,7 +116,7 @@ def verify(
     optimizer: OptimizerFactory = partial(torch.optim.AdamW, lr=1e-3),  # noqa: B008 (it is not changed)
     loss_fn: Callable[..., Tensor] | None = None,
     updates: int | None = None,
-    dtype: str = "float64",
+    dtype: str | None = None,
     device: str | None = None,
     clip_norm: float | None = None,
     seed: int = 0,
@@ -144,7 +139,7 @@ def verify(
         loss_fn: The loss from the model's output and the other fields; without it the output has to contain the loss.
         updates: Updates to train; by default 5, and in an asynchronous schedule as many more as it takes until every
             stage reads stale weights.
-        dtype: "float64" or "float32".
+        dtype: "float64" or "float32"; by default float64, and float32 for a model that does not run in it.
         device: Where both ways compute, all ranks on one; by default the GPU if there is one.
         clip_norm: The largest norm of the gradients.
         seed: Seed of dropout.
@@ -152,19 +147,20 @@ def verify(
         staleness: Remedies for stale weights, as for `vpipe.Pipeline`.
         **options: Other arguments of `vpipe.Pipeline`, such as `schedule`, `minibatches` and `partition`.
     """
-    if dtype not in BOUNDS:
+    if dtype not in (None, *BOUNDS):
         raise VPipeError(f"dtype is {dtype!r}: {meant(dtype, BOUNDS)}")
-    kind = getattr(torch, dtype)
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
     same: Any = {"optimizer": optimizer, "loss_fn": loss_fn, "seed": seed, "clip_norm": clip_norm}
     remedies = read_staleness(staleness)
     place = choose_device(device, 0)
-    model = copy.deepcopy(model).to(kind)
+    model = copy.deepcopy(model)
+
+    def raw(number: int) -> Any:
+        return batch(number) if callable(batch) else batch
 
     def made(number: int) -> Any:
-        raw = batch(number) if callable(batch) else batch
-        return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, kind), raw)
+        return _cast_all(raw(number), computing)
 
     def run(world: InProcessWorld) -> _RankRun:
         with Pipeline(
@@ -177,19 +173,44 @@ def verify(
             world=world,
             **options,
         ) as pipe:
+            if computing == "float32" and pipe.optimizer_name == "muon":
+                reason = "dtype is float32" if dtype else f"{type(model).__name__} does not run in float64"
+                raise VPipeError(
+                    f"{reason}, and optimizer muon computes in bfloat16 inside, which makes rounding of float32 large: "
+                    f"choose {'float64, or ' if dtype else ''}another optimizer, such as adamw"
+                )
             with world.exclusive:  # reading them may draw random numbers
                 batches = [made(number) for number in range(_count(pipe.layout, updates, remedies))]
             return _run_rank(pipe, batches)
 
     with torch.random.fork_rng(devices=[]):
+        computing = _set_dtype(model, raw(0), loss_fn, [dtype] if dtype else list(BOUNDS))
         first = made(0)
-        check_runs(model, first, loss_fn, dtype)
         runs = run_ranks(ranks, run, TIMEOUT)
         layout, batches = runs[0].layout, runs[0].batches
         recipe = Recipe(**same, loss_weight=loss_weigher(loss_weight, layout.graph))
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
         expected = _train_plainly(model.to(place), there, layout, recipe, remedies)
-    return _compare_runs(runs, expected, dtype)
+    return _compare_runs(runs, expected, computing)
+
+
+def _set_dtype(
+    model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None, dtypes: Sequence[str]
+) -> str:
+    """Cast the model to the first of these in which it runs, which is returned: experts have no kernel in float64."""
+    failures = []
+    for dtype in dtypes:
+        try:
+            check_runs(model.to(getattr(torch, dtype)), _cast_all(batch, dtype), loss_fn, dtype)
+        except VPipeError as error:
+            failures.append(error)
+        else:
+            return dtype
+    raise failures[0]
+
+
+def _cast_all(batch: Any, dtype: str) -> Any:
+    return pytree.tree_map_only(Tensor, lambda tensor: cast(tensor, getattr(torch, dtype)), batch)
 
 
 def _count(layout: Layout, updates: int | None, remedies: Staleness) -> int:
