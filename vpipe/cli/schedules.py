@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import sys
 from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -137,7 +138,7 @@ def verify(
 
     result = verify_config(run, updates=updates, dtype=dtype, device=device)
     if dtype is None and result.dtype != "float64":
-        announce(f"the model does not run in float64: verified in {result.dtype}")
+        print(f"the model does not run in float64: it was verified in {result.dtype}", file=sys.stderr)
     print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)
     if not as_json:
         print(printable(verdict(result)))

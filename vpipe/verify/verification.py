@@ -147,7 +147,7 @@ def verify(
         staleness: Remedies for stale weights, as for `vpipe.Pipeline`.
         **options: Other arguments of `vpipe.Pipeline`, such as `schedule`, `minibatches` and `partition`.
     """
-    if dtype not in (None, *BOUNDS):
+    if dtype is not None and dtype not in BOUNDS:
         raise VPipeError(f"dtype is {dtype!r}: {meant(dtype, BOUNDS)}")
     if updates is not None and updates < 1:
         raise VPipeError(f"updates is {updates}: it must be 1 or more")
