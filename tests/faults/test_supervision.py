@@ -158,8 +158,12 @@ def watched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tu
         found = watch.LauncherWatch(children, page, ranks)
         monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
         monkeypatch.setattr(page, "beat", lambda rank: now if heartbeats or rank == 0 else 1000.0)
+        monkeypatch.setattr(watch, "state_of", lambda rank: state if rank else "S")
+        used = {"main": 0.0, "worker": share} | {f"waits for the lock {n}": 0.01 for n in range(20)}
         monkeypatch.setattr(
-            watch, "_look", lambda rank: (state, int(100 * share * (now - 1000))) if rank else ("S", 0)
+            watch,
+            "_ticks",
+            lambda _: {thread: int(100 * part * (now - 1000)) for thread, part in used.items()},
         )
         for step in range(600):
             now = 1000 + step / 10
@@ -199,7 +203,8 @@ def test_nobody_is_blamed_when_all_were_suspended(
     found = watch.LauncherWatch({0: child}, page, ranks)
     monkeypatch.setattr(watch, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(page, "beat", lambda rank: beat)
-    monkeypatch.setattr(watch, "_look", lambda rank: (state, 0))
+    monkeypatch.setattr(watch, "state_of", lambda rank: state)
+    monkeypatch.setattr(watch, "_ticks", lambda rank: {"main": 0})
     for _ in range(40):  # it has seen for 4 s that the rank stands still
         now += 0.1
         assert found.failed_rank() is None

@@ -13,11 +13,13 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
 from vpipe.errors import NotWrittenError, RankFailedError, VPipeError
+from vpipe.launch.helpers import state_of
 from vpipe.launch.rank import ASKED, INTERVAL, PEER_FAILED
 from vpipe.record.run_folder import log_path
 from vpipe.record.whereabouts import Page
@@ -26,7 +28,10 @@ from vpipe.system.files import json_text, read_tail
 from vpipe.system.start import Phases
 
 IDLE = 0.05
-"""Share of a processor below which a process without heartbeats is not at work."""
+"""Share of a processor below which a thread is not at work. One that waits for the interpreter lock looks for it 200
+times a second: that takes 1 % as the kernel counts it, of any number of threads."""
+TICKS = os.sysconf("SC_CLK_TCK")
+"""Of a second, as the kernel counts processor time."""
 PAUSE = 1.0
 """Seconds between two looks at the ranks, and more: the launcher was stopped, or the machine suspended."""
 KINDS = {kind.exit_code: kind for kind in (VPipeError, NotWrittenError)}
@@ -130,9 +135,9 @@ class _Seen:
     """What a rank's process did lately."""
 
     stopped: float | None = None  # since when it is in state T
-    idle: float | None = None  # since when it uses no processor
-    ticks: int = 0  # processor time used until `at`
-    at: float | None = None
+    idle: float | None = None  # since when none of its threads is at work
+    ticks: Mapping[str, int] = field(default_factory=dict)  # processor time of each thread until `at`
+    at: float | None = None  # None: it sends heartbeats
 
 
 class LauncherWatch:
@@ -186,25 +191,26 @@ class LauncherWatch:
 
     def _still(self, rank: int, now: float) -> FailedRank | None:
         """A rank that is stopped, or whose interpreter does not run."""
-        seen, found = self._seen[rank], _look(self.children[rank].pid)
-        if found is None:
-            return None
-        state, ticks = found
+        seen, process = self._seen[rank], self.children[rank].pid
+        state = state_of(process)
         limit = self.ranks.heartbeat_limit
         seen.stopped = (seen.stopped or now) if state == "T" else None
         if seen.stopped is not None and now - seen.stopped > limit / 2:
             return FailedRank(rank, self._where(rank, f"stopped (SIGSTOP) for {now - seen.stopped:.1f} s"))
-        if seen.at is None:
-            seen.ticks, seen.at = ticks, now
-        window = now - seen.at
-        if window > min(1.0, limit / 5):  # a tick is 10 ms: shorter windows show nothing
-            used = (ticks - seen.ticks) / os.sysconf("SC_CLK_TCK")
-            # The main thread's state. Others, which wait for the lock, look for it and run for a moment all the time.
-            at_work = used > IDLE * window or state in ("R", "D")
-            seen.idle = None if at_work else seen.idle or seen.at
-            seen.ticks, seen.at = ticks, now
         beat = self.page.beat(rank)
         silent = now - max(beat, self._resumed) if beat else 0.0
+        window = min(1.0, limit / 5)  # a tick is 10 ms: shorter windows show nothing
+        if silent < window:
+            seen.at = seen.idle = None
+            return None
+        if seen.at is None or now - seen.at > window:
+            ticks = _ticks(process)
+            if seen.at is not None:
+                used = max((count - seen.ticks.get(thread, 0) for thread, count in ticks.items()), default=0)
+                # The main thread's state: others that wait for the lock look for it, and run for a moment.
+                at_work = used > IDLE * (now - seen.at) * TICKS or state in ("R", "D")
+                seen.idle = None if at_work else seen.idle or seen.at
+            seen.ticks, seen.at = ticks, now
         idle = now - seen.idle if seen.idle is not None else 0.0
         if silent > self.ranks.patience or (silent > 0.9 * limit and idle > limit / 2):
             how = f"stuck: its interpreter has not run for {silent:.1f} s"
@@ -247,10 +253,11 @@ def _size(path: Path) -> int:
         return 0
 
 
-def _look(process: int) -> tuple[str, int] | None:
-    """The state of a process (of its main thread), and the processor time that it has used, in ticks."""
-    try:
-        fields = Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return fields[0], int(fields[11]) + int(fields[12])
+def _ticks(process: int) -> dict[str, int]:
+    """The processor time that each of its threads has used."""
+    used = {}
+    for thread in Path("/proc", str(process), "task").glob("*"):
+        with suppress(OSError):  # it has ended
+            fields = (thread / "stat").read_text().rpartition(")")[2].split()
+            used[thread.name] = int(fields[11]) + int(fields[12])
+    return used
