@@ -3,7 +3,7 @@
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Hashable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -11,6 +11,8 @@ from torch import Tensor
 from vpipe.communication.channel import HOST, Channel, Key
 from vpipe.communication.world import World
 from vpipe.errors import PeerError
+
+T = TypeVar("T")
 
 
 class _Mailbox:
@@ -77,9 +79,12 @@ class InProcessHub:
         self.size = size
         self.timeout = timeout
         self.exclusive = threading.RLock()
-        self._boxes = {(a, b): _Mailbox() for a in range(size) for b in range(size) if a != b}
+        # Sender, receiver, number ▶ box. Threads may build several pipelines, one after the other.
+        self._boxes: defaultdict[tuple[int, int, int], _Mailbox] = defaultdict(_Mailbox)
         self._gathered: defaultdict[str, dict[int, Any]] = defaultdict(dict)
-        self.published: dict[tuple[str, int], Any] = {}
+        self.published: dict[tuple[str, int, int], Any] = {}
+        self.taken: defaultdict[tuple[str, int], list[tuple[Any, Any]]] = defaultdict(list)
+        """What each rank had of a call of `once`, and what for."""
         self.broken = ""  # the reason, once one of the threads has failed
         self._changed = threading.Condition()
 
@@ -91,8 +96,17 @@ class InProcessHub:
         with self._changed:
             self.broken = reason
             self._changed.notify_all()
-        for box in self._boxes.values():
+            boxes = list(self._boxes.values())
+        for box in boxes:
             box.close()
+
+    def box(self, sender: int, receiver: int, number: int) -> _Mailbox:
+        """Of the pipeline with this number."""
+        with self._changed:
+            box = self._boxes[sender, receiver, number]
+            if self.broken:
+                box.close()
+            return box
 
     def gather(self, rank: int, name: str, value: Any) -> list[Any]:
         with self._changed:
@@ -114,30 +128,45 @@ class InProcessWorld(World):
         # Threads share torch's random generator and its exporter: one at a time.
         super().__init__(rank, hub.size, rank, hub.exclusive)
         self.hub = hub
+        self._onces: Counter[str] = Counter()
+        self._pipelines = 0  # that have channels
+
+    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        self._onces[name] += 1
+        call = (name, self._onces[name])
+        with self.exclusive:
+            taken = self.hub.taken[call]
+            same = [value for other, value in taken if other == of]
+            value: T = same[0] if same else make()
+            taken.append((of, value))
+            if len(taken) == self.size:
+                del self.hub.taken[call]
+        return value
 
     def _gather(self, name: str, number: int, value: Any) -> list[Any]:
         return self.hub.gather(self.rank, f"{name}#{number}", value)
 
     def publish(self, name: str, value: Any) -> None:
-        self.hub.published[name, self.rank] = value
+        self.hub.published[name, self.rank, self._pipelines] = value
 
     def published(self, name: str, rank: int) -> Any:
         if self.hub.broken:
             raise PeerError(self.hub.broken)
-        return self.hub.published.get((name, rank))
+        return self.hub.published.get((name, rank, self._pipelines))
 
     def hosts(self) -> list[Hashable]:
         """Each on its own, unless the hub says otherwise: threads have no links, they stand for ranks on any hosts."""
         return list(range(self.size)) if self.hub.hosts is None else list(self.hub.hosts)
 
     def channels(self, buffer: int, device: torch.device = HOST) -> dict[int, Channel]:
-        boxes = self.hub._boxes
+        self._pipelines += 1
+        box, rank, number = self.hub.box, self.rank, self._pipelines
         made: dict[int, Channel] = {
             peer: InProcessChannel(
-                peer, buffer, self.hub.timeout, boxes[self.rank, peer], boxes[peer, self.rank]
+                peer, buffer, self.hub.timeout, box(rank, peer, number), box(peer, rank, number)
             )
             for peer in range(self.size)
-            if peer != self.rank
+            if peer != rank
         }
         if self.hub.hosts is not None:
             self.thread_channels = made

@@ -83,6 +83,10 @@ class World(ABC):
         self.gathering = None
         return gathered
 
+    def once(self, name: str, of: Any, make: Callable[[], T]) -> T:
+        """What `make` returns; ranks that are threads share it where `of` is equal. Every rank calls it as often."""
+        return make()
+
     @abstractmethod
     def _gather(self, name: str, number: int, value: Any) -> list[Any]:
         """Everybody's value of the gather with this name and number."""

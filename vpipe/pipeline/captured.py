@@ -9,6 +9,7 @@ from weakref import WeakSet
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
+from vpipe.communication import World
 from vpipe.graph import ModelGraph, capture
 from vpipe.stage.precision import compute_dtype, skeleton
 
@@ -29,14 +30,19 @@ def captured(
     loss_fn: Callable[..., Tensor] | None,
     precision: str,
     chunked_loss: bool,
+    world: World | None = None,
 ) -> ModelGraph:
     """The model in this precision as a graph. A graph is never changed and holds no weights."""
     facts = _facts(example_batch, loss_fn, precision, chunked_loss)
     if _ahead is not None and _ahead.model is model and _ahead.of == facts:
         return _ahead.graph
-    dtype = compute_dtype(precision)
-    own = model if dtype is None else skeleton(model, dtype)
-    return capture(own, example_batch, loss_fn, chunked_loss=chunked_loss, keep=model in _unchanged)
+
+    def make() -> ModelGraph:
+        dtype = compute_dtype(precision)
+        own = model if dtype is None else skeleton(model, dtype)
+        return capture(own, example_batch, loss_fn, chunked_loss=chunked_loss, keep=model in _unchanged)
+
+    return make() if world is None else world.once("graph", (model, facts), make)
 
 
 def keep_graph_of(model: nn.Module) -> None:

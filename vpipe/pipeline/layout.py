@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from vpipe.communication import BUFFERED_MESSAGES
+from vpipe.communication import BUFFERED_MESSAGES, World
 from vpipe.cost.plan_file import recomputed_from_end
 from vpipe.cost.policies import POLICIES
 from vpipe.errors import PartitionError, ScheduleError, meant
@@ -95,13 +95,13 @@ def make_layout(
     model: nn.Module,
     example_batch: Any,
     loss_fn: Callable[..., Tensor] | None,
-    ranks: int,
+    world: World,
     options: LayoutOptions,
     device: torch.device,
 ) -> Layout:
     """Capture the model, cut it, place it, and check that it all fits together before anything runs."""
-    graph = captured(model, example_batch, loss_fn, options.precision, options.chunked_loss)
-    plain, for_count = _schedule(options, ranks)
+    graph = captured(model, example_batch, loss_fn, options.precision, options.chunked_loss, world)
+    plain, for_count = _schedule(options, world.size)
     partition = _partition(options, graph, plain, device)
     stage_graphs = graph.stages(partition)
     trained = {name for name, info in graph.parameters.items() if info.requires_grad}

@@ -192,7 +192,7 @@ class Pipeline:
         self.phases.begin("capture")
         self.layout = self._in_turn(
             "layout",
-            lambda: make_layout(model, example_batch, loss_fn, self.world.size, layout_options, self.device),
+            lambda: make_layout(model, example_batch, loss_fn, self.world, layout_options, self.device),
         )
         self.phases.begin("build")
         agree_on_run(self.world, self.layout, model, training_options)

@@ -25,7 +25,8 @@ def run_ranks(
 
         losses = vpipe.run_ranks(2, work)[0]
 
-    Build model and batches before: threads share torch's random numbers. The first rank that fails ends all of them.
+    Build model and batches before: threads share torch's random numbers. `work` may build several pipelines, one after
+    the other. The first rank that fails ends all of them.
 
     Args:
         size: The number of ranks.
