@@ -9,7 +9,7 @@ from vpipe.cli.convergence import _cases, _remedies, _schedules, predicted_secon
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.errors import VPipeError
 from vpipe.observe.loss_curves import smoothed
-from vpipe.train.convergence import LossCurve
+from vpipe.train.convergence import LossCurve, train_curve
 
 CONFIG = """
 hidden_size: 16
@@ -50,6 +50,16 @@ def test_cases_have_equal_samples_and_synchronous_ones_no_remedies(file: Path) -
     assert [case.config.ranks for case in _cases(file, {}, axes("vpipe"), None, 10)] == [2]
 
 
+@pytest.mark.parametrize(("asked", "made", "epochs"), [(None, 4, 1), (3, 3, 0.75), (9, 9, 2.25)])
+def test_updates_that_were_asked_for_take_as_many_epochs_as_they_need(
+    file: Path, asked: int | None, made: int, epochs: float
+) -> None:
+    few = {"max_samples": 10, "validation_share": 0.2}  # 4 minibatches
+    (case,) = _cases(file, few, axes("vpipe"), None, asked)
+    curve = train_curve(case.config, "cpu")
+    assert (len(curve.losses), curve.epochs) == (made, epochs)
+
+
 @pytest.mark.parametrize(
     ("schedules", "staleness", "message"),
     [
@@ -69,22 +79,22 @@ def test_the_predicted_time_of_an_update(file: Path) -> None:
     block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
     profile = Profile((block,) * 4, DeviceCost(10**6, 1e9, 1e9), LinkCost(1e12, 0.0), 2)
     cases = _cases(file, {"partition": None}, axes("1f1b:1,vpipe,2bw:8"), 4, 10)
-    curve = LossCurve((1.0,), 2, 1.0, (1, 1, 1, 1), (0,) * 4, 0.0)
+    curve = LossCurve((1.0,), 2, 0.1, 1.0, (1, 1, 1, 1), (0,) * 4, 0.0)
     seconds = [predicted_seconds(profile, case.config, curve) for case in cases]
     assert seconds == pytest.approx([12.0, 3.0, 24.0], rel=0.05)
 
 
 def test_figures_of_a_curve() -> None:
-    curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 1.0, (3, 2), (1, 0), 0.5)
+    curve = LossCurve(tuple(float(20 - n) for n in range(20)), 4, 0.5, 1.0, (3, 2), (1, 0), 0.5)
     assert curve.final == 1.5  # of the last two
     assert smoothed(curve.losses)[:3] == [20.0, 19.5, 18.5]
     assert curve.samples_to(18.5) == 12
     assert curve.samples_to(1.0) is None
-    sooner = LossCurve(tuple(float(20 - 2 * n) for n in range(20)), 4, 1.0, (3, 2), (0, 0), 0.0)
+    sooner = LossCurve(tuple(float(20 - 2 * n) for n in range(20)), 4, 0.5, 1.0, (3, 2), (0, 0), 0.0)
     assert curve.slowdown(sooner) == 20 / 11  # to 1.5
     assert sooner.slowdown(curve) == 11 / 20
     row = {
-        "label": "vpipe", "updates": 20, "samples": 80, "staleness": [1, 0], "loss": 1.5, "spread": None,
+        "label": "vpipe", "updates": 20, "samples": 80, "epochs": 0.5, "staleness": [1, 0], "loss": 1.5, "spread": None,
         "evaluation_loss": 1.0, "samples_to_goal": 40.0, "seconds_per_update": None, "seconds_to_goal": None,
     }  # fmt: skip
     assert [cell for column in table([row], 1).columns for cell in column.cells][-1] == "0.50x"

@@ -31,6 +31,9 @@ if TYPE_CHECKING:
     from vpipe.config import RunConfig
     from vpipe.train.convergence import LossCurve
 
+UPDATES = 300
+"""If no number of them is asked for, and the file's epochs have as many."""
+
 
 @dataclass(frozen=True)
 class Case:
@@ -85,6 +88,7 @@ class Row:
             "overshoot": _mean([curve.overshoot for curve in self.curves]),
             "updates": len(first.losses),
             "samples": len(first.losses) * first.samples,
+            "epochs": first.epochs,
             "staleness": list(first.staleness),
             "partition": list(first.partition),
             "loss": fmean(self.finals),
@@ -108,7 +112,7 @@ def converge(
     optimizers: str | None,
     staleness: str | None,
     rates: str | None,
-    updates: int,
+    updates: int | None,
     seeds: int,
     jobs: int,
     device: str | None,
@@ -187,7 +191,7 @@ def _remedies(given: str | None) -> list[Choice]:
 
 
 def _cases(
-    path: Path, settings: dict[str, Any], axes: list[list[Choice]], stages: int | None, updates: int
+    path: Path, settings: dict[str, Any], axes: list[list[Choice]], stages: int | None, updates: int | None
 ) -> list[Case]:
     """Every combination, for equal samples; of a synchronous schedule without remedies, which it does not need."""
     from vpipe.config.arguments import build_schedule
@@ -211,9 +215,12 @@ def _cases(
             choices, keys = choices[:-1], keys | {"staleness": []}
         label = " ".join(text for text, _ in choices if text)
         read.append((label, keys, build_schedule(read_config(path, keys)).update_interval))
-    minibatches = updates * max(interval for _, _, interval in read)
+    minibatches = (updates or UPDATES) * max(interval for _, _, interval in read)
+    epochs = {} if updates is None else {"epochs": minibatches}  # a minibatch is an epoch at most
     return [
-        Case(label, read_config(path, keys | {"max_updates": -(-minibatches // interval)}), interval)
+        Case(
+            label, read_config(path, {**keys, **epochs, "max_updates": -(-minibatches // interval)}), interval
+        )
         for label, keys, interval in read
     ]
 
@@ -291,7 +298,8 @@ def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
     shown = Table(
         title="Loss at equal samples",
         caption=f"loss: mean of the last tenth of the updates, {seeds} seeds; to the first row's loss: samples "
-        "until a mean as low as that with the same seed, compared with the samples of the run",
+        "until a mean as low as that with the same seed, compared with the samples of the run: "
+        f"{first['samples']:,}, {first['epochs']:.2f} epochs",
         caption_justify="left",
     )
     shown.add_column("run", overflow="fold")

@@ -119,8 +119,13 @@ def converge(
     ] = None,
     rates: Annotated[str | None, typer.Option(help="Learning rates to compare: 3e-4,1e-3.")] = None,
     updates: Annotated[
-        int, typer.Option(min=1, help="Updates of the run with the largest ones; others see equal samples.")
-    ] = 300,
+        int | None,
+        typer.Option(
+            min=1,
+            help="Updates of the run with the largest ones, in as many epochs as they take; others see equal samples. "
+            "Default: 300, within the file's epochs.",
+        ),
+    ] = None,
     seeds: Annotated[int, typer.Option(min=1, help="Runs of each, from the seed of the file on.")] = 1,
     jobs: Annotated[int, typer.Option(min=1, help="Runs at the same time, each in a process.")] = 1,
     device: Annotated[

@@ -50,6 +50,8 @@ class LossCurve:
     """Of each update."""
     samples: int
     """Of each update."""
+    epochs: float
+    """Passes over the data that the run made."""
     evaluation_loss: float
     partition: tuple[int, ...]
     staleness: tuple[int, ...]
@@ -117,6 +119,7 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
     return LossCurve(
         tuple(losses),
         schedule.update_interval * config.batch_size,
+        position.minibatches / position.sampler.minibatches_per_epoch,
         evaluated,
         tuple(layout.partition),
         tuple(held.staleness for held in holdings(sample(schedule))),
