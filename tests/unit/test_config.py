@@ -134,7 +134,7 @@ def test_the_share_that_is_recomputed(values: dict[str, Any], ratio: object) -> 
 
 def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) -> None:
     path = write(tmp_path, {"schedule": "interleaved", "chunks": 3, "minibatches": 8, "stages": 2})
-    changed = read_config(path).with_schedule("pipedream")
+    changed = read_config(path, schedule="pipedream")
     assert (changed.schedule, changed.chunks, changed.minibatches, changed.stages) == (
         "pipedream",
         None,
@@ -142,7 +142,18 @@ def test_another_schedule_leaves_behind_what_it_does_not_take(tmp_path: Path) ->
         2,
     )
     assert changed.source == path
-    assert RunConfig(schedule="vpipe", update_interval=4).with_schedule("gpipe").update_interval is None
+    stale = {"sync_mode": "asp", "update_interval": 4, "staleness": ["predict"], "depth": [3, 0], "stages": 2}
+    changed = read_config(write(tmp_path, stale), schedule="gpipe")
+    assert (changed.schedule, changed.sync_mode, changed.update_interval) == ("gpipe", None, None)
+    assert (changed.staleness, changed.depth) == (None, None)
+
+
+def test_what_is_set_is_for_the_other_schedule(tmp_path: Path) -> None:
+    path = write(tmp_path, {"schedule": "1f1b", "minibatches": 8, "stages": 2})
+    changed = read_config(path, {"staleness": ["predict"], "update_interval": 2}, "vpipe")
+    assert (changed.staleness, changed.update_interval, changed.minibatches) == (["predict"], 2, None)
+    with pytest.raises(ConfigError, match="minibatches is 4: schedule 'vpipe' is asynchronous"):
+        read_config(path, {"minibatches": 4}, "vpipe")
 
 
 @pytest.mark.parametrize(

@@ -240,6 +240,15 @@ def test_a_model_that_runs_in_float32_only_is_verified_in_it() -> None:
     assert (found.dtype, found.ok) == ("float32", True)
 
 
+def test_a_model_that_fails_whatever_its_dtype_is_explained_by_the_capture() -> None:
+    class Unfinished(nn.Linear):
+        def forward(self, hidden: Tensor) -> Tensor:
+            return self.other(hidden)  # type: ignore[operator]
+
+    with pytest.raises(VPipeError, match=r"cannot capture Unfinished: AttributeError.* 'other'"):
+        verify(Unfinished(3, 3), SINGLE_BATCH, loss_fn=functional.mse_loss)
+
+
 def test_muon_is_not_verified_in_float32() -> None:
     with pytest.raises(
         VPipeError, match="rounding of float32 large: choose another optimizer, such as adamw"

@@ -157,15 +157,12 @@ def _schedules(given: str) -> list[Choice]:
     found = []
     for text in split_values(given):
         name, colon, count = text.partition(":")
-        keys: dict[str, Any] = {"schedule": name, "sync_mode": None, "macrobatch": None}
-        own, other = "minibatches", "update_interval"
-        if not kind_of(name).synchronous:
-            own, other = other, own
-        keys[other] = None
+        keys: dict[str, Any] = {"schedule": name}
+        synchronous = kind_of(name).synchronous
         if colon:
             if not count.isdigit():
                 raise ConfigError(f"--schedules {text!r}: write a number of minibatches behind the colon")
-            keys[own] = int(count)
+            keys["minibatches" if synchronous else "update_interval"] = int(count)
         found.append((text, keys))
     return found
 
@@ -214,15 +211,15 @@ def _cases(
                 continue
             choices, keys = choices[:-1], keys | {"staleness": []}
         label = " ".join(text for text, _ in choices if text)
-        read.append((label, keys, build_schedule(read_config(path, keys)).update_interval))
+        config = read_config(path, keys, keys["schedule"])
+        read.append((label, keys, build_schedule(config).update_interval))
     minibatches = (updates or UPDATES) * max(interval for _, _, interval in read)
     epochs = {} if updates is None else {"epochs": minibatches}  # a minibatch is an epoch at most
-    return [
-        Case(
-            label, read_config(path, {**keys, **epochs, "max_updates": -(-minibatches // interval)}), interval
-        )
-        for label, keys, interval in read
-    ]
+    cases = []
+    for label, keys, interval in read:
+        length = {**epochs, "max_updates": -(-minibatches // interval)}
+        cases.append(Case(label, read_config(path, keys | length, keys["schedule"]), interval))
+    return cases
 
 
 def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None) -> Iterator[list[LossCurve]]:

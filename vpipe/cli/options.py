@@ -63,9 +63,9 @@ def warn_of_links(run: Path) -> None:
                 warn(link_mistake(path))
 
 
-def read_run(config: Path, settings: Sequence[str] | None) -> RunConfig:
-    """The file's keys, those of `--set` in place of its own."""
+def read_run(config: Path, settings: Sequence[str] | None, schedule: str | None = None) -> RunConfig:
+    """The file's keys, those of `--set` in place of its own, under its schedule or another one."""
     from vpipe.config.file import read_config
     from vpipe.config.settings import read_settings
 
-    return read_config(config, read_settings(settings or ()))
+    return read_config(config, read_settings(settings or ()), schedule)

@@ -126,11 +126,10 @@ def verify(
 
     Exits with 1 if they differ by more than rounding explains.
     """
-    run = read_run(config, settings)
-    if schedule is not None:
+    if schedule is not None and schedule.endswith(".csv"):
         # A path on the command line is relative to the working directory, one in the file to the file.
-        table = schedule.endswith(".csv")
-        run = run.with_schedule(str(Path(schedule).absolute()) if table else schedule)
+        schedule = str(Path(schedule).absolute())
+    run = read_run(config, settings, schedule)
     announce(f"{config}: training some updates with the pipeline, then without it")
     if run.compress != "none":
         announce("compress is not verified, which rounds on purpose: try its loss with `vpipe converge`")

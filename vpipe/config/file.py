@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from vpipe.config.maps import read_maps
 from vpipe.config.settings import AUTO, is_path
 from vpipe.cost import read_plan
 from vpipe.errors import ConfigError
-from vpipe.schedule import KINDS
+from vpipe.schedule import KINDS, kind_of
 from vpipe.system.console import warn
 from vpipe.system.files import SMALL_YAML, parse_yaml, read_text, short_repr
 from vpipe.system.validation import first_mistake
@@ -25,12 +25,18 @@ from vpipe.system.validation import first_mistake
 KEYS = tuple(RunConfig.model_fields)
 
 
-def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunConfig:
+def read_config(
+    path: Path, settings: Mapping[str, Any] | None = None, schedule: str | None = None
+) -> RunConfig:
     """The configuration in a file, with what its `vpipe.json` and its `mp_conf.json` say.
 
-    `settings` go before the file's own keys.
+    `settings` go before the file's own keys. With another `schedule` than the file's, the file's keys that only its own
+    schedule understands are left out.
     """
     values = read_yaml(path)
+    if schedule is not None:
+        foreign = _not_for(schedule)
+        values = {key: value for key, value in values.items() if key not in foreign} | {"schedule": schedule}
     if str(values.get("format", "")).startswith("vpipe "):
         raise ConfigError(
             f"{path}: its format is {short_repr(values['format'])}, not a configuration: give a run's YAML file here; "
@@ -47,6 +53,18 @@ def read_config(path: Path, settings: Mapping[str, Any] | None = None) -> RunCon
         config.notes.append(f"from the number of blocks in the partition follow {listed}")
     config = _with(config, sizes)
     return _with(config, minibatches_of_update(config))
+
+
+def _not_for(schedule: str) -> Collection[str]:
+    """The keys that another schedule may have had, and that say nothing of this one, or contradict it."""
+    chosen_by = {"sync_mode", "macrobatch", "global_batch_size"}
+    if is_path("schedule", schedule):
+        return chosen_by | set(TABLE_SAYS)
+    kind = kind_of(schedule)
+    chosen_by |= {"update_interval", "staleness"} if kind.synchronous else {"minibatches"}
+    return chosen_by | {
+        key for key, taken in (("chunks", kind.any_chunks), ("depth", kind.any_depth)) if not taken
+    }
 
 
 def _with(config: RunConfig, values: dict[str, Any], place: Path | None = None) -> RunConfig:

@@ -25,7 +25,7 @@ from vpipe.config.settings import AUTO
 from vpipe.cost.fields import mistake
 from vpipe.cost.plan_file import check_schedule
 from vpipe.errors import VPipeError
-from vpipe.schedule import KINDS, guides_schedule, kind_of, read_table
+from vpipe.schedule import guides_schedule, kind_of, read_table
 from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import Staleness, read_staleness
 from vpipe.system.files import check_path, exists, read_text, short_repr
@@ -510,16 +510,3 @@ class RunConfig(_Keys):
     def ranks_of_layout(self) -> int | None:
         """The number of ranks that `replicas` and `stages` make; None: they do not say."""
         return self.stages if self.replicas is None else sum(self.replicas)
-
-    def with_schedule(self, schedule: str) -> RunConfig:
-        """The same run under another schedule, without what only the file's own schedule understands."""
-        chosen_by = ("sync_mode", "macrobatch", "global_batch_size")
-        kept: dict[str, Any] = {"schedule": schedule, **dict.fromkeys(chosen_by)}
-        kind = KINDS.get(schedule)  # None: a table
-        if kind is not None:
-            kept["update_interval" if kind.synchronous else "minibatches"] = None
-        if kind is None or not kind.any_chunks:
-            kept["chunks"] = None
-        if kind is None or not kind.any_depth:
-            kept["depth"] = None
-        return self.model_copy(update=kept)

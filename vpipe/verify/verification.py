@@ -204,6 +204,8 @@ def _set_dtype(
             check_runs(model.to(getattr(torch, dtype)), _cast_all(batch, dtype), loss_fn, dtype)
         except VPipeError as error:
             failures.append(error)
+        except Exception:  # not of the dtype: the capture says what, and where
+            return dtype
         else:
             return dtype
     raise failures[0]
