@@ -78,22 +78,17 @@ def train_row(config: Path, output: Path, settings: list[str]) -> None:
 
     from vpipe.config.file import read_config
     from vpipe.config.settings import read_settings
-    from vpipe.train import convergence
+    from vpipe.train.convergence import train_curve
 
-    class Noted(convergence.Pipeline):
-        """Writes its losses every so many updates."""
+    losses: list[float] = []
 
-        def train(self, batches):  # type: ignore[no-untyped-def]
-            losses = []
-            for update, loss in super().train(batches):
-                losses.append(loss)
-                if self.rank == 0 and update % WINDOW == WINDOW - 1:
-                    output.write_text(json.dumps({"losses": losses}))
-                yield update, loss
+    def note(made: int, of: int, loss: float) -> None:
+        losses.append(loss)
+        if made % WINDOW == 0:
+            output.write_text(json.dumps({"losses": losses}))
 
     torch.set_num_threads(1)
-    convergence.Pipeline = Noted  # type: ignore[misc]
-    curve = convergence.train_curve(read_config(config, read_settings(settings)), "cuda:0")
+    curve = train_curve(read_config(config, read_settings(settings)), "cuda:0", note)
     found = {"losses": curve.losses, "evaluation": curve.evaluation_loss, "staleness": curve.staleness}
     output.write_text(json.dumps(found))
 

@@ -1,15 +1,22 @@
 """`vpipe converge`: its cases, its figures, and losses that are those of real ranks."""
 
+import json
+import threading
+from collections.abc import Iterator
+from math import inf
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from vpipe.cli.convergence import _cases, _remedies, _schedules, predicted_seconds, table
+from tests.waiting import TIMEOUT
+from vpipe.cli import convergence
+from vpipe.cli.convergence import _cases, _remedies, _schedules, predicted_seconds, slowdowns, table
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.errors import VPipeError
 from vpipe.observe.loss_curves import smoothed
 from vpipe.train.convergence import LossCurve, train_curve
+from vpipe.train.loss_processes import LossProcesses
 
 CONFIG = """
 hidden_size: 16
@@ -95,6 +102,67 @@ def test_figures_of_a_curve() -> None:
     assert sooner.slowdown(curve) == 11 / 20
     row = {
         "label": "vpipe", "updates": 20, "samples": 80, "epochs": 0.5, "staleness": [1, 0], "loss": 1.5, "spread": None,
-        "evaluation_loss": 1.0, "samples_to_goal": 40.0, "seconds_per_update": None, "seconds_to_goal": None,
+        "evaluation_loss": 1.0, "diverged": [], "samples_to_goal": 40.0, "seconds_per_update": None,
+        "seconds_to_goal": None,
     }  # fmt: skip
     assert [cell for column in table([row], 1).columns for cell in column.cells][-1] == "0.50x"
+
+
+def test_a_run_that_diverges_is_a_row_like_others(file: Path) -> None:
+    keys = {"optimizer": "sgd", "max_samples": 40, "print_frequency": 1}
+    rates = [("good", {"learning_rate": 1e-3}), ("wild", {"learning_rate": 1e30})]
+    cases = _cases(file, keys, [*axes("1f1b:2,vpipe")[:1], rates, axes("vpipe")[-1]], None, 4)
+    seen: list[tuple[int, int]] = []
+    rows = [
+        convergence.Row(case, [train_curve(case.config, "cpu", lambda n, of, _: seen.append((n, of)))], None)
+        for case in cases
+    ]
+    good, wild, stale, wild_stale = (row.curves[0] for row in rows)
+    assert not good.diverged
+    assert wild.diverged.startswith("update 1, ")
+    assert len(wild.losses) == len(good.losses) == 4
+    assert wild.losses[0] == good.losses[0]
+    assert wild.losses[1:] == (inf, inf, inf)
+    assert seen == [*((n, 4) for n in (1, 2, 3, 4)), (1, 4), *((n, 8) for n in range(1, 9)), (1, 8)]
+    assert wild_stale.slowdown(wild) is wild_stale.slowdown(good) is None
+    assert [slow.source for slow in slowdowns(rows)] == ["vpipe good, compared with 1f1b:2 good"]
+    figures = [row.figures(rows[1].finals) for row in rows]  # nobody reaches what has diverged
+    assert {row["samples_to_goal"] for row in figures} == {None}
+    assert [len(row["diverged"]) for row in figures] == [0, 1, 0, 1]
+    cells = [list(column.cells) for column in table(figures, 1).columns]
+    assert cells[3][1] == cells[5][1] == "diverged"
+    assert [str(cell).endswith(" *") for cell in cells[3]].count(True) == 1
+    assert stale.final < inf
+
+
+def test_rows_that_are_trained_are_shown_if_the_user_stops_the_rest(
+    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stopped(*_: object) -> Iterator[list[LossCurve]]:
+        yield [LossCurve((2.0, 1.0), 4, 0.5, 1.0, (3, 2), (0, 0), 0.0)]
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(convergence, "train_all", stopped)
+    output = file.with_name("converge.json")
+    with pytest.raises(KeyboardInterrupt):
+        convergence.converge(
+            file, (), schedules="1f1b,vpipe", stages=None, optimizers=None, staleness=None, rates=None, updates=2,
+            seeds=1, jobs=1, device="cpu", profile=None, picture=file.with_name("a.png"), output=output, as_json=True,
+        )  # fmt: skip
+    shown = capsys.readouterr()
+    assert "stopped by you when 1 of 2 rows were trained" in shown.err
+    (row,) = json.loads(shown.out)
+    assert row["losses"] == json.loads(output.read_text())["rows"][0]["losses"] == [[2.0, 1.0]]
+
+
+def test_no_process_is_left_of_runs_that_are_not_waited_for(file: Path) -> None:
+    (case,) = _cases(file, {"max_samples": 100_000}, axes("vpipe"), None, 20_000)
+    begun = threading.Event()
+    with LossProcesses(1, "cpu") as processes:
+        running = processes.begin(case.config, lambda *_: begun.set())
+        waiting = processes.begin(case.config, lambda *_: None)
+        assert begun.wait(TIMEOUT)
+        assert len(processes._running) == 1
+    assert waiting.cancelled()
+    assert isinstance(running.exception(TIMEOUT), VPipeError)
+    assert not processes._running

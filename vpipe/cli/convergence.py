@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import math
 import sys
-from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from collections.abc import Sequence
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from itertools import product
+from math import inf, isfinite
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import TYPE_CHECKING, Any
@@ -18,6 +17,7 @@ from rich.table import Table
 
 from vpipe.cli.compare import split_values
 from vpipe.cli.compare_plot import curve_look, draw
+from vpipe.cli.loss_runs import train_all
 from vpipe.cli.options import print_result
 from vpipe.config.file import read_config
 from vpipe.config.settings import read_settings
@@ -25,7 +25,7 @@ from vpipe.cost import KEEP, Plan, Profile, Slowdown, read_profile, write_conver
 from vpipe.errors import ConfigError, printable
 from vpipe.schedule import kind_of
 from vpipe.schedule.steady import enough_minibatches
-from vpipe.system.console import announce, warn
+from vpipe.system.console import warn
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -44,6 +44,10 @@ class Case:
     """Its `seed` is that of the first."""
     interval: int
     """Minibatches of an update."""
+
+    def seeded(self, seeds: int) -> list[RunConfig]:
+        """One for each run."""
+        return [self.config.model_copy(update={"seed": self.config.seed + n}) for n in range(seeds)]
 
     @property
     def without_rate(self) -> str:
@@ -69,7 +73,8 @@ class Row:
 
     @property
     def finals(self) -> list[float]:
-        return [curve.final for curve in self.curves]
+        """Infinite where a run has diverged."""
+        return [curve.final if isfinite(curve.final) else inf for curve in self.curves]
 
     def figures(self, goals: Sequence[float]) -> dict[str, Any]:
         """What `--json` prints. `goals` are the losses of the first row at its end, one for each seed."""
@@ -91,9 +96,12 @@ class Row:
             "epochs": first.epochs,
             "staleness": list(first.staleness),
             "partition": list(first.partition),
-            "loss": fmean(self.finals),
-            "spread": stdev(self.finals) if len(self.finals) > 1 else None,
-            "evaluation_loss": fmean(curve.evaluation_loss for curve in self.curves),
+            "loss": _finite(fmean(self.finals)),
+            "spread": stdev(self.finals)
+            if len(self.finals) > 1 and all(map(isfinite, self.finals))
+            else None,
+            "evaluation_loss": _finite(fmean(curve.evaluation_loss for curve in self.curves)),
+            "diverged": [curve.diverged for curve in self.curves if curve.diverged],
             "samples_to_goal": samples,
             "seconds_per_update": self.seconds,
             "seconds_to_goal": (
@@ -126,10 +134,15 @@ def converge(
     axes.append(_remedies(staleness))
     cases = _cases(path, read_settings(settings), axes, stages, updates)
     costs = None if profile is None else read_profile(profile)
-    rows = [
-        Row(case, curves, None if costs is None else predicted_seconds(costs, case.config, curves[0]))
-        for case, curves in zip(cases, _train_all(cases, seeds, jobs, device), strict=True)
-    ]
+    rows: list[Row] = []
+    stopped: KeyboardInterrupt | None = None
+    try:
+        _train(cases, seeds, jobs, device, costs, rows)
+    except KeyboardInterrupt as error:
+        if not rows:
+            raise
+        stopped = error
+        warn(f"stopped by you when {len(rows)} of {len(cases)} rows were trained")
     figures = [row.figures(rows[0].finals) for row in rows]
     if output is not None:
         found = slowdowns(rows)
@@ -146,6 +159,23 @@ def converge(
         file = picture or folder / f"converge-{path.stem}.png"
         draw_curves(figures, file)
         print(printable(f"picture {file}"), file=sys.stderr)
+    if stopped is not None:
+        raise stopped
+
+
+def _train(
+    cases: Sequence[Case], seeds: int, jobs: int, device: str | None, costs: Profile | None, rows: list[Row]
+) -> None:
+    """Train them all; each is added to `rows` when its curves are there."""
+    runs = [(case.label, case.seeded(seeds)) for case in cases]
+    with closing(train_all(runs, jobs, device)) as trained:
+        for case, curves in zip(cases, trained, strict=True):
+            rows.append(
+                Row(case, curves, None if costs is None else predicted_seconds(costs, case.config, curves[0]))
+            )
+            for number, curve in enumerate(curves):
+                if curve.diverged:
+                    warn(f"{case.label}, seed {case.config.seed + number}: {curve.diverged}")
 
 
 Choice = tuple[str, dict[str, Any]]
@@ -222,34 +252,6 @@ def _cases(
     return cases
 
 
-def _train_all(cases: Sequence[Case], seeds: int, jobs: int, device: str | None) -> Iterator[list[LossCurve]]:
-    """The curves of each case, one for each seed: in this process, or in several at the same time."""
-
-    def seeded(case: Case) -> list[RunConfig]:
-        first = case.config.seed
-        return [case.config.model_copy(update={"seed": first + number}) for number in range(seeds)]
-
-    def said(number: int) -> None:
-        announce(f"{number + 1} of {len(cases)}: {cases[number].label}")
-
-    said(0)
-    from vpipe.train.convergence import train_apart, train_curve  # with torch
-
-    def train(config: RunConfig) -> LossCurve:
-        return train_curve(config, device) if jobs == 1 else train_apart(config, device)
-
-    # With one job this process trains; else each thread waits for a process of its own.
-    with ThreadPoolExecutor(jobs) as pool:
-        begun = [[pool.submit(train, config) for config in seeded(case)] for case in cases]
-        try:
-            for number, runs in enumerate(begun):
-                if number:
-                    said(number)
-                yield [run.result() for run in runs]
-        finally:
-            pool.shutdown(wait=False, cancel_futures=True)
-
-
 def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> float:
     """Of an update of the real pipeline, by the simulator."""
     from vpipe.config.arguments import build_schedule
@@ -261,6 +263,10 @@ def predicted_seconds(profile: Profile, config: RunConfig, curve: LossCurve) -> 
     endless = schedule.minibatches is None
     enough = enough_minibatches(schedule.filling, schedule.update_interval) if endless else None
     return simulate(profile, plan, schedule, enough).step_time
+
+
+def _finite(value: float) -> float | None:
+    return value if isfinite(value) else None
 
 
 def _mean(values: Sequence[float | None]) -> float | None:
@@ -292,10 +298,11 @@ def slowdowns(rows: Sequence[Row]) -> list[Slowdown]:
 
 def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
     first = figures[0]
+    of = f"{seeds} seed" + ("s" if seeds > 1 else "")
     shown = Table(
         title="Loss at equal samples",
-        caption=f"loss: mean of the last tenth of the updates, {seeds} seeds; to the first row's loss: samples "
-        "until a mean as low as that with the same seed, compared with the samples of the run: "
+        caption=f"loss: mean of the last tenth of the updates, {of}; to the first row's loss: samples until a mean "
+        "as low as that with the same seed, compared with the samples of the run: "
         f"{first['samples']:,}, {first['epochs']:.2f} epochs",
         caption_justify="left",
     )
@@ -304,16 +311,16 @@ def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
     columns = ["updates", "stale by", "loss", "±", "evaluation", "to the first row's loss"]
     for column in [*columns, *(["predicted time to it"] if timed else [])]:
         shown.add_column(column, justify="right")
-    lowest = min(row["loss"] for row in figures)
+    lowest = min((row["loss"] for row in figures if row["loss"] is not None), default=None)
     for row in figures:
         reached = row["samples_to_goal"]
         cells = [
             row["label"],
             f"{row['updates']:,}",
             ",".join(map(str, row["staleness"])) if len(row["staleness"]) < 9 else str(max(row["staleness"])),
-            f"{row['loss']:.4f}" + (" *" if row["loss"] == lowest else ""),
+            _loss(row, "loss") + (" *" if row["loss"] is not None and row["loss"] == lowest else ""),
             "–" if row["spread"] is None else f"{row['spread']:.4f}",
-            f"{row['evaluation_loss']:.4f}",
+            _loss(row, "evaluation_loss"),
             "not reached" if reached is None else f"{reached / first['samples']:.2f}x",
         ]
         if timed:
@@ -321,6 +328,12 @@ def table(figures: Sequence[dict[str, Any]], seeds: int) -> Table:
             cells.append("–" if seconds is None else f"{seconds:,.1f} s")
         shown.add_row(*cells)
     return shown
+
+
+def _loss(row: dict[str, Any], name: str) -> str:
+    if row[name] is not None:
+        return f"{row[name]:.4f}"
+    return "diverged" if row["diverged"] else "not finite"
 
 
 def draw_curves(figures: Sequence[dict[str, Any]], path: Path) -> None:
@@ -337,7 +350,7 @@ def draw_curves(figures: Sequence[dict[str, Any]], path: Path) -> None:
                     row["samples"] / row["updates"] if title == axes[0] else row["seconds_per_update"]
                 )
                 places = [min(at + width, len(losses)) * per_update for at in range(0, len(losses), width)]
-                finite = [(x, y) for x, y in zip(places, means, strict=True) if math.isfinite(y)]
+                finite = [(x, y) for x, y in zip(places, means, strict=True) if isfinite(y)]
                 if finite:
                     part.plot(
                         *zip(*finite, strict=True), label=row["label"], linewidth=1.6, **curve_look(number)

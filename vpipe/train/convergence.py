@@ -6,27 +6,22 @@ stages. Only the speed is not.
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-from dataclasses import asdict, dataclass
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import tee
 from pathlib import Path
-from tempfile import NamedTemporaryFile
-from typing import TYPE_CHECKING, Any
-
-from pydantic import TypeAdapter
+from typing import TYPE_CHECKING
 
 from vpipe.communication import InProcessWorld
 from vpipe.config.arguments import build_schedule, pipeline_arguments
 from vpipe.config.compress import compression_by_ranks
-from vpipe.config.file import read_config, resolved_yaml
 from vpipe.data import Batches, Sampler
-from vpipe.errors import ConfigError, VPipeError
-from vpipe.launch.rank import end_with_launcher
+from vpipe.errors import ConfigError, NonFiniteError
 from vpipe.observe.drift import DriftMeter
 from vpipe.observe.loss_curves import final_loss, reached
 from vpipe.pipeline import Pipeline
+from vpipe.pipeline.layout import Layout
 from vpipe.pipeline.threads import run_ranks
 from vpipe.record.status import StageDrift
 from vpipe.schedule.facts import holdings, mean_delay, sample
@@ -40,6 +35,8 @@ if TYPE_CHECKING:
 
 TIMEOUT = 3600.0
 """Seconds that a rank waits for another: all compute in turn."""
+OnUpdate = Callable[[int, int, float], object]
+"""Called with the updates made, those of the whole run, and the last one's loss."""
 
 
 @dataclass(frozen=True)
@@ -60,6 +57,8 @@ class LossCurve:
     """The same on average over stages and minibatches."""
     overshoot: float | None = None
     """Of the stage with the oldest gradients: what `vpipe diagnose` looks at (`vpipe.observe.drift`)."""
+    diverged: str = ""
+    """Why the run was not trained to its end, if it was not: the losses from there on are infinite."""
 
     @property
     def final(self) -> float:
@@ -67,7 +66,7 @@ class LossCurve:
 
     def samples_to(self, loss: float) -> int | None:
         """How many samples it took until the mean loss was this low; None: it never was."""
-        place = reached(self.losses, loss)
+        place = reached(self.losses, loss) if math.isfinite(loss) else None
         return None if place is None else (place + 1) * self.samples
 
     def slowdown(self, other: LossCurve) -> float | None:
@@ -77,10 +76,13 @@ class LossCurve:
         return None if own is None or others is None else own / others
 
 
-def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
+def train_curve(
+    config: RunConfig, device: str | None = None, on_update: OnUpdate = lambda made, of, loss: None
+) -> LossCurve:
     """Train the configured run with its ranks as threads, on the CPU or on one GPU, and evaluate it at the end.
 
-    Losses equal those of `vpipe train` with the same configuration and no evaluation on the way.
+    Losses equal those of `vpipe train` with the same configuration and no evaluation on the way. A run that diverges
+    has a curve too: of several rates the largest often does.
     """
     schedule = build_schedule(config)
     model = configured_model(config, "meta")
@@ -92,8 +94,10 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
     # Each batch is made once for all ranks. They read in turn: see `InProcessWorld.exclusive`.
     batches = tee(position.batches(0), schedule.num_ranks)
     validation = [list(_validation(config, data))] * schedule.num_ranks
+    losses: list[float] = []
+    layouts: list[Layout] = []
 
-    def work(world: InProcessWorld) -> tuple[list[float], float, Any, tuple[StageDrift, ...]]:
+    def work(world: InProcessWorld) -> tuple[float, tuple[StageDrift, ...]]:
         with Pipeline(
             model,
             first,
@@ -110,41 +114,31 @@ def train_curve(config: RunConfig, device: str | None = None) -> LossCurve:
             **pipeline_arguments(config),
         ) as pipe:
             meter = DriftMeter(pipe)
-            losses = [loss for _, loss in pipe.train(batches[world.rank])]
-            return losses, pipe.evaluate(validation[world.rank]), pipe.layout, meter.figures()
+            layouts.append(pipe.layout)
+            for _, loss in pipe.train(batches[world.rank]):
+                if world.rank == 0:
+                    losses.append(loss)
+                    on_update(len(losses), position.updates, loss)
+            return pipe.evaluate(validation[world.rank]), meter.figures()
 
-    ranks = run_ranks(schedule.num_ranks, work, TIMEOUT)
-    losses, evaluated, layout, _ = ranks[0]
-    drifts = [drift for *_, own in ranks for drift in own]
+    try:
+        ranks = run_ranks(schedule.num_ranks, work, TIMEOUT)
+        evaluated, diverged = ranks[0][0], ""
+    except NonFiniteError as error:
+        ranks, evaluated, diverged = [], math.inf, str(error)
+        losses += [math.inf] * (position.updates - len(losses))
+    drifts = [drift for _, own in ranks for drift in own]
     return LossCurve(
         tuple(losses),
         schedule.update_interval * config.batch_size,
         position.minibatches / position.sampler.minibatches_per_epoch,
         evaluated,
-        tuple(layout.partition),
+        tuple(layouts[0].partition),
         tuple(held.staleness for held in holdings(sample(schedule))),
         mean_delay(schedule),
         max(drifts, key=lambda drift: drift.delay).overshoot if drifts else None,
+        diverged,
     )
-
-
-def train_apart(config: RunConfig, device: str | None) -> LossCurve:
-    """The same in a process of its own, which ends with this one."""
-    with NamedTemporaryFile("w", suffix=".yml", encoding="utf-8") as file:
-        file.write(resolved_yaml(config))
-        file.flush()
-        command = [sys.executable, "-m", "vpipe.train.convergence", file.name, device or ""]
-        done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True)
-    if done.returncode:
-        reason = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise VPipeError(f"{config.source}: the run with seed {config.seed} failed: {reason}")
-    return TypeAdapter(LossCurve).validate_json(done.stdout.splitlines()[-1])
-
-
-def main(path: str, device: str) -> None:
-    end_with_launcher()
-    curve = train_curve(read_config(Path(path)), device or None)
-    print(json.dumps(asdict(curve)))
 
 
 def _validation(config: RunConfig, data: Datasets) -> Batches:
@@ -153,7 +147,3 @@ def _validation(config: RunConfig, data: Datasets) -> Batches:
     return Batches(
         data.validation, sampler, 0, -(-min(samples, config.evaluation_samples) // config.batch_size)
     )
-
-
-if __name__ == "__main__":
-    main(*sys.argv[1:])
