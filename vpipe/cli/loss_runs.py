@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import sys
-import time
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Generator, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
-from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
-
-from vpipe.system.console import PlainConsole, announce, inform
+from vpipe.system.console import announce, progress
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
-    from vpipe.train.convergence import LossCurve
-
-LINE_EVERY = 30.0
-"""Seconds between two lines about a run where the output is no terminal."""
-Report = Callable[[str, int, int, float], None]
-"""Takes a run, the updates that it has made and will make, and the last one's loss."""
+    from vpipe.train.convergence import LossCurve, OnUpdate
 
 
 def train_all(
@@ -38,10 +28,15 @@ def train_all(
     from vpipe.train.convergence import train_curve  # with torch
     from vpipe.train.loss_processes import LossProcesses
 
-    with _progress(sum(len(configs) for _, configs in rows)) as report:
+    number_of_runs, done = sum(len(configs) for _, configs in rows), dict[str, float]()
+    with progress() as report:
 
-        def reports(label: str, config: RunConfig) -> Callable[[int, int, float], None]:
-            return partial(report, f"{label}, seed {config.seed}")
+        def moved(run: str, made: int, of: int, loss: float) -> None:
+            done[run] = made / of
+            report(sum(done.values()) / number_of_runs, f"{run}: update {made} of {of}, loss {loss:.4f}")
+
+        def reports(label: str, config: RunConfig) -> OnUpdate:
+            return partial(moved, f"{label}, seed {config.seed}")
 
         if jobs == 1:
             for number, (label, configs) in enumerate(rows):
@@ -58,30 +53,3 @@ def train_all(
                 if number:
                     say(number)
                 yield [run.result() for run in runs]
-
-
-@contextmanager
-def _progress(runs: int) -> Iterator[Report]:
-    """A bar over all runs on a terminal, and lines now and then anywhere else."""
-    shares: dict[str, float] = {}
-    if sys.stderr.isatty():
-        columns = (TextColumn("{task.description}", markup=False), BarColumn(None), TimeRemainingColumn())
-        with Progress(*columns, console=PlainConsole(stderr=True), transient=True) as bar:
-            task = bar.add_task("", total=runs)
-
-            def move(run: str, made: int, of: int, loss: float) -> None:
-                shares[run] = made / of
-                line = f"{run}: update {made} of {of}, loss {loss:.4f}"
-                bar.update(task, completed=sum(shares.values()), description=line)
-
-            yield move
-        return
-    said = time.monotonic()
-
-    def write(run: str, made: int, of: int, loss: float) -> None:
-        nonlocal said
-        if time.monotonic() - said >= LINE_EVERY:
-            said = time.monotonic()
-            inform(f"{run}: update {made} of {of}, loss {loss:.4f}")
-
-    yield write

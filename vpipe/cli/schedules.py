@@ -15,7 +15,7 @@ from rich.text import Text
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run, schedule_names
 from vpipe.errors import ScheduleError, printable
 from vpipe.schedule import KINDS
-from vpipe.system.console import announce
+from vpipe.system.console import announce, progress
 
 if TYPE_CHECKING:
     from vpipe.config import RunConfig
@@ -135,7 +135,8 @@ def verify(
         announce("compress is not verified, which rounds on purpose: try its loss with `vpipe converge`")
     from vpipe.verify import verify_config  # torch comes with it
 
-    result = verify_config(run, updates=updates, dtype=dtype, device=device)
+    with progress() as report:
+        result = verify_config(run, updates=updates, dtype=dtype, device=device, report=report)
     if dtype is None and result.dtype != "float64":
         print(f"the model does not run in float64: it was verified in {result.dtype}", file=sys.stderr)
     print_result({**asdict(result), "ok": result.ok}, verification_table(result), as_json)

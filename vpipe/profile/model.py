@@ -40,6 +40,7 @@ from vpipe.profile.rounds import (
 )
 from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype
+from vpipe.system.console import Report, unreported
 from vpipe.system.device import AUTO_GRAPHS, check_cuda_graphs
 from vpipe.weights import OptimizerFactory
 
@@ -152,21 +153,27 @@ class MeasuredModel:
         device: DeviceCost | None = None,
         link: LinkCost | None = None,
         other_processes: int = 0,
+        report: Report = unreported,
     ) -> Profile:
         """Rounds for so many seconds, and the device and the link, unless they are given.
 
         On the CPU so many other processes do the same work meanwhile, as the other ranks of this host would.
         """
         if self.stages[0].compile:
+            report(0.0, "compiling the blocks")
             run_round(self.stages)  # before there are other processes
         if self.place.type == "cuda":
+            report(0.0, "running the blocks for the first time")
             self.run_for(seconds / 4, whole=False)
             self.clear()
+            report(0.2, "measuring the blocks")
             self.run_for(seconds)
+            report(0.8, "measuring the host")
             self.measure_host()
         else:
             with busy_processes(other_processes, partial(run_round, self.stages)):
-                run_rounds(self._turns, LEAST_ROUNDS, MOST_ROUNDS, seconds)
+                run_rounds(self._turns, LEAST_ROUNDS, MOST_ROUNDS, seconds, report)
+        report(1.0, "measuring the memory and the links")
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))
 
     def warm(self) -> None:

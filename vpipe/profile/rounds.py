@@ -20,6 +20,7 @@ from vpipe.stage import StageModule
 from vpipe.stage.graph_choice import LaunchTimes
 from vpipe.stage.host_store import HostStore, make_store
 from vpipe.stage.swap import Swap
+from vpipe.system.console import Report, unreported
 
 FORWARD, BACKWARD, UPDATE, VERSION = "F", "B", "STEP", "VERSION"
 SECOND_BACKWARD = "B that adds to the gradients of another"
@@ -72,8 +73,15 @@ def _run_minibatch(
             stage.intervals[phase].append(stage.weight_gradients())
 
 
-def run_rounds(turns: Sequence[Sequence[MeasuredStage]], least: int, most: int, duration: float) -> None:
+def run_rounds(
+    turns: Sequence[Sequence[MeasuredStage]],
+    least: int,
+    most: int,
+    duration: float,
+    report: Report = unreported,
+) -> None:
     """Some rounds of all turns to warm up, then at least `least`, and more (`most` at most) while there is time."""
+    report(0.0, "running the blocks for the first time")
     for _ in range(WARM):
         began = perf_counter()
         run_turns(turns)
@@ -83,10 +91,13 @@ def run_rounds(turns: Sequence[Sequence[MeasuredStage]], least: int, most: int, 
     for stages in turns:
         for stage in stages:
             stage.intervals.clear()
-    deadline = perf_counter() + duration
+    began = perf_counter()
     for number in range(most):
-        if number >= least and perf_counter() > deadline:
+        elapsed = perf_counter() - began
+        if number >= least and elapsed > duration:
             break
+        both = min(number / least, elapsed / duration) if duration else number / least
+        report(max(number / most, both), f"measuring the blocks, round {number + 1}")
         run_turns(turns)
 
 

@@ -24,7 +24,7 @@ from vpipe.launch.meeting import MEETING
 from vpipe.launch.mps import gpus_of
 from vpipe.launch.rank import LAUNCHED, LAUNCHER, end_with_launcher, start_heartbeat
 from vpipe.record.whereabouts import VARIABLE as PAGE
-from vpipe.system.console import announce, inform
+from vpipe.system.console import announce, inform, progress
 from vpipe.system.environment import DEVICE, GPU_SHARE, IDLE, LISTENER, PROFILE_NAME, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.files import write_text
@@ -127,9 +127,11 @@ def profile_here(config: RunConfig) -> Profile:
     # Processes of one thread: as many as the other ranks have threads, and as there are cores for.
     others = max(0, min(config.ranks * threads, int(cores())) - threads)
     try:
-        model = measured_model(config)
-        # CUDA does not survive the fork of the other processes.
-        return model.measure(other_processes=0 if model.place.type == "cuda" else others)
+        with progress() as report:
+            report(0.0, "capturing the model")
+            model = measured_model(config)
+            # CUDA does not survive the fork of the other processes.
+            return model.measure(other_processes=0 if model.place.type == "cuda" else others, report=report)
     finally:
         torch.set_num_threads(before)
 

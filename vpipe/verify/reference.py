@@ -23,6 +23,8 @@ from vpipe.verify.eager import EagerModel
 
 OptimizerFactory = Callable[[Any], Any]
 LossWeight = Callable[[dict[str, Tensor]], float]
+OnUpdate = Callable[[int], object]
+"""Called with the number of updates that have been made."""
 Versions = Mapping[tuple[int, int], int]
 """(stage, minibatch) ▶ the number of updates that the stage has made before the minibatch's forward."""
 
@@ -47,7 +49,13 @@ class Recipe:
 
 
 def train_synchronously(
-    model: nn.Module, minibatches: Sequence[Any], per_update: int, recipe: Recipe, graph: ModelGraph
+    model: nn.Module,
+    minibatches: Sequence[Any],
+    per_update: int,
+    recipe: Recipe,
+    graph: ModelGraph,
+    *,
+    on_update: OnUpdate = lambda made: None,
 ) -> Trained:
     """Gradient accumulation with a copy of the plain model."""
     plain = _in_training(copy.deepcopy(model))
@@ -69,6 +77,7 @@ def train_synchronously(
             optimizer.step()
             optimizer.zero_grad()
         losses.append(mean)
+        on_update(len(losses))
     return Trained(losses, gradients, {name: p.detach() for name, p in plain.named_parameters()})
 
 
@@ -216,6 +225,7 @@ def train_asynchronously(
     async_after: int = 0,
     predict: bool = False,
     split_tied: bool = False,
+    on_update: OnUpdate = lambda made: None,
 ) -> Trained:
     """Each minibatch reads in each stage the version that follows from the schedule (`versions_read`).
 
@@ -254,6 +264,7 @@ def train_asynchronously(
         used = weights.update(by_update.pop(update), recipe.clip_norm)
         first = first or used
         losses.append(mean)
+        on_update(len(losses))
         weights.drop(range(group[-1][0] + 1, len(minibatches)))
     frozen = {name: p.detach() for name, p in plain.named_parameters()}
     return Trained(losses, first, frozen | weights.newest())

@@ -26,6 +26,7 @@ from vpipe.schedule import Schedule
 from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
 from vpipe.stage import Stage
 from vpipe.stage.precision import cast
+from vpipe.system.console import Report, unreported
 from vpipe.system.device import choose_device
 from vpipe.train.workload import build_workload, configured_loss_weight
 from vpipe.verify.comparison import (
@@ -85,7 +86,12 @@ class _RankRun:
 
 
 def verify_config(
-    config: RunConfig, *, updates: int | None = None, dtype: str | None = None, device: str | None = None
+    config: RunConfig,
+    *,
+    updates: int | None = None,
+    dtype: str | None = None,
+    device: str | None = None,
+    report: Report = unreported,
 ) -> Verification:
     """Verify the run that a configuration describes, on synthetic data, or on the user's own where `data` names it.
 
@@ -104,6 +110,7 @@ def verify_config(
         updates=updates,
         dtype=dtype,
         device=device,
+        report=report,
         **arguments,
     )
 
@@ -122,6 +129,7 @@ def verify(
     seed: int = 0,
     loss_weight: str | LossWeight = "samples",
     staleness: Iterable[Remedy] | Staleness = (),
+    report: Report = unreported,
     **options: Any,
 ) -> Verification:
     """Train a copy of the model with and without the pipeline, in this process; compare losses, gradients, weights.
@@ -145,6 +153,7 @@ def verify(
         seed: Seed of dropout.
         loss_weight: What a minibatch counts in the loss of its update, as for `vpipe.Pipeline`.
         staleness: Remedies for stale weights, as for `vpipe.Pipeline`.
+        report: A function that is called with the share of the work that is done, and with what is being done.
         **options: Other arguments of `vpipe.Pipeline`, such as `schedule`, `minibatches` and `partition`.
     """
     if dtype is not None and dtype not in BOUNDS:
@@ -181,8 +190,9 @@ def verify(
                 )
             with world.exclusive:  # reading them may draw random numbers
                 batches = [made(number) for number in range(_count(pipe.layout, updates, remedies))]
-            return _run_rank(pipe, batches)
+            return _run_rank(pipe, batches, report if pipe.rank == 0 else unreported)
 
+    report(0.0, "capturing the model")
     with torch.random.fork_rng(devices=[]):
         computing = _set_dtype(model, raw(0), loss_fn, [dtype] if dtype else list(BOUNDS))
         first = made(0)
@@ -190,7 +200,7 @@ def verify(
         layout, batches = runs[0].layout, runs[0].batches
         recipe = Recipe(**same, loss_weight=loss_weigher(loss_weight, layout.graph))
         there = pytree.tree_map_only(Tensor, lambda tensor: tensor.to(place), batches)
-        expected = _train_plainly(model.to(place), there, layout, recipe, remedies)
+        expected = _train_plainly(model.to(place), there, layout, recipe, remedies, report)
     return _compare_runs(runs, expected, computing)
 
 
@@ -223,11 +233,16 @@ def _count(layout: Layout, updates: int | None, remedies: Staleness) -> int:
     return -(-wanted // length) * length
 
 
-def _run_rank(pipe: Pipeline, batches: list[Any]) -> _RankRun:
+def _run_rank(pipe: Pipeline, batches: list[Any], report: Report) -> _RankRun:
     gradients: dict[StageTensor, Tensor] = {}
     for stage in pipe.runtime.stages.values():
         _record_first_gradients(stage, gradients)
-    losses = [loss for _, loss in pipe.train(batches)]
+    losses = []
+    updates = len(batches) // pipe.schedule.update_interval
+    for _, loss in pipe.train(batches):
+        losses.append(loss)
+        share = len(losses) / updates
+        report(share / 2, f"training with the pipeline, update {len(losses)} of {updates}")
     weights = {
         (stage.index, name): tensor.cpu()
         for stage in pipe.runtime.stages.values()
@@ -253,15 +268,29 @@ def _record_first_gradients(stage: Stage, gradients: dict[StageTensor, Tensor]) 
 
 
 def _train_plainly(
-    model: nn.Module, batches: list[Any], layout: Layout, recipe: Recipe, remedies: Staleness
+    model: nn.Module,
+    batches: list[Any],
+    layout: Layout,
+    recipe: Recipe,
+    remedies: Staleness,
+    report: Report,
 ) -> Trained:
     schedule = layout.schedule
+    updates = len(batches) // schedule.update_interval
+
+    def updated(made: int) -> None:
+        report(0.5 + made / updates / 2, f"training without the pipeline, update {made} of {updates}")
+
     plain = (model, batches, schedule.update_interval, recipe, layout.graph)
     if schedule.synchronous:
-        return train_synchronously(*plain)
-    versions = versions_read(schedule, len(batches), remedies.async_after)
+        return train_synchronously(*plain, on_update=updated)
     return train_asynchronously(
-        *plain, stages=layout.stage_graphs, versions=versions, lag=schedule.lag, **remedies._asdict()
+        *plain,
+        stages=layout.stage_graphs,
+        versions=versions_read(schedule, len(batches), remedies.async_after),
+        lag=schedule.lag,
+        on_update=updated,
+        **remedies._asdict(),
     )
 
 
