@@ -74,8 +74,8 @@ def test_torchrun_restarts_and_the_run_ends_as_if_nothing_had_been(
     assert ended.err.count("VPIPE_FAULT: kill at bwd") == 1
     assert "stopped because rank 1 failed" in ended.err
     killed, revived = sorted(tmp_path.glob("runs/2*"))
-    # That of update 12 may have been under way; it waits for that of update 6.
-    resumed = re.search(r"resumed from (.*)/checkpoints/step-000000(06|12) after (6|12) updates", ended.said)
+    # That of update 12 may have been under way; it waits for that of update 9.
+    resumed = re.search(r"resumed from (.*)/checkpoints/step-000000(09|12) after (9|12) updates", ended.said)
     assert resumed is not None, ended.said
     assert Path(resumed[1]).name == killed.name
     assert not half_done(revived)
