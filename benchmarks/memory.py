@@ -97,7 +97,7 @@ def main() -> None:
 def profiled(batch_size: int, ranks: int) -> Profile:
     work.MINIBATCH = batch_size
     model = MeasuredModel(work.build_model(), work.batches(1)[0], optimizer=work.build_optimizer)
-    return model.measure(other_processes=ranks - 1)
+    return model.measure(ranks=ranks)
 
 
 def all_settings(ranks: int, batch_size: int) -> tuple[int, list[Setting]]:

@@ -436,7 +436,9 @@ def test_a_device_is_what_its_clocks_say(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(device_module, "perf_counter", FakeClock(step=0.5))
     monkeypatch.setattr("vpipe.profile.device.thread_time", FakeClock(step=0.006 * MINIBATCHES))
     monkeypatch.setattr("vpipe.profile.measured_stage.clock_of", lambda device: FakeClock(step=0.001))
+    monkeypatch.setattr(device_module, "cores", lambda: 3 * torch.get_num_threads())
     device = measure_device()
+    assert device.at_once == 3
     assert (device.to_host, device.from_host) == pytest.approx((COUNT * COPIED / 0.5,) * 2)
     assert device.overhead == pytest.approx((0.006 - 0.001 - 0.001) / 2)
     assert device.memory == total_memory()

@@ -13,9 +13,8 @@ from tests.schedules import NAMES
 from vpipe.cost import BlockCost, DeviceCost, HostCost, LinkCost, Plan, Profile, for_batch_size
 from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
-from vpipe.schedule import Action, Event, Op, bubble, build, lower
+from vpipe.schedule import Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
-from vpipe.simulate.contention import contention_of
 
 FREE = LinkCost(inf, 0.0)
 
@@ -396,45 +395,3 @@ def test_a_faster_link_is_never_slower(
     faster = LinkCost(link.bandwidth * factor, link.latency / factor, link.sender_busy)
     slow, fast = (simulate(profile(*found, link=used), plan, name, m) for used in (link, faster))
     assert fast.makespan <= slow.makespan * (1 + 1e-9)
-
-
-def test_ranks_of_one_device_are_quicker_while_others_wait() -> None:
-    """Alone an action takes two thirds of what it takes while the other rank computes: the first and the last do.
-
-    rank 0    F0 F1         B0 B1
-    rank 1       F0 F1 B0 B1
-    """
-    full = profile(*[block()] * 2)
-    shared = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
-    plan = Plan((1, 1), ("keep",) * 2)
-    alone, together = (simulate(costs, plan, "gpipe", 2, timeline=True) for costs in (full, shared))
-    assert alone.timeline is not None
-    assert together.timeline is not None
-    first = {event.action: event for event in together.timeline.events if event.rank == 0}
-    lasted = {action: event.end - event.start for action, event in first.items()}
-    assert lasted[Action.parse("0F0")] == pytest.approx(2 / 3)
-    assert lasted[Action.parse("0B1")] == pytest.approx(2 * 2 / 3)
-    assert lasted[Action.parse("0F1")] == pytest.approx(1.0, rel=0.1)
-    assert 2 / 3 < together.step_time / alone.step_time < 1.0
-    computed = sum(lasted[action] for action in lasted if action.op is not Op.STEP)
-    assert together.ranks[0].compute * together.makespan == pytest.approx(computed)
-    # A rank whose neighbours are not in the run is alone.
-    one = Plan((2,), ("keep",) * 2)
-    quick, slow = (simulate(costs, one, "gpipe", 2).step_time for costs in (shared, full))
-    assert quick == pytest.approx(slow / 1.5)
-
-
-def test_ranks_of_different_devices_do_not_slow_each_other_down() -> None:
-    full = profile(*[block()] * 4)
-    pairs = replace(full, device=replace(full.device, shared_by=2, crowding=1.5))
-    result = simulate(pairs, Plan((1,) * 4, ("keep",) * 4), "pipedream", 64)
-    # In the steady part nobody waits: all is as it was measured.
-    assert result.samples_per_second == pytest.approx(2 / 3, rel=0.02)
-    contention = contention_of(
-        [Event(0, Action(0, Op.F, 0), 0.0, 1.0), Event(2, Action(2, Op.F, 0), 0.0, 1.0)],
-        4,
-        pairs.device,
-        [{Op.F: 1.0}] * 4,
-    )
-    assert contention.factors == {Action(0, Op.F, 0): 1 / 1.5, Action(2, Op.F, 0): 1 / 1.5}
-    assert contention.means == (1 / 1.5, 1.0, 1 / 1.5, 1.0)

@@ -24,6 +24,7 @@ from vpipe.cost.pipedream import read_pipedream_graph
 from vpipe.cost.plan_file import Plan, named_or_table, read_plan, write_plan
 from vpipe.cost.policies import KEEP, POLICIES, RECOMPUTE, SWAP, MemoryPolicy
 from vpipe.cost.scaling import as_scheduled, for_batch_size
+from vpipe.cost.sharing import SharedRanks, shared_ranks, taking_turns
 
 __all__ = [
     "KEEP",
@@ -40,6 +41,7 @@ __all__ = [
     "OtherSize",
     "Plan",
     "Profile",
+    "SharedRanks",
     "Slowdown",
     "StaleTraining",
     "Tie",
@@ -58,6 +60,8 @@ __all__ = [
     "read_profile",
     "read_slowdowns",
     "sample_factor",
+    "shared_ranks",
+    "taking_turns",
     "update_bytes",
     "with_hosts",
     "with_links",

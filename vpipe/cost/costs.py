@@ -103,6 +103,9 @@ class DeviceCost(FileObject):
     crowding: Annotated[float, Unit("times as long as alone", least=1)] = 1.0
     """Contention on a shared device: the blocks' times, measured while all of these ranks compute, over the times of
     one rank alone."""
+    at_once: Annotated[float, Unit("ranks")] = 0.0
+    """How many ranks of a host can compute at the same time in the blocks' times; more of them take turns on its cores.
+    0: all of them."""
     workspace: Bytes = 0
     """Held by libraries on the device for each rank, from its first product on."""
     context: Bytes = 0

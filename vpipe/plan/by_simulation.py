@@ -72,7 +72,8 @@ class SimulatedSearch(Trials):
             self.effort *= 1 if self.task.profile.hosts is None else PLACED
             proven = self.in_order(self.entries())
             self.step_depths()
-            if self.task.few and self.task.kind.any_depth:
+            # Where ranks share a device, times differ by more than such depths do.
+            if self.task.few and self.task.kind.any_depth and self.task.walks == 1:
                 self.every_depth, self.effort, self.doubted = True, EFFORT * THOROUGH, inf
                 proven = self.in_order(self.entries())
         else:

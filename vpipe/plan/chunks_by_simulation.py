@@ -116,8 +116,7 @@ class ChunkedSearch:
             found.append(layout.holdings.holding(position, cuts.tolist()))
             if found[-1].missing:
                 return False
-        shared = task.profile.device.shared_by > 1 < task.profile.device.crowding
-        self.effort -= (EACH + 2 * task.simulated * schedule.num_stages) * (3 if shared else 1)
+        self.effort -= (EACH + 2 * task.simulated * schedule.num_stages) * task.walks
         interval = None if task.kind.synchronous else schedule.update_interval
         result = assemble(task, len(found[0].slices), interval, found, layout.placement)
         result = replace(result, seconds=simulated_seconds(task, result, task.simulated))

@@ -92,6 +92,8 @@ def plan_table(result: PlanResult) -> Table:
         last = result.ranks + result.idle - 1
         named = f"rank {last} is" if result.idle == 1 else f"ranks {result.ranks} to {last} are"
         table.caption += f"; {named} idle: no plan that was found for {last + 1} ranks is as fast"
+    if result.turns is not None:
+        table.caption += f"; {result.turns}"
     if result.gap is not None:
         table.caption += f"; the search was cut short: no plan can be faster by more than {result.gap:.1%}"
     if (line := about_loss(result)) is not None:

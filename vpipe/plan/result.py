@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-from vpipe.cost import KEEP, Plan, Profile, StaleTraining
+from vpipe.cost import KEEP, Plan, Profile, StaleTraining, taking_turns
 from vpipe.plan.chunks import PositionHolding
 from vpipe.plan.model import Slice, StageMemory, Time, stage_time
 from vpipe.plan.task import Task
@@ -68,6 +68,8 @@ class PlanResult:
     """Samples to equal loss, as a multiple of those of a synchronous schedule, where plans are chosen by it."""
     idle: int = 0
     """The last ranks, which have no stage: every plan that was found for more of them is slower, or does not fit."""
+    turns: str | None = None
+    """A line about ranks that take turns, for which a host has too few cores."""
     faster: PlanResult | None = None
     """The plan with the most samples a second, if it would be later at equal loss than this one."""
 
@@ -169,6 +171,7 @@ def assemble(
         positions=planned,
         seconds=max(position.seconds for position in planned),
         placement=() if placement is None or task.kind.table or in_order(placement) else placement,
+        turns=taking_turns(profile, sum(len(position.ranks) for position in planned)),
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
-from vpipe.cost import Profile, as_scheduled
+from vpipe.cost import Profile, as_scheduled, shared_ranks
 from vpipe.plan.chunks import PositionHolding, search_chunks
 from vpipe.plan.loads import (
     Loads,
@@ -19,6 +19,7 @@ from vpipe.plan.loads import (
 )
 from vpipe.plan.paths import compositions
 from vpipe.schedule import Schedule, ScheduleKind
+from vpipe.simulate.simulation import ITERATIONS
 
 LONG = 6
 """Rounds of minibatches after which a synchronous step only gets longer by the slowest rank's time."""
@@ -122,6 +123,11 @@ class Task(NamedTuple):
     def small(self) -> bool:
         """Whether there is time to look for the very smallest change that would fit."""
         return self.ranks * len(self.profile.blocks) <= SMALL
+
+    @property
+    def walks(self) -> int:
+        """How often a simulation walks through the schedule: more than once where ranks slow each other down."""
+        return 1 + ITERATIONS * bool(shared_ranks(self.profile, self.ranks))
 
     @property
     def few(self) -> bool:

@@ -169,8 +169,7 @@ class Trials:
             return
         schedule = shape.schedule
         run = schedule.minibatches or 6 * schedule.filling + 4 * schedule.update_interval
-        shared = self.task.profile.device.shared_by > 1 < self.task.profile.device.crowding
-        self.effort -= (EACH + 2 * run * schedule.num_stages) * (3 if shared else 1)
+        self.effort -= (EACH + 2 * run * schedule.num_stages) * self.task.walks
         found = Found(inf, shape, tuple(cuts.tolist()), choices)
         seconds = simulated_seconds(self.task, self.result(found), self.task.simulated)
         self.tried[key] = seconds

@@ -18,7 +18,7 @@ from vpipe.profile.measured_stage import MeasuredStage, seconds
 from vpipe.profile.outside import measure_outside
 from vpipe.profile.rounds import BACKWARD, FORWARD, run_rounds
 from vpipe.stage.host_store import make_store
-from vpipe.system.host_memory import total_memory
+from vpipe.system.host_memory import cores, total_memory
 
 COPIED, COUNT = 2 * 2**20, 16
 """Bytes of a tensor, such as a layer saves, and how many there are."""
@@ -48,7 +48,14 @@ def measure_device(device: torch.device = HOST, *, nccl: bool = True) -> DeviceC
             **measure_packing(device),
             **outside._asdict(),
         )
-    return DeviceCost(total_memory(), to_host, from_host, measure_overhead(), **measure_packing(device))
+    return DeviceCost(
+        total_memory(),
+        to_host,
+        from_host,
+        measure_overhead(),
+        at_once=max(1.0, cores() / torch.get_num_threads()),
+        **measure_packing(device),
+    )
 
 
 def measure_packing(device: torch.device) -> dict[str, Any]:

@@ -12,7 +12,6 @@ from vpipe.cost import Profile
 from vpipe.profile.model import MeasuredModel
 from vpipe.stage.compiled import check_compiler
 from vpipe.system.device import choose_device
-from vpipe.system.host_memory import cores
 from vpipe.weights import OptimizerFactory
 
 
@@ -70,6 +69,4 @@ def profile(
         predict=predict,
         place=place,
     )
-    threads = torch.get_num_threads()
-    others = max(0, min(ranks * threads, int(cores())) - threads) if ranks > 1 else 0
-    return measured.measure(seconds, other_processes=0 if place.type == "cuda" else others)
+    return measured.measure(seconds, ranks=ranks)

@@ -42,6 +42,7 @@ from vpipe.runtime import count_samples
 from vpipe.stage.precision import cast, compute_dtype
 from vpipe.system.console import Report, unreported
 from vpipe.system.device import AUTO_GRAPHS, check_cuda_graphs
+from vpipe.system.host_memory import cores
 from vpipe.weights import OptimizerFactory
 
 MEMBERS = 2
@@ -152,12 +153,13 @@ class MeasuredModel:
         seconds: float = 5.0,
         device: DeviceCost | None = None,
         link: LinkCost | None = None,
-        other_processes: int = 0,
+        ranks: int = 1,
         report: Report = unreported,
     ) -> Profile:
         """Rounds for so many seconds, and the device and the link, unless they are given.
 
-        On the CPU so many other processes do the same work meanwhile, as the other ranks of this host would.
+        On the CPU other processes do the same work meanwhile, as the other ranks of this host would, as far as there
+        are cores for them.
         """
         if self.stages[0].compile:
             report(0.0, "compiling the blocks")
@@ -171,7 +173,9 @@ class MeasuredModel:
             report(0.8, "measuring the host")
             self.measure_host()
         else:
-            with busy_processes(other_processes, partial(run_round, self.stages)):
+            threads = torch.get_num_threads()
+            others = max(0, min(ranks * threads, int(cores())) - threads)  # each has one thread
+            with busy_processes(others, partial(run_round, self.stages)):
                 run_rounds(self._turns, LEAST_ROUNDS, MOST_ROUNDS, seconds, report)
         report(1.0, "measuring the memory and the links")
         return self.profile(device or measure_device(self.place), link or measure_link(self.place))

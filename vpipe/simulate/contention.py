@@ -1,7 +1,6 @@
-"""Contention of ranks that share a device: an action is quicker while others wait.
+"""Contention of ranks that share a GPU or the cores of a host: an action is quicker while others wait.
 
-The profile has the times while all of them compute, `crowding` times those of one alone. Between the two an action's
-time grows with the share of it in which the others compute:
+How much longer than measured an action takes changes while it runs, with the number of ranks that compute:
 
     rank 0    ▪▪▪▪▪ ▪▪▪▪▪ ▪▪▪▪▪▪▪ ▪▪▪▪▪▪▪       ▪▪▪▪▪▪▪      nobody else computes during the first, all do later
     rank 1          ▪▪▪▪▪ ▪▪▪▪▪▪▪ ▪▪▪▪▪▪▪ ▪▪▪▪▪ ▪▪▪▪▪▪▪
@@ -12,16 +11,17 @@ Who computes when depends on these times: they are found by simulating a few tim
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 
-from vpipe.cost import DeviceCost
+from vpipe.cost import SharedRanks
 from vpipe.schedule import Action, Event, Op
 
+STRIDE = 0.5
+"""How far a factor goes from one simulation to the next, of the way to what that one shows."""
 COMPUTING = frozenset({Op.F, Op.B, Op.I, Op.W, Op.STEP})
-Times = npt.NDArray[np.float64]
 
 
 class Contention(NamedTuple):
@@ -32,49 +32,48 @@ class Contention(NamedTuple):
     """Of all actions of each rank."""
 
 
-class _Busy:
-    """When one rank computes: its actions follow each other."""
-
-    def __init__(self, events: Sequence[Event]) -> None:
-        self.starts = np.array([event.start for event in events])
-        self.ends = np.array([event.end for event in events])
-        self.before = np.concatenate([[0.0], np.cumsum(self.ends - self.starts)])
-
-    def until(self, times: Times) -> Times:
-        """Seconds that it has computed by then."""
-        if not len(self.starts):
-            return np.zeros_like(times)
-        last = np.searchsorted(self.starts, times, side="right") - 1
-        begun = np.maximum(last, 0)
-        part = np.minimum(times, self.ends[begun]) - self.starts[begun]
-        return np.where(last < 0, 0.0, self.before[begun] + part)
-
-
 def contention_of(
-    events: Sequence[Event], ranks: int, device: DeviceCost, seconds: Sequence[Mapping[Op, float]]
+    events: Sequence[Event],
+    ranks: int,
+    shared: Sequence[SharedRanks],
+    seconds: Sequence[Mapping[Op, float]],
+    before: Contention | None = None,
 ) -> Contention:
-    """From the events of a run, in order on each rank; `seconds` are the profile's, of each stage's operations.
+    """From the events of a run; `seconds` are the profile's, of each stage's operations.
 
-    Ranks of the device that are not in the run wait all the time.
+    `before`: with what that run was simulated. Where actions are longer, others begin later and slow less down: factors
+    would swing around those that they tend to.
     """
-    own = [
-        [event for event in events if event.rank == rank and event.action.op in COMPUTING]
-        for rank in range(ranks)
-    ]
-    busy = [_Busy(found) for found in own]
+    own: list[list[Event]] = [[] for _ in range(ranks)]
+    for event in events:
+        if event.action.op in COMPUTING:
+            own[event.rank].append(event)
     factors: dict[Action, float] = {}
-    means = []
-    for rank, found in enumerate(own):
-        first = rank // device.shared_by * device.shared_by
-        others = [
-            busy[other] for other in range(first, min(first + device.shared_by, ranks)) if other != rank
-        ]
-        starts, ends = busy[rank].starts, busy[rank].ends
-        beside = sum((other.until(ends) - other.until(starts) for other in others), np.zeros(len(found)))
-        lasted = ends - starts
-        share = np.divide(beside, lasted * (device.shared_by - 1), out=np.zeros(len(found)), where=lasted > 0)
-        factor = (1 + (device.crowding - 1) * share) / device.crowding
-        factors |= zip((event.action for event in found), factor.tolist(), strict=True)
-        full = np.array([seconds[event.action.stage][event.action.op] for event in found])
-        means.append(float(full @ factor / full.sum()) if full.sum() else 1.0)
+    means = [1.0] * ranks
+    for group in shared:
+        found = list(chain.from_iterable(own[rank] for rank in group.ranks))
+        for event, factor in zip(found, _factors(found, group.factors), strict=True):
+            old = factor if before is None else before.factors[event.action]
+            factors[event.action] = old + STRIDE * (factor - old)
+        for rank in group.ranks:
+            full = sum(seconds[event.action.stage][event.action.op] for event in own[rank])
+            longer = sum(
+                seconds[event.action.stage][event.action.op] * factors[event.action] for event in own[rank]
+            )
+            means[rank] = longer / full if full else 1.0
     return Contention(factors, tuple(means))
+
+
+def _factors(events: Sequence[Event], by_busy: Sequence[float]) -> list[float]:
+    """How much longer than measured each takes: the time that it lasted over the work that is done in it."""
+    if not events:
+        return []
+    starts, ends = (np.array([getattr(event, side) for event in events]) for side in ("start", "end"))
+    changes = np.concatenate([ends, starts])
+    order = np.argsort(changes, kind="stable")
+    times = changes[order]
+    busy = np.maximum(np.cumsum(np.repeat([-1, 1], len(events))[order])[:-1], 0)  # an event may last no time
+    done = np.concatenate([[0.0], np.cumsum(np.diff(times) / np.array(by_busy)[busy])])
+    worked = np.interp(ends, times, done) - np.interp(starts, times, done)
+    alone = np.full(len(events), float(by_busy[1]))
+    return np.divide(ends - starts, worked, out=alone, where=worked > 0).tolist()

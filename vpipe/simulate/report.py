@@ -6,7 +6,7 @@ from typing import Any
 
 from rich.table import Table
 
-from vpipe.cost import Profile
+from vpipe.cost import Profile, taking_turns
 from vpipe.simulate.memory import RankMemory
 from vpipe.simulate.simulation import Simulation
 from vpipe.system.units import duration, show_bytes
@@ -71,6 +71,8 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
             f"rank {slow.rank} is {slow.pace:.2f} times as slow as its device: its host launches kernels more slowly "
             "(larger minibatches or `cuda_graphs: auto` help)"
         )
+    if (line := taking_turns(profile, len(simulation.ranks))) is not None:
+        lines.append(line)
     table.caption = "\n".join(lines) or None
     return table
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import TYPE_CHECKING
 
-from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size
+from vpipe.cost import Plan, Profile, as_scheduled, for_batch_size, shared_ranks
 from vpipe.schedule import Action, Event, Op, Schedule, walk
 from vpipe.schedule.facts import fresh_gradients, makes_versions, splits_backward
 from vpipe.schedule.steady import SteadyPart
@@ -20,8 +20,8 @@ from vpipe.simulate.stage_cost import StageCost, stage_costs
 if TYPE_CHECKING:
     from vpipe.simulate.contention import Contention
 
-ITERATIONS = 2
-"""Simulations after which the times on a shared device change by less than a hundredth."""
+ITERATIONS = 3
+"""Simulations after which times that ranks share change by less than a hundredth."""
 
 F, B, I, W = Op.F, Op.B, Op.I, Op.W  # noqa: E741
 
@@ -110,14 +110,14 @@ def simulate(
     fresh = fresh_gradients(arranged) and not profile.device.graphs
     costs = stage_costs(profile, plan, fresh)
     contention = None
-    if profile.device.crowding > 1 and profile.device.shared_by > 1:
+    if shared := shared_ranks(profile, arranged.num_ranks):
         from vpipe.simulate.contention import contention_of  # numpy comes with it
 
         for _ in range(ITERATIONS):
             before = _Run(profile, arranged, costs, split, contention)
             found = before.result(timeline=True).timeline
             assert found is not None
-            contention = contention_of(found.events, arranged.num_ranks, profile.device, before.seconds)
+            contention = contention_of(found.events, arranged.num_ranks, shared, before.seconds, contention)
     return _Run(profile, arranged, costs, split, contention).result(timeline)
 
 

@@ -51,7 +51,7 @@ MEASURED = (
     "chunked_loss",
 )  # fmt: skip
 """The keys that a profile depends on."""
-METHOD = 7
+METHOD = 8
 """The number of the way in which profiles are measured: the cache finds none of another one."""
 WORTH = 1.02
 """How many times as fast another number of stages than the requested one must be."""

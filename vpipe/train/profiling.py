@@ -122,16 +122,11 @@ def profile_here(config: RunConfig) -> Profile:
 
     before = torch.get_num_threads()
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
-    threads = int(os.environ.get("OMP_NUM_THREADS", share))
-    torch.set_num_threads(threads)
-    # Processes of one thread: as many as the other ranks have threads, and as there are cores for.
-    others = max(0, min(config.ranks * threads, int(cores())) - threads)
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))
     try:
         with progress() as report:
             report(0.0, "capturing the model")
-            model = measured_model(config)
-            # CUDA does not survive the fork of the other processes.
-            return model.measure(other_processes=0 if model.place.type == "cuda" else others, report=report)
+            return measured_model(config).measure(ranks=config.ranks, report=report)
     finally:
         torch.set_num_threads(before)
 
