@@ -2,97 +2,48 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    PrivateAttr,
-    StrictBool,
-    model_validator,
-)
+from pydantic import BaseModel, ConfigDict, Field, PrivateAttr, StrictBool, model_validator
 
 from vpipe.config.code import CODE_KEYS, names_code
 from vpipe.config.contradictions import contradictions
 from vpipe.config.names import MEANT
 from vpipe.config.settings import AUTO
+from vpipe.config.values import (
+    LARGEST,
+    Betas,
+    Code,
+    Compress,
+    Count,
+    Depth,
+    Layers,
+    LossWeight,
+    Machine,
+    MemorySize,
+    Momentum,
+    Natural,
+    NotNegative,
+    OptimizerName,
+    Path_,
+    Pattern,
+    Places,
+    Positive,
+    Program,
+    Rank,
+    Real,
+    ScheduleName,
+    Seconds,
+    Share,
+)
 from vpipe.cost.fields import mistake
-from vpipe.cost.plan_file import check_schedule
 from vpipe.errors import VPipeError
 from vpipe.schedule import guides_schedule, kind_of, read_table
-from vpipe.schedule.kind import MOST_DEPTH
 from vpipe.schedule.staleness import Staleness, read_staleness
-from vpipe.system.files import check_path, exists, read_text, short_repr
-from vpipe.system.units import read_bytes
+from vpipe.system.files import exists, read_text, short_repr
 from vpipe.system.validation import unknown_key
-
-LOSS_WEIGHTS = ("auto", "samples", "tokens")
-
-
-def _number(value: Any) -> Any:
-    """YAML reads 5e-5, which has no dot, as text."""
-    if isinstance(value, str) and re.fullmatch(r"[+-]?\d+(\.\d*)?[eE][+-]?\d+", value):
-        return float(value)
-    return value
-
-
-def _machine(value: str) -> str:
-    # Only what a host's name may have: it can be taken neither for an option of another program nor for a command.
-    if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*:[0-9]{1,4}", value):
-        raise ValueError("host:GPU, such as 'localhost:0'")
-    return value
-
-
-def _size(value: str) -> str:
-    read_bytes(value)
-    return value
-
-
-def _code(value: str) -> str:
-    if not names_code(value):
-        raise ValueError("module:function, such as 'my_module:build_data'")
-    return value
-
-
-def _schedule(value: str) -> str:
-    return value if value == AUTO else check_schedule(value)
-
-
-def _loss_weight(value: str) -> str:
-    if value not in LOSS_WEIGHTS and not names_code(value):
-        raise ValueError(f"{', '.join(LOSS_WEIGHTS)}, or module:function")
-    return value
-
-
-LARGEST = 10**9
-"""Of any count: a larger number is taken for a mistake in writing."""
-Count = Annotated[int, Field(strict=True, ge=1, le=LARGEST)]
-Places = Annotated[int, Field(strict=True, ge=1, le=4096)]
-Natural = Annotated[int, Field(strict=True, ge=0, le=LARGEST)]
-Rank = Annotated[int, Field(strict=True, ge=0, lt=4096)]
-Depth = Annotated[int, Field(strict=True, ge=0, le=MOST_DEPTH)]
-Real = Annotated[float, BeforeValidator(_number), Field(strict=True, allow_inf_nan=False)]
-Positive = Annotated[Real, Field(gt=0)]
-Seconds = Annotated[Real, Field(gt=0, le=1e6)]
-"""At most eleven days: the calls of the system that wait take no more."""
-Layers = Annotated[int, Field(strict=True, ge=1, le=10_000)]
-Share = Annotated[Real, Field(ge=0, le=1)]
-NotNegative = Annotated[Real, Field(ge=0)]
-OptimizerName = Literal["sgd", "adam", "adamw", "nadamw", "muon", "lamb"]
-Compress = Literal["none", "bf16", "int8", "int4"]
-Betas = Annotated[list[Annotated[Real, Field(ge=0, lt=1)]], Field(min_length=2, max_length=2)]
-Momentum = Annotated[Real, Field(ge=0, lt=1)]
-Pattern = Annotated[str, Field(min_length=1)]
-Machine = Annotated[str, AfterValidator(_machine)]
-Program = Annotated[str, Field(pattern=r"^[A-Za-z0-9/_][^\x00-\x1f\x7f]*$")]
-Path_ = Annotated[str, Field(min_length=1), AfterValidator(check_path)]
-Code = Annotated[str, AfterValidator(_code)]
 
 
 class _Keys(BaseModel):
@@ -133,7 +84,7 @@ class RunConfig(_Keys):
     loss: Code | None = None
     """Function of your own, as `module:function`, that gets the model's output and the fields of a batch that `forward`
     does not take, and returns the loss; if not given, the model returns it."""
-    loss_weight: Annotated[str, AfterValidator(_loss_weight)] = "auto"
+    loss_weight: LossWeight = "auto"
     """What a minibatch counts in its update's loss. samples: its number; tokens: the number of targets that its loss is
     a mean over, so that an update equals the plain model's over the whole batch; or a function of your own, as
     `module:function`, from a minibatch's fields to a number. auto: tokens, if the loss is such a mean, else labels that
@@ -191,7 +142,7 @@ class RunConfig(_Keys):
 
     # The pipeline
 
-    schedule: Annotated[str, AfterValidator(_schedule)] | None = None
+    schedule: ScheduleName | None = None
     """Order of the work: gpipe, 1f1b, interleaved, zb-h1, zb-v, pipedream, 2bw, vpipe, or the path of a table
     that `vpipe schedule --csv` wrote. auto: with `partition: auto`, the one that reaches a loss first by prediction, as
     `vpipe plan --schedule auto` chooses it; a line says which, and why. If not given, `macrobatch` and `sync_mode`
@@ -227,7 +178,7 @@ class RunConfig(_Keys):
     by the flops and the bytes of their operations."""
     policies: list[Literal["keep", "recompute", "swap"]] | None = None
     """Memory policy of each block's activations until backward; instead of a plan's, or of `recompute_ratio`."""
-    gpu_memory: Annotated[str, Field(min_length=1), AfterValidator(_size)] | None = None
+    gpu_memory: MemorySize | None = None
     """Memory of a rank that a plan may use, such as 11GiB; if not given, the device's."""
     recompute_ratio: Share | list[Share] | None = None
     """Share of each stage's blocks, counted from its end, whose activations are recomputed in backward; one
