@@ -84,6 +84,18 @@ def test_a_run_is_profiled_once_and_planned_as_its_file_says(
     assert [seen.batch_size for seen in profiled] == [3, 4]
 
 
+def test_a_run_is_planned_with_a_given_profile(
+    config: Path, profiled: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Measured elsewhere, perhaps, and with another size of minibatches than the run's."""
+    write_profile(replace(PROFILE, batch_size=6, fingerprint="given"), Path("given.json"))
+    assert vpipe(monkeypatch, "plan", config, "--profile", "given.json") == 0
+    written = read_plan(Path("plan.json"))
+    assert (written.schedule, written.minibatches, written.batch_size) == ("1f1b", 6, 3)
+    assert (sum(written.replicas), written.fingerprint) == (2, "given")
+    assert profiled == []
+
+
 def test_stages_are_placed_on_the_hosts_of_the_run(
     config: Path,
     profiled: list[RunConfig],
@@ -159,7 +171,7 @@ def test_without_a_place_to_keep_it_a_run_is_profiled_once(
     [
         ((), "give a run's YAML file, or --profile and --ranks"),
         (("--profile", "profile.json"), "give a run's YAML file, or --profile and --ranks"),
-        (("run.yml", "--profile", "profile.json"), "give either a run's YAML file or --profile, not both"),
+        (("run.yml", "--profile", "profile.json"), "profile.json: cannot be read: No such file"),
         (
             ("run.yml", "--set", "schedule=order.csv", "--set", "minibatches=null"),
             "order.csv: cannot be read: No such file",

@@ -65,10 +65,11 @@ def profile(
 def plan(
     config: Annotated[
         Path | None,
-        typer.Argument(help="A run's YAML file; its model is profiled unless a profile is cached."),
+        typer.Argument(help="A run's YAML file; its model is profiled unless a profile is cached or given."),
     ] = None,
     profile: Annotated[
-        Path | None, typer.Option(help="Instead: a file of `vpipe profile`, or PipeDream's graph.txt.")
+        Path | None,
+        typer.Option(help="A file of `vpipe profile`, or PipeDream's graph.txt; needs no YAML file."),
     ] = None,
     ranks: Annotated[int | None, typer.Option(help="Ranks to plan for; default: the file's.")] = None,
     stages: Annotated[
@@ -143,18 +144,17 @@ def plan(
         announce(f"{profile}: searching for a plan")
         training = StaleTraining(measured=measured) if by == LOSS else None
         result = find_plan(costs, ranks, cap, chosen, minibatches, size, chunks, training, stages)
-    elif profile is not None:
-        raise VPipeError(
-            f"give either a run's YAML file or --profile, not both: {str(config)!r}, {str(profile)!r}"
-        )
     else:
         from vpipe.train.planning import plan_run, stale_training
 
         run = read_run(config, settings)
         if machines:
             names, placed = _hosts_of_run(run, placed)
+        if profile is not None and size is None:
+            size = run.batch_size
         result = plan_run(
             run,
+            None if profile is None else read_any_profile(profile),
             ranks=ranks,
             stages=stages,
             memory=memory,
