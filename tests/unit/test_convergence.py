@@ -11,7 +11,8 @@ import pytest
 
 from tests.waiting import TIMEOUT
 from vpipe.cli import convergence
-from vpipe.cli.convergence import _cases, _remedies, _schedules, predicted_seconds, slowdowns, table
+from vpipe.cli.loss_cases import make_cases, remedy_choices, schedule_choices
+from vpipe.cli.loss_rows import Row, predicted_seconds, slowdowns, table
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
 from vpipe.errors import VPipeError
 from vpipe.observe.loss_curves import smoothed
@@ -39,11 +40,11 @@ def file(tmp_path: Path) -> Path:
 
 
 def axes(schedules: str, staleness: str | None = None) -> list[Any]:
-    return [_schedules(schedules), [("", {})], _remedies(staleness)]
+    return [schedule_choices(schedules), [("", {})], remedy_choices(staleness)]
 
 
-def test_cases_have_equal_samples_and_synchronous_ones_no_remedies(file: Path) -> None:
-    cases = _cases(file, {}, axes("1f1b,vpipe,2bw:8", "none,predict+async_after:5"), 4, 10)
+def test_cases_have_equal_samples_and_synchronous_ones_noremedy_choices(file: Path) -> None:
+    cases = make_cases(file, {}, axes("1f1b,vpipe,2bw:8", "none,predict+async_after:5"), 4, 10)
     found = [(case.label, case.interval, case.config.max_updates, case.config.staleness) for case in cases]
     both = ["predict", {"async_after": 5}]
     assert found == [
@@ -54,7 +55,7 @@ def test_cases_have_equal_samples_and_synchronous_ones_no_remedies(file: Path) -
         ("2bw:8 predict+async_after:5", 8, 10, both),
     ]
     assert {case.config.ranks for case in cases} == {4}
-    assert [case.config.ranks for case in _cases(file, {}, axes("vpipe"), None, 10)] == [2]
+    assert [case.config.ranks for case in make_cases(file, {}, axes("vpipe"), None, 10)] == [2]
 
 
 @pytest.mark.parametrize(("asked", "made", "epochs"), [(None, 4, 1), (3, 3, 0.75), (9, 9, 2.25)])
@@ -62,7 +63,7 @@ def test_updates_that_were_asked_for_take_as_many_epochs_as_they_need(
     file: Path, asked: int | None, made: int, epochs: float
 ) -> None:
     few = {"max_samples": 10, "validation_share": 0.2}  # 4 minibatches
-    (case,) = _cases(file, few, axes("vpipe"), None, asked)
+    (case,) = make_cases(file, few, axes("vpipe"), None, asked)
     curve = train_curve(case.config, "cpu")
     assert (len(curve.losses), curve.epochs) == (made, epochs)
 
@@ -78,14 +79,14 @@ def test_updates_that_were_asked_for_take_as_many_epochs_as_they_need(
 )
 def test_mistakes(file: Path, schedules: str, staleness: str | None, message: str) -> None:
     with pytest.raises(VPipeError, match=message):
-        _cases(file, {}, axes(schedules, staleness), None, 10)
+        make_cases(file, {}, axes(schedules, staleness), None, 10)
 
 
 def test_the_predicted_time_of_an_update(file: Path) -> None:
     """Of an endless schedule too: four equal stages take 3 s a minibatch each."""
     block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
     profile = Profile((block,) * 4, DeviceCost(10**6, 1e9, 1e9), LinkCost(1e12, 0.0), 2)
-    cases = _cases(file, {"partition": None}, axes("1f1b:1,vpipe,2bw:8"), 4, 10)
+    cases = make_cases(file, {"partition": None}, axes("1f1b:1,vpipe,2bw:8"), 4, 10)
     curve = LossCurve((1.0,), 2, 0.1, 1.0, (1, 1, 1, 1), (0,) * 4, 0.0)
     seconds = [predicted_seconds(profile, case.config, curve) for case in cases]
     assert seconds == pytest.approx([12.0, 3.0, 24.0], rel=0.05)
@@ -111,10 +112,10 @@ def test_figures_of_a_curve() -> None:
 def test_a_run_that_diverges_is_a_row_like_others(file: Path) -> None:
     keys = {"optimizer": "sgd", "max_samples": 40, "print_frequency": 1}
     rates = [("good", {"learning_rate": 1e-3}), ("wild", {"learning_rate": 1e30})]
-    cases = _cases(file, keys, [*axes("1f1b:2,vpipe")[:1], rates, axes("vpipe")[-1]], None, 4)
+    cases = make_cases(file, keys, [*axes("1f1b:2,vpipe")[:1], rates, axes("vpipe")[-1]], None, 4)
     seen: list[tuple[int, int]] = []
     rows = [
-        convergence.Row(case, [train_curve(case.config, "cpu", lambda n, of, _: seen.append((n, of)))], None)
+        Row(case, [train_curve(case.config, "cpu", lambda n, of, _: seen.append((n, of)))], None)
         for case in cases
     ]
     good, wild, stale, wild_stale = (row.curves[0] for row in rows)
@@ -156,7 +157,7 @@ def test_rows_that_are_trained_are_shown_if_the_user_stops_the_rest(
 
 
 def test_no_process_is_left_of_runs_that_are_not_waited_for(file: Path) -> None:
-    (case,) = _cases(file, {"max_samples": 100_000}, axes("vpipe"), None, 20_000)
+    (case,) = make_cases(file, {"max_samples": 100_000}, axes("vpipe"), None, 20_000)
     begun = threading.Event()
     with LossProcesses(1, "cpu") as processes:
         running = processes.begin(case.config, lambda *_: begun.set())
