@@ -167,8 +167,9 @@ def main() -> None:
         rows = run(cases, rounds, given.layers, given.width)
         print(report(rows), flush=True)
         if given.write:
-            kept = sections_of(given.write.read_text(encoding="utf-8")) if given.write.exists() else {}
-            given.write.write_text(page(kept | {ranks: section(rows, command, load)}), encoding="utf-8")
+            kept, behind = parts_of(given.write.read_text(encoding="utf-8") if given.write.exists() else "")
+            text = page(kept | {ranks: section(rows, command, load)}) + behind
+            given.write.write_text(text, encoding="utf-8")
 
 
 def resize(layers: int, width: int) -> None:
@@ -325,8 +326,10 @@ is kept, or every block is recomputed.
   before and right after it.
 - *Busy* is the computing time of the rank that computes longest.
 - *Bytes* are what autograd holds at its peak, on the rank where prediction and count differ most.
-- With more ranks than processors the ranks take turns on the processors, and the simulator says how
-  long that takes.
+- With more ranks than processors the ranks take turns on the processors. The simulator counts the
+  turns, not what the system loses by them (caches, and moments in which a processor has nothing to
+  do), so it is an upper bound: 1.1 to 1.4 times what was measured. Without the turns it would be up
+  to 1.5 times (three ranks) or twice (four) as high again.
 - `pipedream` and `vpipe` run the same program. The difference between the two shows how far two
   measurements of one thing may differ.
 
@@ -337,10 +340,15 @@ runs](measured/accuracy_more_processors.md).
     return introduction + "".join(found)
 
 
-def sections_of(written: str) -> dict[int, str]:
-    """What stands under each number of ranks."""
+def parts_of(written: str) -> tuple[dict[int, str], str]:
+    """What stands under each number of ranks, and the page's other sections, which are behind them."""
     parts = re.split(r"^## (\d+) ranks$", written, flags=re.MULTILINE)[1:]
-    return {int(ranks): text.strip() for ranks, text in zip(parts[::2], parts[1::2], strict=True)}
+    sections = {int(ranks): text.strip() for ranks, text in zip(parts[::2], parts[1::2], strict=True)}
+    if not sections:
+        return {}, ""
+    last = max(sections)
+    sections[last], heading, others = sections[last].partition("\n## ")
+    return {ranks: text.strip() for ranks, text in sections.items()}, heading + others + "\n" * bool(others)
 
 
 def section(rows: Sequence[Row], command: str, load: float) -> str:
@@ -350,7 +358,8 @@ def section(rows: Sequence[Row], command: str, load: float) -> str:
     lines = [f"`{command}`, on {processors()} processors.", f"Within {LIMIT:.0%}: {verdict}.", ""]
     if load > 0.5:
         lines += [
-            f"Other programs ran on the machine: its load was {load:.1f} before the run. Throughput is less reliable.",
+            f"Other programs ran on the machine: its load was {load:.1f} before the run. Throughput is less",
+            "reliable.",
             "",
         ]
     return "\n".join([*lines, report(rows)])
