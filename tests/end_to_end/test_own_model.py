@@ -17,6 +17,8 @@ def test_train_resume_and_export(tmp_path: Path) -> None:
     ended = vpipe("train", "mine/run.yml", cwd=tmp_path)
     assert ended.code == 0, ended.said
     assert "Net: 4 blocks" in ended.out
+    assert "Evaluation loss: " in ended.out
+    assert "erplexity" not in ended.out  # the loss weighs its cross-entropies
     folder = next(path.parent for path in tmp_path.glob("runs/*/summary.json"))
     assert {"trace.json", "report.html", "metrics.jsonl"} <= {path.name for path in folder.iterdir()}
     names: dict[str, object] = {}
@@ -28,7 +30,8 @@ def test_train_resume_and_export(tmp_path: Path) -> None:
     assert ended.code == 0, ended.said
     assert "after 4 updates" in ended.out
     ended = vpipe("eval", "mine/run.yml", "--json", cwd=tmp_path)
-    assert json.loads(ended.out)["updates"] == 6
+    evaluated = json.loads(ended.out)
+    assert (evaluated["updates"], evaluated["perplexity"]) == (6, None)
 
 
 def test_a_mistake_in_the_users_code_is_one_line(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import printable
 from vpipe.observe.drift import DriftMeter
+from vpipe.observe.evaluation import evaluation_line, perplexity
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
@@ -70,6 +71,7 @@ class Recorder:
         self.evaluations = Curve[tuple[int, float]]()
         self._last_losses: deque[float] = deque(maxlen=RECENT)
         self._last_evaluation: float | None = None
+        self._perplexity: float | None = None  # of it
         self.error: BaseException | None = None  # the error that ends the run; set from outside
         self._pipe, self._folder = pipe, folder
         self._total = total
@@ -167,12 +169,13 @@ class Recorder:
         self.evaluations.add((done, loss))
         self._last_evaluation = loss
         self._metrics_found = dict(metrics)
-        line = f"Iteration {done}, Evaluation loss: {loss:.4f}, Perplexity: {perplexity(loss):.2f}"
-        line = printable(line + "".join(f", {name}: {value:.4f}" for name, value in metrics.items()))
+        self._perplexity = perplexity(self._pipe, loss)
+        line = f"Iteration {done}, {evaluation_line(loss, self._perplexity, metrics)}"
         self.log.line(line)
         if self._shows_progress:
             self.show(line)
-        self._write("evaluation", done, **{**metrics, "loss": loss, "perplexity": perplexity(loss)})
+        figures = {} if self._perplexity is None else {"perplexity": self._perplexity}
+        self._write("evaluation", done, **{**metrics, "loss": loss, **figures})
 
     def summary(self, ended: str) -> dict[str, Any]:
         """The figures of the whole run and how it `ended`, the same on every rank.
@@ -191,7 +194,7 @@ class Recorder:
             # A run that was restarted after its last update has made none.
             "loss": mean(self._last_losses) if self._last_losses else self._last_evaluation,
             "evaluation_loss": self._last_evaluation,
-            "perplexity": None if self._last_evaluation is None else perplexity(self._last_evaluation),
+            "perplexity": self._perplexity,
             "updates": self._pipe.updates,
             "skipped_updates": max(skipped),
             "lost_writes": sum(count for count, _ in lost),
@@ -267,7 +270,3 @@ class Recorder:
     def _write(self, kind: str, update: int, **figures: Any) -> None:
         if self._metrics is not None:
             self._metrics.write(kind, update, **figures)
-
-
-def perplexity(loss: float) -> float:
-    return math.exp(min(loss, 700.0))

@@ -12,6 +12,11 @@ LossWeight = Callable[[Fields], float]
 NAMES = ("samples", "tokens", "auto")
 
 
+def is_cross_entropy(graph: ModelGraph) -> bool:
+    """Whether the loss is a mean of cross-entropies over targets of the batch, and nothing else."""
+    return target_count(graph) is not None
+
+
 def loss_weigher(given: str | LossWeight, graph: ModelGraph) -> LossWeight:
     """The function that a value of `loss_weight=` names."""
     if callable(given):

@@ -190,7 +190,9 @@ class Trainer:
             self.folder,
             total=self.position.updates,
             samples=self.position.interval * config.batch_size,
-            tokens=None if config.data else config.sequence_length,
+            tokens=config.sequence_length
+            if not config.data and "input_ids" in pipe.layout.graph.fields
+            else None,
             print_frequency=config.print_frequency,
             verbose_frequency=config.verbose_frequency,
             hang_limit=config.hang_limit,
