@@ -112,9 +112,11 @@ def summary_table(summary: dict[str, Any]) -> Table:
     if phases := summary.get("phases"):
         parts = ", ".join(f"{name} {seconds:.1f}" for name, seconds in phases.items() if seconds >= 0.05)
         rows["start"] = f"{sum(phases.values()):.1f} s to the first update: {parts}"
-    rows |= {
-        f"peak memory, stage {stage}": show_bytes(peak) for stage, peak in enumerate(summary["peak_memory"])
-    }
+    peaks: dict[str, int] = {}  # by the stages of a rank, the most of its replicas
+    for rank in summary["ranks"]:
+        held = f"stage{'s' * (len(rank['stages']) > 1)} {', '.join(map(str, rank['stages']))}"
+        peaks[held] = max(peaks.get(held, 0), rank["peak_memory"])
+    rows |= {f"peak memory, {held}": show_bytes(peak) for held, peak in peaks.items()}
     if summary["skipped_updates"]:
         rows["skipped"] = f"{summary['skipped_updates']} updates, whose gradients were not finite"
     if summary["lost_writes"]:
