@@ -15,9 +15,10 @@ from vpipe.config.arguments import build_schedule, check_plan
 from vpipe.config.file import read_config
 from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, read_plan, write_profile
 from vpipe.errors import ConfigError, VPipeError
+from vpipe.schedule.staleness import Staleness
 from vpipe.system import user_cache
 from vpipe.train import profiling
-from vpipe.train.planning import plan_run, write_run_plan
+from vpipe.train.planning import plan_run, stale_training, write_run_plan
 
 BLOCK = BlockCost("block", 0.01, 0.01, 0.01, 0.0, 100_000, 1_000, 10_000)
 PROFILE = Profile((BLOCK,) * 5, DeviceCost(2**30, 1e8, 1e8), LinkCost(1e10, 1e-5), 3, fingerprint="abc")
@@ -78,10 +79,62 @@ def test_a_run_is_profiled_once_and_planned_as_its_file_says(
     assert vpipe(monkeypatch, "plan", config, "--ranks", 3, "--schedule", "vpipe", "-o", "other.json") == 0
     assert "vpipe on 3 ranks" in capsys.readouterr().out
     assert sum(read_plan(Path("other.json")).replicas) == 3
-    assert len(profiled) == 1
-    # Another minibatch has other costs.
+    assert vpipe(monkeypatch, "plan", config, "--ranks", 3, "--schedule", "zb-h1") == 0
+    # The run would have another optimizer under vpipe. Another minibatch has other costs.
+    assert [seen.chosen_optimizer for seen in profiled] == ["adamw", "muon"]
     assert vpipe(monkeypatch, "plan", config, "--set", "batch_size=4") == 0
-    assert [seen.batch_size for seen in profiled] == [3, 4]
+    assert [seen.batch_size for seen in profiled] == [3, 3, 4]
+
+
+@pytest.mark.parametrize(
+    ("keys", "schedule", "optimizer", "predicts"),
+    [
+        ({}, None, "adamw", False),
+        ({}, "gpipe", "adamw", False),
+        ({}, "2bw", "muon", True),
+        ({}, "auto", "muon", True),
+        ({"optimizer": "sgd"}, "2bw", "sgd", False),
+        ({"schedule": "vpipe", "minibatches": None}, None, "muon", True),
+        ({"schedule": "vpipe", "minibatches": None}, "1f1b", "adamw", False),
+        ({"schedule": "vpipe", "minibatches": None, "staleness": []}, "2bw", "muon", False),
+        (
+            {"schedule": "vpipe", "minibatches": None, "staleness": ["predict"], "optimizer": "adamw"},
+            "2bw",
+            "adamw",
+            True,
+        ),
+        ({"schedule": "auto", "partition": "auto"}, None, "muon", True),
+    ],
+)
+def test_costs_are_those_of_the_optimizer_that_the_run_will_have(
+    config: Path,
+    profiled: list[RunConfig],
+    capsys: pytest.CaptureFixture[str],
+    keys: dict[str, object],
+    schedule: str | None,
+    optimizer: str,
+    predicts: bool,
+) -> None:
+    run = read_config(config, keys)
+    found = plan_run(run, schedule=schedule, training=stale_training(run))
+    (seen,) = profiled
+    assert (seen.chosen_optimizer, seen.remedies.predict) == (optimizer, predicts)
+    said = "compared by optimizer muon, since the file names none" in capsys.readouterr().err
+    assert said == (schedule == "auto" and found.synchronous)
+
+
+def test_a_synchronous_run_of_auto_has_the_optimizer_of_its_plan(
+    config: Path, profiled: list[RunConfig], capsys: pytest.CaptureFixture[str]
+) -> None:
+    keys = {"schedule": "auto", "partition": "auto"}
+    write_run_plan(read_config(config, keys), Path("plan.json"))
+    run = read_config(config, keys | {"partition": "plan.json"})
+    assert not run.has_stale_weights
+    assert run.chosen_optimizer == "muon"
+    assert run.remedies == Staleness()
+    assert "it trains with optimizer muon, by which schedules were compared" in capsys.readouterr().err
+    named = read_config(config, keys | {"partition": "plan.json", "optimizer": "sgd"})
+    assert named.chosen_optimizer == "sgd"
 
 
 def test_a_run_is_planned_with_a_given_profile(

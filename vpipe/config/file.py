@@ -90,6 +90,8 @@ def with_plan(config: RunConfig, path: Path) -> RunConfig:
         own = KINDS.get(plan.schedule)
         if own is not None:
             kept.pop("staleness" if own.synchronous else "minibatches", None)
+            if own.synchronous:
+                planned["optimizer"] = config.chosen_optimizer  # of all schedules that were compared
     if "schedule" not in kept and config.sync_mode is None and not config.macrobatch and plan.scheduled:
         planned["schedule"] = plan.schedule
     if plan.schedule == planned.get("schedule", config.chosen_schedule):

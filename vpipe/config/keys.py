@@ -189,9 +189,9 @@ class RunConfig(_Keys):
     # The training
 
     optimizer: OptimizerName | None = None
-    """Rule of the updates. If not given, adamw; in an asynchronous schedule muon, with `staleness: [predict]`. muon:
-    Muon for the matrices between embedding and head, AdamW for the rest, with one rate for both; it bears stale weights
-    best. nadamw: NAdam with decoupled weight decay and a first beta of 0.99."""
+    """Rule of the updates. If not given, adamw; in an asynchronous schedule muon, with `staleness: [predict]`; with
+    `schedule: auto` muon in any. muon: Muon for the matrices between embedding and head, AdamW for the rest, with one
+    rate for both; it bears stale weights best. nadamw: NAdam with decoupled weight decay and a first beta of 0.99."""
     learning_rate: Positive = 1e-4
     """Size of the updates."""
     learning_rate_policy: Literal["polynomial", "step", "cosine", "constant"] = "constant"
@@ -421,6 +421,14 @@ class RunConfig(_Keys):
         if self.staleness is None and self.optimizer is None and not self.has_stale_weights:
             return Staleness()
         return self.stale_defaults[1]
+
+    def under(self, *, synchronous: bool) -> RunConfig:
+        """The same keys with the optimizer and the remedies named that the run has under a schedule of this kind."""
+        if synchronous:
+            return self.model_copy(update={"optimizer": self.optimizer or "adamw", "staleness": []})
+        optimizer, remedies = self.stale_defaults
+        named = self.staleness if self.staleness is not None else ["predict"] * remedies.predict
+        return self.model_copy(update={"optimizer": optimizer, "staleness": named})
 
     @property
     def stale_defaults(self) -> tuple[str, Staleness]:

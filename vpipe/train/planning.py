@@ -84,6 +84,10 @@ def write_run_plan(
     if config.chosen_schedule == AUTO:
         others = "asynchronous" if found.synchronous else "other"
         reason = about_loss(found) or f"no {others} schedule is predicted to reach a loss sooner"
+        if found.synchronous and config.optimizer is None:
+            reason += (
+                f"; it trains with optimizer {config.chosen_optimizer}, by which schedules were compared"
+            )
         inform(f"{config.source}: schedule auto: {headline(found)}; {reason}")
     write_plan(found.to_plan(), path)
     write_profile(profile, path.with_name(PROFILE))  # the report makes its predictions from it
@@ -124,8 +128,12 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
-    measured = profile or cached_profile(of_one_host(config, hosts.ranks[0]) if hosts.ranks else config)
-    profile = compressed_profile(with_hosts(measured, hosts), config)
+    if profile is None:
+        # What an update takes is part of it, and which optimizer makes the updates may depend on the schedule.
+        kind = chosen if isinstance(chosen, Schedule) or chosen == AUTO else kind_of(chosen)
+        trained = config.under(synchronous=not isinstance(kind, str) and kind.synchronous)
+        profile = cached_profile(of_one_host(trained, hosts.ranks[0]) if hosts.ranks else trained)
+    profile = compressed_profile(with_hosts(profile, hosts), config)
     announce(f"{config.source}: searching for a plan")
     find = partial(
         plan,
@@ -146,7 +154,13 @@ def plan_run(
         profile = replace(profile, device=replace(profile.device, graphs=False))  # there is no room for them
         found = find(profile, stages=stages)
     if stages is None and ranks is None and config.stages not in (None, len(found.replicas)):
-        return _with_own_stages(config, found, partial(find, profile, stages=config.stages), inform)
+        found = _with_own_stages(config, found, partial(find, profile, stages=config.stages), inform)
+    if chosen == AUTO != config.chosen_schedule and found.synchronous and config.optimizer is None:
+        optimizer = config.stale_defaults[0]
+        inform(
+            f"{config.source}: schedules were compared by optimizer {optimizer}, since the file names none: name it "
+            "for a run with this plan, which has adamw otherwise"
+        )
     return found
 
 
