@@ -94,6 +94,7 @@ def test_what_is_written_is_read(file: Path) -> None:
         link=LinkCost(1e9, 1e-6, sender_busy=True),
         batch_size=16,
         optimizer_ratio=1.0,
+        optimizer="sgd",
         links={(0, 1): LinkCost(2e9, 0.0), (1, 0): LinkCost(3e9, 1e-3)},
         hosts=Hosts(((0, 2), (1,)), LinkCost(1e8, 1e-4), {(1, 0): LinkCost(1e7)}),
         fingerprint="abc",

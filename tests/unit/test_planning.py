@@ -138,7 +138,10 @@ def test_a_synchronous_run_of_auto_has_the_optimizer_of_its_plan(
 
 
 def test_a_run_is_planned_with_a_given_profile(
-    config: Path, profiled: list[RunConfig], monkeypatch: pytest.MonkeyPatch
+    config: Path,
+    profiled: list[RunConfig],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     """Measured elsewhere, perhaps, and with another size of minibatches than the run's."""
     write_profile(replace(PROFILE, batch_size=6, fingerprint="given"), Path("given.json"))
@@ -147,6 +150,13 @@ def test_a_run_is_planned_with_a_given_profile(
     assert (written.schedule, written.minibatches, written.batch_size) == ("1f1b", 6, 3)
     assert (sum(written.replicas), written.fingerprint) == (2, "given")
     assert profiled == []
+    assert "whose updates take" not in capsys.readouterr().err
+    write_profile(replace(PROFILE, optimizer="adamw"), Path("given.json"))
+    for schedule, warned in (("1f1b", False), ("vpipe", True)):
+        given = ("--profile", "given.json", "--schedule", schedule)
+        assert vpipe(monkeypatch, "plan", config, *given) == 0
+        said = "the updates of optimizer adamw, but the run has muon" in capsys.readouterr().err
+        assert said == warned
 
 
 def test_stages_are_placed_on_the_hosts_of_the_run(

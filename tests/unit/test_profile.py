@@ -125,7 +125,7 @@ def test_bytes_are_those_of_the_formula() -> None:
     assert [block.boundary_bytes for block in profile.blocks] == [value, value, value, 0]
     assert all(block.parameter_bytes == 4 * (16 * 16 + 16) for block in profile.blocks)
     assert profile.batch_size == 4
-    assert profile.optimizer_ratio == 2.0
+    assert (profile.optimizer, profile.optimizer_ratio) == ("adamw", 2.0)
 
 
 class TiedWords(nn.Module):

@@ -274,6 +274,6 @@ def profile_table(profile: Profile) -> Table:
         f"device {show_bytes(device.memory)}, to the host {show_bytes(device.to_host)}/s, "
         f"back {show_bytes(device.from_host)}/s; "
         f"link {show_bytes(link.bandwidth)}/s, {duration(link.latency)}; an action {duration(device.overhead)}; "
-        f"optimizer {profile.optimizer_ratio:g} bytes for each byte of parameters"
+        f"{profile.optimizer or 'optimizer'} {profile.optimizer_ratio:g} bytes for each byte of parameters"
     )
     return table

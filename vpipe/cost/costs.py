@@ -213,6 +213,8 @@ class Profile(FileObject):
     batch_size: BatchSize
     optimizer_ratio: Annotated[float, Unit("bytes for each byte of parameters")] = 2.0
     """Size of the optimizer's state: 2 for Adam, 1 for SGD with momentum."""
+    optimizer: str = ""
+    """Whose updates the blocks' are; empty if it is unknown."""
     links: Links = field(default_factory=dict)
     """By sending and receiving rank."""
     hosts: Hosts | None = None

@@ -97,6 +97,7 @@ def write_profile(profile: Profile, path: Path) -> None:
         "fingerprint": profile.fingerprint,
         "batch_size": profile.batch_size,
         "optimizer_ratio": profile.optimizer_ratio,
+        "optimizer": profile.optimizer,
         "device": asdict(profile.device),
         "link": asdict(profile.link),
     }

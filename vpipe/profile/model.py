@@ -43,7 +43,7 @@ from vpipe.stage.precision import cast, compute_dtype
 from vpipe.system.console import Report, unreported
 from vpipe.system.device import AUTO_GRAPHS, check_cuda_graphs
 from vpipe.system.host_memory import cores
-from vpipe.weights import OptimizerFactory
+from vpipe.weights import OptimizerFactory, name_of
 
 MEMBERS = 2
 """Blocks of a kind that are measured: with one alone, its weights would never leave the caches."""
@@ -253,6 +253,7 @@ class MeasuredModel:
             link=link,
             batch_size=self.batch_size,
             optimizer_ratio=optimizer_ratio(self.stages),
+            optimizer=name_of(one for stage in self.stages for one in stage.weights.optimizers),
             fingerprint=self.graph.plan_fingerprint,
             tied=ties(self.graph),
             other_sizes=tuple(others),

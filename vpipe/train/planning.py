@@ -128,11 +128,16 @@ def plan_run(
         ranks = ranks or chosen.num_ranks
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
+    # What an update takes is part of a profile, and which optimizer makes the updates may depend on the schedule.
+    kind = chosen if isinstance(chosen, Schedule) or chosen == AUTO else kind_of(chosen)
+    trained = config.under(synchronous=not isinstance(kind, str) and kind.synchronous)
     if profile is None:
-        # What an update takes is part of it, and which optimizer makes the updates may depend on the schedule.
-        kind = chosen if isinstance(chosen, Schedule) or chosen == AUTO else kind_of(chosen)
-        trained = config.under(synchronous=not isinstance(kind, str) and kind.synchronous)
         profile = cached_profile(of_one_host(trained, hosts.ranks[0]) if hosts.ranks else trained)
+    elif profile.optimizer not in ("", trained.optimizer) and not config.optimizer_groups:
+        inform(
+            f"{config.source}: the profile has the updates of optimizer {profile.optimizer}, but the run has "
+            f"{trained.optimizer}, whose updates take another time"
+        )
     profile = compressed_profile(with_hosts(profile, hosts), config)
     announce(f"{config.source}: searching for a plan")
     find = partial(
