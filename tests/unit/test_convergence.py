@@ -13,7 +13,7 @@ from tests.waiting import TIMEOUT
 from vpipe.cli import convergence
 from vpipe.cli.loss_cases import make_cases, remedy_choices, schedule_choices
 from vpipe.cli.loss_rows import Row, predicted_seconds, slowdowns, table
-from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile
+from vpipe.cost import BlockCost, DeviceCost, LinkCost, Profile, write_profile
 from vpipe.errors import VPipeError
 from vpipe.observe.loss_curves import smoothed
 from vpipe.train.convergence import LossCurve, train_curve
@@ -144,14 +144,19 @@ def test_rows_that_are_trained_are_shown_if_the_user_stops_the_rest(
         raise KeyboardInterrupt
 
     monkeypatch.setattr(convergence, "train_all", stopped)
-    output = file.with_name("converge.json")
+    output, costs = file.with_name("converge.json"), file.with_name("profile.json")
+    block = BlockCost("b", 1.0, 1.0, 1.0, 0.0, 1, 1, 1)
+    device = DeviceCost(10**6, 1e9, 1e9)
+    write_profile(Profile((block,) * 5, device, LinkCost(1e12), 2, optimizer="adamw"), costs)
     with pytest.raises(KeyboardInterrupt):
         convergence.converge(
-            file, (), schedules="1f1b,vpipe", stages=None, optimizers=None, staleness=None, rates=None, updates=2,
-            seeds=1, jobs=1, device="cpu", profile=None, picture=file.with_name("a.png"), output=output, as_json=True,
+            file, (), schedules="1f1b,vpipe", stages=None, optimizers="adamw,sgd", staleness=None, rates=None,
+            updates=2, seeds=1, jobs=1, device="cpu", profile=costs, picture=file.with_name("a.png"), output=output,
+            as_json=True,
         )  # fmt: skip
     shown = capsys.readouterr()
-    assert "stopped by you when 1 of 2 rows were trained" in shown.err
+    assert "has the updates of adamw: times of rows with sgd are predicted as if" in shown.err
+    assert "stopped by you when 1 of 4 rows were trained" in shown.err
     (row,) = json.loads(shown.out)
     assert row["losses"] == json.loads(output.read_text())["rows"][0]["losses"] == [[2.0, 1.0]]
 

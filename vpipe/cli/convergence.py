@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from contextlib import closing, suppress
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from vpipe.cli.loss_cases import Case, make_cases, remedy_choices, schedule_choices, value_choices
 from vpipe.cli.loss_rows import Row, draw_curves, predicted_seconds, slowdowns, table
@@ -17,9 +16,6 @@ from vpipe.config.settings import read_settings
 from vpipe.cost import Profile, read_profile, write_convergence
 from vpipe.errors import printable
 from vpipe.system.console import warn
-
-if TYPE_CHECKING:
-    pass
 
 
 def converge(
@@ -48,6 +44,13 @@ def converge(
     ]
     cases = make_cases(path, read_settings(settings), axes, stages, updates)
     costs = None if profile is None else read_profile(profile)
+    if costs is not None and costs.optimizer:
+        others = {case.config.chosen_optimizer for case in cases} - {costs.optimizer}
+        if others:
+            warn(
+                f"{profile} has the updates of {costs.optimizer}: times of rows with {', '.join(sorted(others))} are "
+                "predicted as if their updates took as long"
+            )
     rows: list[Row] = []
     stopped: KeyboardInterrupt | None = None
     try:
