@@ -1,4 +1,4 @@
-"""What is said of an evaluation: its loss, its perplexity if it has one, and the user's metrics."""
+"""The line about an evaluation: its loss, its perplexity if it has one, and the user's metrics."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ if TYPE_CHECKING:
     from vpipe.pipeline import Pipeline
 
 
-def perplexity(pipe: Pipeline, loss: float) -> float | None:
+def perplexity_of(pipe: Pipeline, loss: float) -> float | None:
     """None where the loss is something else than a mean of cross-entropies, or more than that."""
     return math.exp(min(loss, 700.0)) if is_cross_entropy(pipe.layout.graph) else None
 
 
-def evaluation_line(loss: float, perplexed: float | None, metrics: Mapping[str, float]) -> str:
+def evaluation_line(loss: float, perplexity: float | None, metrics: Mapping[str, float]) -> str:
     figures = [f"Evaluation loss: {loss:.4f}"]
-    if perplexed is not None:
-        figures.append(f"Perplexity: {perplexed:.2f}")
+    if perplexity is not None:
+        figures.append(f"Perplexity: {perplexity:.2f}")
     figures += [f"{name}: {value:.4f}" for name, value in metrics.items()]
     return printable(", ".join(figures))

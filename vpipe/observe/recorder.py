@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vpipe.errors import printable
 from vpipe.observe.drift import DriftMeter
-from vpipe.observe.evaluation import evaluation_line, perplexity
+from vpipe.observe.evaluation import evaluation_line, perplexity_of
 from vpipe.observe.figures import Meter, MetricsWriter, RankFigures, shares, stage_figures
 from vpipe.observe.held_bytes import count_first_forwards, optimizer_of, weights_of
 from vpipe.observe.prometheus import PrometheusEndpoint
@@ -169,7 +169,7 @@ class Recorder:
         self.evaluations.add((done, loss))
         self._last_evaluation = loss
         self._metrics_found = dict(metrics)
-        self._perplexity = perplexity(self._pipe, loss)
+        self._perplexity = perplexity_of(self._pipe, loss)
         line = f"Iteration {done}, {evaluation_line(loss, self._perplexity, metrics)}"
         self.log.line(line)
         if self._shows_progress:

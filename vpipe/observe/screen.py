@@ -94,10 +94,10 @@ def summary_table(summary: dict[str, Any]) -> Table:
         summary[name] for name in ("of_limit", "communication_share", "bubble_share")
     )
     between = max(0.0, 1.0 - computing - sending - waiting)
-    perplexed = "" if summary["perplexity"] is None else f", perplexity {summary['perplexity']:.2f}"
+    perplexity = "" if summary["perplexity"] is None else f", perplexity {summary['perplexity']:.2f}"
     rows = {
         "loss": f"{'none' if loss is None else f'{loss:.4f}'} after {summary['updates']} updates{first}",
-        "evaluation": "none" if evaluated is None else f"loss {evaluated:.4f}{perplexed}",
+        "evaluation": "none" if evaluated is None else f"loss {evaluated:.4f}{perplexity}",
         **{name: f"{value:.4f}" for name, value in summary.get("metrics", {}).items()},
         "speed": speed_text(summary),
     }

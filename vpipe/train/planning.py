@@ -129,8 +129,8 @@ def plan_run(
     elif chosen == AUTO or kind_of(chosen).synchronous:
         minibatches = minibatches or config.minibatches
     # What an update takes is part of a profile, and which optimizer makes the updates may depend on the schedule.
-    kind = chosen if isinstance(chosen, Schedule) or chosen == AUTO else kind_of(chosen)
-    trained = config.under(synchronous=not isinstance(kind, str) and kind.synchronous)
+    named = chosen if isinstance(chosen, Schedule) else None if chosen == AUTO else kind_of(chosen)
+    trained = config.under(synchronous=named is not None and named.synchronous)
     if profile is None:
         profile = cached_profile(of_one_host(trained, hosts.ranks[0]) if hosts.ranks else trained)
     elif profile.optimizer not in ("", trained.optimizer) and not config.optimizer_groups:

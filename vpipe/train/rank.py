@@ -11,7 +11,7 @@ from typing import Any
 from vpipe.config import RunConfig
 from vpipe.errors import NotWrittenError, Stopped, VPipeError, printable
 from vpipe.launch.rank import ASKED, hold_signals, start_heartbeat
-from vpipe.observe.evaluation import evaluation_line, perplexity
+from vpipe.observe.evaluation import evaluation_line, perplexity_of
 from vpipe.observe.results import write_results
 from vpipe.observe.screen import summary_table
 from vpipe.system.console import show
@@ -88,14 +88,14 @@ def evaluate_rank(config: RunConfig, resume: str, as_json: bool) -> None:
     if trainer.rank == first:  # of its host, which may have a folder of its own
         shutil.rmtree(trainer.folder, ignore_errors=True)  # only logs of a successful evaluation
     if trainer.rank == 0:
-        perplexed = perplexity(trainer.pipe, loss)
+        perplexity = perplexity_of(trainer.pipe, loss)
         if as_json:
             figures = {
                 **metrics,
                 "loss": loss,
-                "perplexity": perplexed,
+                "perplexity": perplexity,
                 "updates": trainer.pipe.updates,
             }
             print(json_text(figures, ascii=True))
         else:
-            print(f"{printable(restored)}\n{evaluation_line(loss, perplexed, metrics)}")
+            print(f"{printable(restored)}\n{evaluation_line(loss, perplexity, metrics)}")
