@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import time
 from pathlib import Path
@@ -11,6 +12,9 @@ _CGROUPS = (
     ("sys/fs/cgroup", "memory.max", "memory.current"),
     ("sys/fs/cgroup/memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
 )
+
+# Numbers of options in glibc's <malloc.h>.
+_MALLOC_TRIM_THRESHOLD, _MALLOC_MMAP_THRESHOLD = -1, -3
 
 
 def free_memory(root: Path = Path("/")) -> int | None:
@@ -35,6 +39,20 @@ def used_by_process() -> int:
 def most_used_by_process() -> int:
     """The same at its peak. Not `ru_maxrss`, which begins with the peak of the process that started this one."""
     return _size(Path("/proc/self/status"), "VmHWM") or 0
+
+
+def keep_freed_memory() -> None:
+    """Let glibc's `malloc` keep what is freed, for training on the CPU; the user's own settings come first.
+
+    As a rule it returns large pieces to the system. Each minibatch would get its activations anew then, page by page:
+    up to a tenth of a forward or backward.
+    """
+    if "GLIBC_TUNABLES" in os.environ or any(name.startswith("MALLOC_") for name in os.environ):
+        return
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)  # musl has none
+    if mallopt is not None:
+        mallopt(_MALLOC_TRIM_THRESHOLD, -1)
+        mallopt(_MALLOC_MMAP_THRESHOLD, 2**30)
 
 
 def cores(root: Path = Path("/")) -> float:

@@ -28,7 +28,7 @@ from vpipe.system.console import announce, inform, progress
 from vpipe.system.environment import DEVICE, GPU_SHARE, IDLE, LISTENER, PROFILE_NAME, SECRET
 from vpipe.system.faults import ATTEMPT
 from vpipe.system.files import write_text
-from vpipe.system.host_memory import cores
+from vpipe.system.host_memory import cores, keep_freed_memory
 from vpipe.system.start import VARIABLE as PHASES
 from vpipe.train.preload import preparation
 
@@ -120,6 +120,7 @@ def profile_config(config: RunConfig) -> Profile:
 def profile_here(config: RunConfig) -> Profile:
     import torch
 
+    keep_freed_memory()  # as the ranks of a run do
     before = torch.get_num_threads()
     share = max(1, int(cores()) // config.ranks)  # the threads that the launcher gives a rank
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", share)))

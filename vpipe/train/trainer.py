@@ -31,6 +31,7 @@ from vpipe.system.best_effort import LogFile
 from vpipe.system.device import limit_memory, make_deterministic
 from vpipe.system.environment import DEVICE
 from vpipe.system.faults import ATTEMPT
+from vpipe.system.host_memory import keep_freed_memory
 from vpipe.system.start import Phases, launchers_phases, process_began
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
@@ -74,6 +75,8 @@ class Trainer:
                 self.world, config, self.folder, self.phases, say, self.notes.append
             )
         self.device = self._take_device()
+        if self.device.type == "cpu":
+            keep_freed_memory()
         log = LogFile(log_path(self.folder, self.rank))
         backend = f"backend: {config.distributed_backend or 'auto'}, rank: {self.rank}, world_size: {self.world.size}"
         log.line(f"Finished initializing process group; {backend}")
