@@ -15,6 +15,7 @@ from vpipe.errors import VPipeError
 from vpipe.plan import plan as planner
 from vpipe.schedule import Op, bubble, build, lower
 from vpipe.simulate import Simulation, simulate
+from vpipe.simulate.report import simulation_table
 
 FREE = LinkCost(inf, 0.0)
 
@@ -395,3 +396,15 @@ def test_a_faster_link_is_never_slower(
     faster = LinkCost(link.bandwidth * factor, link.latency / factor, link.sender_busy)
     slow, fast = (simulate(profile(*found, link=used), plan, name, m) for used in (link, faster))
     assert fast.makespan <= slow.makespan * (1 + 1e-9)
+
+
+def test_the_table_says_how_long_an_update_is_that_waits_for_all_ranks() -> None:
+    """zb-v: ranks begin and end one after another. By the picture of a rank, 25.5 units instead of 24."""
+    blocks = [block(forward=0.5, input_gradient=0.5, weight_gradient=0.5, update=0.0)] * 8
+    costs = profile(*blocks)
+    result = simulate(costs, Plan((1,) * 8, ("keep",) * 8), "zb-v", 8)
+    assert (result.step_time, result.makespan) == (24.0, 25.5)
+    assert "25.5 s an update where it waits for all ranks" in str(simulation_table(result, costs).caption)
+    plain = simulate(costs, Plan((2,) * 4, ("keep",) * 8), "1f1b", 8)
+    assert plain.makespan == plain.step_time
+    assert "waits" not in str(simulation_table(plain, costs).caption)

@@ -11,6 +11,9 @@ from vpipe.simulate.memory import RankMemory
 from vpipe.simulate.simulation import Simulation
 from vpipe.system.units import duration, show_bytes
 
+NOTABLE = 1.005
+"""How many times as long an update must be to be worth a line."""
+
 
 def describe(simulation: Simulation) -> dict[str, Any]:
     """The simulation as plain data; `steady` is null for synchronous schedules, which have no such part."""
@@ -63,6 +66,11 @@ def simulation_table(simulation: Simulation, profile: Profile) -> Table:
             *(show_bytes(count) if count else "-" for count in rank.memory),
         )
     lines = []
+    if simulation.synchronous and simulation.makespan > NOTABLE * simulation.step_time:
+        lines.append(
+            f"{duration(simulation.makespan)} an update where it waits for all ranks (`clip_norm`, "
+            "`on_nonfinite: skip`, fp16)"
+        )
     if over:
         ranks = "1 rank needs" if over == 1 else f"{over} ranks need"
         lines.append(f"! {ranks} more memory than the device's {show_bytes(profile.device.usable)}")
