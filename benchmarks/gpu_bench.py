@@ -272,6 +272,7 @@ class Bench:
             precision=self.precision,
             compile=case.compile,
             cuda_graphs=self.settings.cuda_graphs,
+            on_nonfinite="stop",  # as `vpipe train` has it
             device=self.device,
             world=world,
             timeout=300 if case.compile else 60,
