@@ -12,6 +12,7 @@ from tests.multiprocess.pool import Pool
 from tests.multiprocess.tasks import Batch, adamw, batches, bert, ragged_batches
 from tests.schedules import ASYNCHRONOUS
 from tests.unit.test_compiled import compiler_is_missing
+from tests.unit.test_nonfinite import SYNCHRONOUS, equal, finite, poison, run
 from vpipe.pipeline.threads import run_ranks
 from vpipe.verify import verify
 from vpipe.weights import optimizer_factory
@@ -90,6 +91,24 @@ def test_gradients_are_clipped_on_the_gpu_as_on_the_cpu(schedule: str) -> None:
     options["model"] = tasks.without_dropout()  # whose masks a GPU draws otherwise
     data = batches(16)
     assert_close(threads(2, schedule, data, **options), threads(2, schedule, data, device="cpu", **options))
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-v"])
+def test_checks_that_no_rank_waits_for_change_nothing(pool: Pool, schedule: str) -> None:
+    data, fused = batches(16), optimizer_factory("adamw", 1e-3)
+    checked = processes(pool, 2, schedule, data, optimizer=fused, on_nonfinite="stop")
+    assert_close(checked, threads(2, schedule, data, optimizer=fused))
+
+
+def test_a_synchronous_stage_stops_before_its_own_update(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {0})
+    ((_, before, _), _) = run(updates=1, device=tasks.GPU, **SYNCHRONOUS)
+    ((ended, weights, _), (_, others, _)) = run(
+        updates=8, on_nonfinite="stop", device=tasks.GPU, **SYNCHRONOUS
+    )
+    assert ended.startswith("NonFiniteError: update 1, stage 0: the gradients of minibatches 4 to 7")
+    assert equal(weights, before)
+    assert finite(others)
 
 
 @pytest.mark.skipif(bool(compiler_is_missing()), reason=compiler_is_missing())

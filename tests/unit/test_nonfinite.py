@@ -1,6 +1,7 @@
 """Losses and gradients that are not finite: found before the update, on every stage, and named."""
 
 import math
+from threading import Event
 from typing import Any
 
 import pytest
@@ -30,6 +31,7 @@ def run(
     name: str = "sequential",
     layers: int = 4,
     optimizer: str = "adamw",
+    flush: bool = False,
     **options: Any,
 ) -> list[tuple[str, Any, list[float]]]:
     """What ended each of two ranks, its weights then, and its losses."""
@@ -53,6 +55,8 @@ def run(
             try:
                 for _, loss in pipe.train(data):
                     losses.append(loss)
+                    if flush:
+                        pipe.flush()
             except (NonFiniteError, PeerError) as error:
                 ended = f"{type(error).__name__}: {error}"
                 pipe.close()  # the other one waits for us
@@ -63,19 +67,23 @@ def run(
     return run_ranks(2, work)
 
 
-@pytest.fixture
-def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The weight gradients of stage 0 are not finite for one minibatch; the loss is."""
+def poison(monkeypatch: pytest.MonkeyPatch, stages: set[int]) -> None:
+    """The weight gradients of these stages are not finite for one minibatch; the loss is."""
     finish = Stage.weight_gradients
 
-    def poison(stage: Stage, minibatch: int) -> None:
+    def spoil(stage: Stage, minibatch: int) -> None:
         finish(stage, minibatch)
-        if (stage.index, minibatch) == (0, BAD):
+        if stage.index in stages and minibatch == BAD:
             gradient = stage.optimizer.model_parameters[0].grad
             assert gradient is not None
             gradient.view(-1)[0] = math.nan
 
-    monkeypatch.setattr(Stage, "weight_gradients", poison)
+    monkeypatch.setattr(Stage, "weight_gradients", spoil)
+
+
+@pytest.fixture
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    poison(monkeypatch, {0})
 
 
 @pytest.fixture
@@ -92,14 +100,77 @@ def finite(weights: dict[str, Tensor]) -> bool:
     return all(bool(tensor.isfinite().all()) for tensor in weights.values())
 
 
-def test_a_synchronous_run_stops_everywhere_before_the_update(poisoned: None) -> None:
-    after_one = run(updates=1, **SYNCHRONOUS)
+def test_a_synchronous_run_that_clips_stops_everywhere_before_the_update(poisoned: None) -> None:
+    options = {"clip_norm": 1.0, **SYNCHRONOUS}
+    after_one = run(updates=1, **options)
     for (ended, weights, losses), (_, before, _) in zip(
-        run(on_nonfinite="stop", **SYNCHRONOUS), after_one, strict=True
+        run(on_nonfinite="stop", **options), after_one, strict=True
     ):
         assert ended.startswith("NonFiniteError: update 1, stage 0: the gradients of minibatches 4 to 7")
         assert "on_nonfinite: skip" in ended
         assert len(losses) == 1
+        assert equal(weights, before)
+
+
+@pytest.mark.parametrize("looks_late", [False, True])
+def test_a_synchronous_stage_stops_before_its_own_update(
+    poisoned: None, request: pytest.FixtureRequest, looks_late: bool
+) -> None:
+    """Others do not wait for it: the run ends anyway."""
+    ((_, before, _), _) = run(updates=1, **SYNCHRONOUS)
+    if looks_late:
+        request.getfixturevalue("late")
+    ((ended, weights, _), (others_ended, others, _)) = run(updates=8, on_nonfinite="stop", **SYNCHRONOUS)
+    assert ended.startswith("NonFiniteError: update 1, stage 0: the gradients of minibatches 4 to 7")
+    assert others_ended.startswith("PeerError")
+    assert equal(weights, before)
+    assert finite(others)
+
+
+def test_a_drained_pipeline_has_no_check_to_come(poisoned: None, late: None) -> None:
+    """So that no checkpoint is made of stages that have made an update and others that have not."""
+    ((ended, _, losses), _) = run(updates=8, on_nonfinite="stop", flush=True, **SYNCHRONOUS)
+    assert ended.startswith("NonFiniteError: update 1, stage 0")
+    assert len(losses) == 2
+
+
+def test_all_ranks_name_the_last_stage_with_such_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where a rank with an earlier stage looks first."""
+    poison(monkeypatch, {0, 2})
+    results = run(on_nonfinite="stop", schedule="zb-v", minibatches=4)
+    assert all(ended.startswith("NonFiniteError: update 1, stage 2: ") for ended, _, _ in results)
+
+
+@pytest.mark.parametrize(("options", "waits"), [({}, False), ({"clip_norm": 1.0}, True)])
+def test_only_an_update_that_depends_on_all_gradients_waits_for_them(
+    monkeypatch: pytest.MonkeyPatch, options: dict[str, Any], waits: bool
+) -> None:
+    """Rank 1 makes its first update when rank 0 has begun the next one, or when that does not happen."""
+    begun, step, found = Event(), Updates.step, list[bool]()
+    forward = Stage.forward
+
+    def held_back(updates: Updates, stage: int, update: int) -> None:
+        if stage == 2 and update == 0:
+            found.append(begun.wait(0.2 if waits else 60))
+        step(updates, stage, update)
+
+    def noted(stage: Stage, minibatch: int, *rest: Any) -> Any:
+        if stage.index == 0 and minibatch == 4:
+            begun.set()
+        return forward(stage, minibatch, *rest)
+
+    monkeypatch.setattr(Updates, "step", held_back)
+    monkeypatch.setattr(Stage, "forward", noted)
+    run(updates=2, on_nonfinite="stop", schedule="zb-v", minibatches=4, **options)
+    assert found == [not waits]
+
+
+def test_replicas_stop_alike(poisoned: None) -> None:
+    """Each has the sum of their gradients."""
+    alone = run(updates=1, replicas=[2], **SYNCHRONOUS)
+    results = run(on_nonfinite="stop", replicas=[2], **SYNCHRONOUS)
+    for (ended, weights, _), (_, before, _) in zip(results, alone, strict=True):
+        assert ended.startswith("NonFiniteError: update 1, stage 0: ")
         assert equal(weights, before)
 
 

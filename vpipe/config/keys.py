@@ -240,7 +240,8 @@ class RunConfig(_Keys):
     slower than their GPU, as their second minibatch shows; none on a CPU."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
     """Reaction to a loss or a gradient that is not finite, before the update: stop ends the run, skip leaves out the
-    update on every stage. With fp16 an overflow is no error: the loss scale is lowered."""
+    update on every stage, for which all ranks wait for each other. With fp16 an overflow is no error: the loss scale is
+    lowered."""
     nonfinite_limit: Annotated[list[Count], Field(min_length=2, max_length=2)] = [10, 100]
     """The run ends when `on_nonfinite: skip` has skipped so many of the last so many updates: with `[10, 100]` a share
     of 10 %, and also a count, because 10 skipped one after the other end it at once."""

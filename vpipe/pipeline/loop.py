@@ -98,7 +98,10 @@ class Loop:
 
     def flush(self) -> None:
         """Finish every minibatch that is under way on any rank; a `train` loop goes on afterwards."""
-        if self._running is None or self._feed is None or self.schedule.synchronous:
+        if self._running is None or self._feed is None:
+            return
+        if self.schedule.synchronous:  # nothing is under way but checks of the last updates
+            self.runtime.updates.catch_up()
             return
         running, self._running = self._running, None  # if it fails in here, it is not tried again
         interval = self._feed.interval

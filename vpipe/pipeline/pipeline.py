@@ -84,7 +84,9 @@ class Pipeline:
             of a minibatch are never there as a whole.
         clip_norm: The largest norm of the gradients.
         on_nonfinite: Reaction to a loss or gradient that is not finite: "stop" raises a NonFiniteError before the
-            update, "skip" leaves the update out; None: it is not checked.
+            update of a stage that has one, "skip" leaves the update out on every stage (asynchronous: on that stage);
+            None: it is not checked. With "stop" and without `clip_norm` and fp16 no synchronous update waits for the
+            gradients of other ranks.
         nonfinite_limit: With "skip": the error is raised when so many of the last so many updates were skipped.
         loss_fn: The loss from the model's output and the fields that `forward` does not take; without it the output
             has to contain the loss.

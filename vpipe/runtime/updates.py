@@ -1,11 +1,18 @@
 """Updates: at STEP gradients are summed, unscaled, clipped, checked, and make a new version of the weights.
 
-In a synchronous schedule an update is one event for the whole pipeline: the norm is the global one (a tied parameter
-and a replicated stage count once) and an overflow anywhere skips the update everywhere. An asynchronous schedule has
-no such instant: each stage clips by its own norm and skips its own update (tied parameters, which several stages must
-treat alike, by their own norm). The loss scale of update u + 1 depends on the overflows of updates up to u - lag,
-which every rank knows by then without waiting. There a host does not wait for its GPU's norms either, unless a loss
-scale depends on them (`late_checks.py`).
+In a synchronous schedule an update that is clipped, scaled or may be skipped is one event for the whole pipeline: the
+norm is the global one (a tied parameter and a replicated stage count once) and an overflow anywhere skips the update
+everywhere. So all ranks wait for the last one, also where they begin and end one after another (zb-v):
+
+    rank 0    ▪▪▪▪▪▪▪▪▪▪··*▪▪▪▪▪▪▪▪▪▪
+    rank 1     ▪▪▪▪▪▪▪▪▪▪·* ▪▪▪▪▪▪▪▪▪▪       ·: waiting for the norm, *: the update
+    rank 2      ▪▪▪▪▪▪▪▪▪▪*  ▪▪▪▪▪▪▪▪▪▪
+
+Where they are only to be finite, or the run ends (`on_nonfinite="stop"`), a rank whose own gradients are makes its
+update without waiting. An asynchronous schedule has no such instant: each stage clips by its own norm and skips its own
+update (tied parameters, which several stages must treat alike, by their own norm). The loss scale of update u + 1
+depends on the overflows of updates up to u - lag, which every rank knows by then without waiting. Where ranks do not
+wait for each other, neither does a host for its GPU's norms, unless a loss scale depends on them (`late_checks.py`).
 
 A norm that is not finite, where no loss scale explains it, is a fault: `on_nonfinite` says whether the run stops or
 only this update is skipped, until too many are (`nonfinite_limit`). Backward runs from the last stage to the first, so
@@ -31,6 +38,7 @@ from vpipe.stage.precision import LESS, LESS_OR_SKIP, LossScale
 from vpipe.stage.stage import Stage
 from vpipe.weights import NO_DELAY, Delay
 
+NORM = "gradient norm"
 NOBODY = -1
 KEPT = 1000
 """Numbers of skipped updates that are remembered."""
@@ -77,14 +85,15 @@ class Updates:
         # A GPU's host runs ahead of it, and must not wait for a norm; a loss scale is the host's.
         self._late = LateChecks(stops=on_nonfinite == "stop") if self._checks_late else None
         self._joint: _Joint | None = None
+        self._unread: list[int] = []  # updates whose parts the others have posted, and nobody needed
         self._overflows: dict[int, bool] = {}  # own, until everybody's are known
-        handler.register_tensor("gradient norm")
+        handler.register_tensor(NORM)
         handler.register_tensor("overflow")
 
     def step(self, stage: int, update: int) -> None:
         """Make an update of one stage."""
         self.begun[stage] = update + 1
-        if self.synchronous:
+        if self.synchronous and (self._waits or self._late is None):
             self._step_together(stage, update)
         else:
             self._step_alone(stage, update)
@@ -102,6 +111,7 @@ class Updates:
         """The pipeline is drained: apply the tied updates that are still due, and collect the remaining overflows."""
         if self._late is not None:
             self._read_late(self._late.skipped(all_of_them=True))
+        self._read_others(left=0)
         for index, stage in self.stages.items():
             for gradients in self.exchange.overdue(index, max(self.begun.values())):
                 if math.isfinite(norm := self._norm_of(gradients.values())):
@@ -126,8 +136,14 @@ class Updates:
         return self.clip_norm is not None or self.loss_scale.enabled or self.on_nonfinite is not None
 
     @property
+    def _waits(self) -> bool:
+        """Synchronous: whether an update depends on the gradients of all ranks."""
+        return self.clip_norm is not None or self.loss_scale.enabled or self.on_nonfinite == "skip"
+
+    @property
     def _checks_late(self) -> bool:
-        return self._watched and self.handler.device.type == "cuda" and not self.loss_scale.enabled
+        known_at_once = self._waits if self.synchronous else self.loss_scale.enabled
+        return self._watched and self.handler.device.type == "cuda" and not known_at_once
 
     def _step_together(self, stage: int, update: int) -> None:
         if self._joint is None:
@@ -144,25 +160,43 @@ class Updates:
         self._apply(stage, factor, _scaled(joint.tied[stage], factor))
 
     def _prepare_together(self, update: int) -> _Joint:
-        """The first of this rank's stages does it for all of them: the norm is global."""
+        """The first of this rank's stages does it for all of them: the norm is global, or that of the rank."""
         squares, worst = 0.0, NOBODY
         joint = _Joint(set(self.stages))
         for index in self.stages:
             self.exchange.sum_replicas(index, update)
             joint.tied[index] = self.exchange.tied_gradients(index, update)
-            if self._watched and self.handler.rank == self.exchange.placement[index][0]:
-                first_held = [g for n, g in joint.tied[index].items() if self.exchange.tied[n][0] == index]
+            if self._watched and (not self._waits or self.handler.rank == self.exchange.placement[index][0]):
+                held = joint.tied[index].items()
+                counted = [g for n, g in held if not self._waits or self.exchange.tied[n][0] == index]
                 square = self._norm_of(self._own_gradients(index)) ** 2 / self.loss_scale.value**2
-                square += self._norm_of(first_held) ** 2
+                square += self._norm_of(counted) ** 2
                 squares += square
                 worst = worst if math.isfinite(square) else max(worst, index)
         if self._watched:
-            parts = self.handler.all_gather("gradient norm", update, [squares, worst])
+            parts = self._gathered(update, [squares, worst])
             joint.norm = math.sqrt(sum(square for square, _ in parts))
             if not math.isfinite(joint.norm):
                 self._skip(update)
                 self._judge(update, int(max(stage for _, stage in parts)))
         return joint
+
+    def _gathered(self, update: int, part: list[float]) -> list[list[float]]:
+        """The parts of all ranks; the own one alone where nothing depends on the others'."""
+        if self._waits:
+            return self.handler.all_gather(NORM, update, part)
+        self.handler.post(NORM, update, part, self.handler.everyone())
+        self._unread.append(update)
+        if math.isfinite(part[0]):
+            self._read_others(left=1)
+            return [part]
+        others = self.handler.collect(NORM, update, len(part), self.handler.everyone())
+        return [part, *others.values()]
+
+    def _read_others(self, left: int) -> None:
+        """Take what they posted, until so many updates are left: one whose part was bad has ended the run."""
+        while len(self._unread) > left:
+            self.handler.collect(NORM, self._unread.pop(0), 2, self.handler.everyone())
 
     def _step_alone(self, stage: int, update: int) -> None:
         self.exchange.sum_replicas(stage, update)
