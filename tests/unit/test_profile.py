@@ -286,15 +286,22 @@ def test_kinds_come_as_often_as_in_the_model(run_length: int, share: float) -> N
         assert len(measured.run.stage.blocks) == run_length
 
 
-def test_rounds_of_the_whole_minibatch_alone_and_not_of_a_whole_cycle() -> None:
+def test_rounds_of_one_size_alone_and_not_of_a_whole_cycle() -> None:
     model, batch, _ = models.bert(layers=5)
     measured = MeasuredModel(model, batch, optimizer=adamw)
     measured.run_for(0.0)
     assert measured.profile(DEVICE, LINK).other_sizes
     cycle = sum(len(each.intervals[BACKWARD]) for each in measured.stages)
     measured.clear()
-    measured.run_for(0.0, sizes=1)
+    measured.run_for(0.0, size=0)
     assert not measured.profile(DEVICE, LINK).other_sizes
+    of_main = sum(len(each.intervals[BACKWARD]) for each in measured.stages)
+    measured.run_for(0.0, size=1)
+    assert sum(len(each.intervals[BACKWARD]) for each in measured.stages) == of_main
+    (other,) = measured.profile(DEVICE, LINK).other_sizes
+    assert other.batch_size < measured.batch_size
+    measured.clear(0)
+    assert not any(each.intervals[BACKWARD] for each in measured.stages)
     measured.clear()
     measured.run_for(0.0, whole=False)
     assert 0 < sum(len(each.intervals[BACKWARD]) for each in measured.stages) < cycle

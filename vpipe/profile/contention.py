@@ -7,6 +7,9 @@ have its modules and data without building them again. On a GPU they are ranks, 
     alone   rank 0 ▪▪▪▪▪▪▪▪      the others wait; the links to the host and to a peer are measured then too
     shared  rank 0   ▪▪▪▪▪▪▪▪    ▪: rounds that count
             rank 1 ············  the others start before and stop after
+
+All ranks have minibatches of one size at a time, as in a run: with small ones the device has pauses, in which it would
+slow nobody down who measures large ones.
 """
 
 from __future__ import annotations
@@ -29,7 +32,7 @@ from vpipe.profile.links import measure_link
 if TYPE_CHECKING:
     from vpipe.profile.model import MeasuredModel
 
-MARGIN = 1.0
+MARGIN = 0.5
 """Seconds that the other ranks work before rank 0 measures, and after it."""
 
 
@@ -75,19 +78,19 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
     world.all_gather("profile: warm", None)
     alone: Profile | None = None
     if world.rank == 0:
-        model.run_for(seconds / 4, whole=False, sizes=1)
+        model.run_for(seconds / 4, whole=False, size=0)
         model.clear()
-        model.run_for(seconds / 2, sizes=1)
+        model.run_for(seconds / 2, size=0)
         alone = model.profile(device, link)
     world.all_gather("profile: measured alone", None)
-    if world.size > 1:
-        share = world.rank / world.size
-        model.run_for(MARGIN, share, whole=False)
-        model.clear()
-        model.run_for(seconds, share)
+    share = world.rank / world.size
+    for size in range(0 if world.size > 1 else 1, model.sizes):
+        model.run_for(MARGIN, share, whole=False, size=size)
+        model.clear(size)
+        model.run_for(seconds / model.sizes, share, size=size)
         if world.rank != 0:
-            model.run_for(MARGIN, share, whole=False)
-    world.all_gather("profile: measured with all ranks", None)
+            model.run_for(MARGIN, share, whole=False, size=size)
+        world.all_gather(f"profile: measured size {size}", None)
     model.measure_host()
     if alone is not None:
         write_profile(_with_contention(alone, model.profile(device, link), world.size), file)

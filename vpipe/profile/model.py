@@ -184,15 +184,20 @@ class MeasuredModel:
         """The first rounds, which compile blocks or capture graphs."""
         run_turns(self._turns)
 
+    @property
+    def sizes(self) -> int:
+        """How many sizes of minibatches are measured; the first is the largest."""
+        return len(self._sizes)
+
     def run_for(
-        self, seconds: float, share: float = 0.0, *, whole: bool = True, sizes: int | None = None
+        self, seconds: float, share: float = 0.0, *, whole: bool = True, size: int | None = None
     ) -> None:
         """Rounds in which kinds come as often as in the model, for so long, to the end of a cycle of rounds.
 
-        Not `whole`: to the end of a round. `sizes`: only the first of them.
+        Not `whole`: to the end of a round. `size`: the number of the only one that is run.
         """
         end = perf_counter() + seconds
-        for last in self.weighted_rounds(share, sizes):
+        for last in self.weighted_rounds(share, size):
             if (last or not whole) and perf_counter() > end:
                 return
 
@@ -205,7 +210,7 @@ class MeasuredModel:
                 [same[0] for kind, same in self.kinds.items() if self._kept[kind].all <= LARGEST_SWAPPED]
             )
 
-    def weighted_rounds(self, share: float = 0.0, sizes: int | None = None) -> Iterator[bool]:
+    def weighted_rounds(self, share: float = 0.0, size: int | None = None) -> Iterator[bool]:
         """Rounds without end; True at the end of a cycle, in which each kind came as often as in the model.
 
         It starts after this share of the cycle, so that ranks on one device do not run in step.
@@ -213,10 +218,11 @@ class MeasuredModel:
         in_run = Counter(self._kinds_of(self.run) if self.run else ())
         count = Counter(shape.kind for shape in self.shapes)
         often = {kind: -(-count[kind] // (len(same) + in_run[kind])) for kind, same in self.kinds.items()}
+        turns = self._turns if size is None else [self._turns[size]]
         rounds = [
             [
                 [stage for stage in stages if max(often[kind] for kind in self._kinds_of(stage)) > number]
-                for stages in self._turns[:sizes]
+                for stages in turns
             ]
             for number in range(max(often.values()))
         ]
@@ -228,9 +234,9 @@ class MeasuredModel:
     def _kinds_of(self, stage: MeasuredStage) -> Sequence[str]:
         return [self.shapes[number].kind for number in stage.stage.blocks]
 
-    def clear(self) -> None:
-        """Drop the times of the rounds so far."""
-        for stages in self._turns:
+    def clear(self, size: int | None = None) -> None:
+        """Drop the times of the rounds so far, of one size or of all."""
+        for stages in self._turns if size is None else [self._turns[size]]:
             for stage in stages:
                 stage.intervals.clear()
 
