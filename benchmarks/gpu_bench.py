@@ -250,7 +250,8 @@ class Bench:
 
     def updates(self, minibatches: int) -> tuple[int, int]:
         """Updates of so many minibatches before the clock starts, and those that are timed."""
-        warm = -(-self.settings.warm // minibatches)
+        # The second update is the first that the device checks itself.
+        warm = max(2, -(-self.settings.warm // minibatches))
         if self.settings.cuda_graphs:
             warm = max(warm, 3, -(-RECORDED // minibatches))
         return warm, max(self.settings.least, -(-self.settings.measured // minibatches))
