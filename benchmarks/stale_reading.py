@@ -75,12 +75,20 @@ def read_delays(row: Row, delays: dict[str, Tensor]) -> dict[str, tuple[str, Ten
     """Of each parameter that the model has: where it is from, and its layers' delays in minibatches."""
     found = {name: (name, late) for name, late in delays.items()}
     if row.tied == "late":
-        # The last stage applies an update of the embedding when the first one's part has come.
-        more = 0 if row.stages == 1 or "tokens" in row.fresh else 1
-        found["head"] = ("tokens", delays["tokens"] + more)
+        found["head"] = ("tokens", torch.full_like(delays["tokens"], head_delay(row)))
     elif row.tied == "split":
         found["head"] = ("tokens", torch.zeros_like(delays["tokens"]))
     return found
+
+
+def head_delay(row: Row) -> int:
+    """Minibatches by which a tied head in the last stage is late, as `Schedule.lag` has it: whole updates.
+
+    It applies an update of the embedding with the first of its own updates by which the first stage's part has come.
+    """
+    if row.stages == 1 or "tokens" in row.fresh:
+        return 0
+    return -(-row.stages // row.interval) * row.interval
 
 
 def kept_versions(row: Row, delays: dict[str, Tensor], group: Group) -> dict[str, int]:

@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from vpipe.schedule import build
+
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 import staleness
 from small_gpt import Sizes, guessed_places, initial_weights, sample_places
@@ -43,6 +45,12 @@ def plain_loss(w: dict[str, Tensor], batch: Tensor, guessed: Tensor | None) -> T
     if guessed is not None:
         x = torch.stack([sample[places] for sample, places in zip(x, guessed, strict=True)])
     return F.cross_entropy((x @ w["head"][0].T).flatten(0, 1), targets.flatten())
+
+
+def lag_of(row: Row) -> int:
+    """Updates by which the last stage's copy of a tied parameter is late in vpipe itself."""
+    name = "2bw" if row.interval >= row.stages else "vpipe"
+    return build(name, row.stages, None, update_interval=row.interval).lag if row.stages > 1 else 0
 
 
 def plain_losses(row: Row) -> list[float]:
@@ -80,7 +88,7 @@ def plain_losses(row: Row) -> list[float]:
                     read(name, i, delay if count > 1 else first, number) for i, delay in enumerate(delays)
                 ]
             if row.tied == "late":
-                w["head"] = [read("tokens", 0, row.stages if row.stages > 1 else 0, number)]
+                w["head"] = [read("tokens", 0, lag_of(row) * row.interval, number)]
             guessed = guesses[update][some].long() if row.model == "bert" else None
             loss = loss + plain_loss(w, batch[some], guessed) / row.interval
         losses.append(loss.item())
