@@ -322,8 +322,12 @@ def test_a_limit_that_makes_no_sense() -> None:
             run(nonfinite_limit=limit, on_nonfinite="skip", **SYNCHRONOUS)
 
 
-def test_looking_late_changes_nothing(late: None) -> None:
-    test_looking_changes_nothing(ASYNCHRONOUS)
+@pytest.mark.parametrize(
+    "options",
+    [ASYNCHRONOUS, *({"schedule": name, "minibatches": 4} for name in ("1f1b", "interleaved", "zb-v"))],
+)
+def test_looking_late_changes_nothing(late: None, options: dict[str, Any]) -> None:
+    test_looking_changes_nothing({"name": "gpt2", "layers": 2, "updates": 6, **options})
 
 
 @pytest.mark.parametrize("options", [SYNCHRONOUS, ASYNCHRONOUS])
