@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -77,6 +78,10 @@ class Trainer:
         self.device = self._take_device()
         if self.device.type == "cpu":
             keep_freed_memory()
+        else:  # the thread of a split backward may begin with a product: torch makes the context, and warns
+            warnings.filterwarnings(
+                "ignore", "Attempting to run cuBLAS, but there was no current CUDA context"
+            )
         log = LogFile(log_path(self.folder, self.rank))
         backend = f"backend: {config.distributed_backend or 'auto'}, rank: {self.rank}, world_size: {self.world.size}"
         log.line(f"Finished initializing process group; {backend}")
