@@ -268,3 +268,44 @@ def test_what_cannot_be_materialised_is_named() -> None:
     graph = capture(model, (torch.randn(4, 12), torch.randn(4, 1)), nn.functional.mse_loss)
     with pytest.raises(CaptureError, match=r"'1.factor'.*Scale.*reset_parameters"):
         by_hand.build(graph, model, [len(graph.blocks)])
+
+
+def test_constants_in_the_code_of_a_model_on_meta_keep_their_values() -> None:
+    """A Falcon takes its keys by `[..., [-2], :]`; the number in that list had been lost on meta."""
+
+    class Picking(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x: Tensor) -> Tensor:
+            made = self.linear(x).clone()
+            scale = torch.tensor([[1.5, 2], [3, 4.0]], device=made.device)
+            whole = torch.as_tensor([2, 1], device=made.device)
+            factors = made.new_tensor([1, 7])
+            made[:, [5]] = 0.5
+            picked = made[..., [-2, 0]] @ scale * whole * factors
+            return (picked + made[[1, 0], 1:3]).square().mean()
+
+    model, batch = Picking(), torch.randn(2, 4)
+    with torch.device("meta"):
+        empty = Picking()
+    graph = capture(empty, batch)
+    filled = by_hand.build(graph, model, [len(graph.blocks)])
+    torch.testing.assert_close(by_hand.run(graph, filled, batch)[0], model(batch).detach())
+
+
+def test_a_constant_on_meta_that_has_no_values_is_named() -> None:
+    class Scaled(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 1)
+            self.factor = torch.ones(4)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.linear(x * self.factor).mean()
+
+    with torch.device("meta"):
+        model = Scaled()
+    with pytest.raises(CaptureError, match=r"cannot capture Scaled .*'factor' has no values .*buffer"):
+        capture(model, torch.randn(2, 4))

@@ -6,7 +6,7 @@ A graph has no branches that depend on data. Two kinds of them are common, and n
     if labels.max() >= vocab_size: raise    a check: it is left out of the graph, as `assert` is
 
 The CTC loss is replaced by an operator that can be exported (`ctc_loss.py`), and a histogram of whole numbers by one
-that runs on every device (`histogram.py`).
+that runs on every device (`histogram.py`). Constants of a model on `meta` keep their values (`written_constants.py`).
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch.overrides import TorchFunctionMode
 from vpipe.errors import CaptureError
 from vpipe.graph.ctc_loss import ctc_loss
 from vpipe.graph.histogram import histc
+from vpipe.graph.written_constants import call_with_constants
 
 _COMPARISONS: dict[str, Callable[[float, float], bool]] = {
     name: getattr(operator, name.strip("_"))
@@ -56,7 +57,7 @@ class CaptureMode(TorchFunctionMode):
             return ctc_loss(*args, **kwargs)
         if func is torch.histc:
             return histc(*args, **kwargs)
-        result = func(*args, **kwargs)
+        result = call_with_constants(func, args, kwargs)
         if func is torch.rand and isinstance(result, Tensor) and result.ndim == 0:
             self._drawn.append(result)
         return result

@@ -12,6 +12,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils._sympy.interp import sympy_interp
 from torch.utils._sympy.reference import PythonReferenceAnalysis
 
+from vpipe.errors import CaptureError
 from vpipe.graph.loss import LossModule
 from vpipe.graph.trace import Input, Kind, Spec, Trace, as_size, free_symbols
 
@@ -35,6 +36,13 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     output = next(iter(reversed(graph.nodes)))
     inputs = _named_inputs(program, module.model, list(fields))
     constants = {e.name: program.constants[e.name] for e in inputs.values() if e.kind is Kind.CONSTANT}
+    for name, tensor in constants.items():
+        if tensor.is_meta:
+            raise CaptureError(
+                f"cannot capture {type(module.model).__name__} on the meta device: its constant "
+                f"{name.removeprefix('model.')!r} has no values there: make it a buffer that reset_parameters() sets, "
+                "or build the model on the cpu"
+            )
     trace = Trace(
         graph, program.graph_module, inputs, output.args[0][0], constants, bounds=_size_bounds(program)
     )
