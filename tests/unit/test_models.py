@@ -110,6 +110,17 @@ def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     assert type(build_model(config, "meta").model).__name__ == "BertForMaskedLM"
 
 
+def test_a_t5_begins_with_its_padding_if_its_file_does_not_say(tmp_path: Path) -> None:
+    """The model itself asks for the attribute in its forward, and had ended the capture with an AttributeError."""
+    settings = hf.T5Config(
+        vocab_size=32, d_model=16, d_kv=8, d_ff=16, num_layers=1, num_heads=2, pad_token_id=3
+    )
+    assert "decoder_start_token_id" not in settings.to_dict()
+    model, batch = build_model(local(tmp_path, settings))
+    assert model.config.decoder_start_token_id == 3
+    assert torch.isfinite(model(**batch).loss)
+
+
 def test_batches_differ_by_their_seed_alone() -> None:
     model = build_model(RunConfig(**TINY), "meta").model
     one, same, other = (synthetic_batch(model, 2, 8, seed) for seed in (1, 1, 2))
@@ -125,6 +136,10 @@ def test_batches_differ_by_their_seed_alone() -> None:
         ("{", "cannot be read as JSON"),
         (json.dumps({"model_type": "no such model"}), "transformers cannot read it"),
         (json.dumps({"auto_map": {"AutoConfig": "evil.Config"}}), "transformers cannot read it"),
+        (
+            json.dumps({"model_type": "marian", "vocab_size": 64}),
+            "its decoder_start_token_id is 58100, but its vocabulary has 64 tokens: give one from 0 to 63",
+        ),
         (json.dumps({"model_type": "encodec"}), "no architecture for 'encodec' computes a loss from labels"),
     ],
 )

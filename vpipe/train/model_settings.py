@@ -66,11 +66,29 @@ def _check_part(settings: Any, place: str) -> None:
     """Of the configuration that was made: a file may also rename its keys (`attribute_map`)."""
     for key in ("_attn_implementation", "_experts_implementation"):
         _check_implementation(key, getattr(settings, key, None), place)
+    if getattr(settings, "is_encoder_decoder", False):
+        _check_start(settings, place)
     for key in CODE:
         vars(settings).pop(key, None)
     for key, value in vars(settings).items():
         if "layer" in key and isinstance(value, int) and value > MOST_LAYERS:
             raise ConfigError(f"{place}: its {key} is {value}: give {MOST_LAYERS} or less")
+
+
+def _check_start(settings: Any, place: str) -> None:
+    """Of a model that makes its decoder's input from labels: the tokens that it puts first and in gaps.
+
+    Files of T5 may leave the first one out: it is the padding.
+    """
+    if getattr(settings, "decoder_start_token_id", None) is None:
+        settings.decoder_start_token_id = getattr(settings, "pad_token_id", None)
+    most = getattr(settings, "decoder_vocab_size", None) or getattr(settings, "vocab_size", None)
+    for key in ("decoder_start_token_id", "pad_token_id"):
+        value = getattr(settings, key, None)
+        if isinstance(value, int) and isinstance(most, int) and not 0 <= value < most:
+            raise ConfigError(
+                f"{place}: its {key} is {value}, but its vocabulary has {most} tokens: give one from 0 to {most - 1}"
+            )
 
 
 def _check_implementation(key: str, value: Any, place: str) -> None:
