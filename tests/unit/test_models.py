@@ -121,6 +121,21 @@ def test_a_t5_begins_with_its_padding_if_its_file_does_not_say(tmp_path: Path) -
     assert torch.isfinite(model(**batch).loss)
 
 
+@pytest.mark.parametrize("architecture", [None, "LlamaForCausalLM"])
+def test_weights_are_float32_whatever_the_file_says(tmp_path: Path, architecture: str | None) -> None:
+    """Files of language models say bfloat16; what was built without `architectures` had taken that."""
+    settings = hf.LlamaConfig(
+        vocab_size=32,
+        hidden_size=16,
+        intermediate_size=16,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        dtype="bfloat16",
+    )
+    model, _ = build_model(local(tmp_path, settings, architecture), "meta")
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
 def test_batches_differ_by_their_seed_alone() -> None:
     model = build_model(RunConfig(**TINY), "meta").model
     one, same, other = (synthetic_batch(model, 2, 8, seed) for seed in (1, 1, 2))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -196,7 +197,7 @@ def _architecture(settings: Any, config: RunConfig) -> Callable[[Any], nn.Module
     )
     for auto in usual:
         if type(settings) in auto._model_mapping:
-            return auto.from_config
+            return partial(auto.from_config, dtype=torch.get_default_dtype())  # whatever the file's is
     raise ConfigError(
         f"{config.source}: model is {config.model!r}: no architecture for {settings.model_type!r} computes "
         'a loss from labels: name one in its config.json, such as "architectures": ["BertForMaskedLM"]'
