@@ -13,6 +13,7 @@ from vpipe.config import RunConfig
 from vpipe.config.file import read_config
 from vpipe.errors import ConfigError
 from vpipe.graph import capture
+from vpipe.train.description import about_architecture
 from vpipe.train.models import build_model, synthetic_batch
 
 TINY: dict[str, Any] = {
@@ -136,6 +137,22 @@ def test_weights_are_float32_whatever_the_file_says(tmp_path: Path, architecture
     assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
 
 
+def test_another_class_than_the_file_names_is_said(tmp_path: Path) -> None:
+    for named, other in (
+        ("BertForQuestionAnswering", True),
+        ("BertForMaskdLM", True),
+        ("BertForMaskedLM", False),
+    ):
+        config = local(tmp_path, bert_config(1), named)
+        model, _ = build_model(config, "meta")
+        line = about_architecture(config, model)
+        assert (line is not None) == other
+        assert line is None or line.startswith(
+            f"own names {named}, which is no class of transformers that takes"
+        )
+    assert about_architecture(RunConfig(**TINY), model) is None
+
+
 def test_batches_differ_by_their_seed_alone() -> None:
     model = build_model(RunConfig(**TINY), "meta").model
     one, same, other = (synthetic_batch(model, 2, 8, seed) for seed in (1, 1, 2))
@@ -154,6 +171,14 @@ def test_batches_differ_by_their_seed_alone() -> None:
         (
             json.dumps({"model_type": "marian", "vocab_size": 64}),
             "its decoder_start_token_id is 58100, but its vocabulary has 64 tokens: give one from 0 to 63",
+        ),
+        (
+            json.dumps({"model_type": "bert", "architectures": ["GPT2LMHeadModel"]}),
+            "its architectures name GPT2LMHeadModel, which is no model of its model_type 'bert'",
+        ),
+        (
+            json.dumps({"model_type": "bert", "architectures": "BertForMaskedLM"}),
+            "its architectures are 'BertForMaskedLM': give a list",
         ),
         (json.dumps({"model_type": "encodec"}), "no architecture for 'encodec' computes a loss from labels"),
     ],

@@ -17,6 +17,8 @@ from vpipe.system.files import exists, write_text
 from vpipe.train.datasets import TOKENIZER
 
 if TYPE_CHECKING:
+    from torch import nn
+
     from vpipe.config import RunConfig
     from vpipe.pipeline import Pipeline
     from vpipe.system.best_effort import BestEffort
@@ -56,6 +58,18 @@ def about_staleness(config: RunConfig, schedule: Schedule) -> str | None:
         f"gradients are up to {oldest} updates old: optimizer {optimizer}{with_it} is used, which bears it best; "
         "the keys optimizer and staleness choose another (docs/convergence.md)"
     ) + ("" if warning is None else f"; WARNING: {warning}")
+
+
+def about_architecture(config: RunConfig, model: nn.Module) -> str | None:
+    """A line about a model of another class than its `config.json` names."""
+    named = getattr(getattr(model, "config", None), "architectures", None)
+    built = type(model).__name__
+    if config.model is None or "model" in config.code or not named or built in named:
+        return None
+    return (
+        f"{config.model} names {', '.join(named)}, which is no class of transformers that takes labels: {built} is "
+        "trained instead"
+    )
 
 
 def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) -> str:

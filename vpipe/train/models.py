@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from vpipe.config.code import call_function
 from vpipe.errors import ConfigError, VPipeError
 from vpipe.pipeline.captured import keep_graph_of
+from vpipe.system.files import short_repr
 from vpipe.train.model_settings import read_model_settings
 
 if TYPE_CHECKING:
@@ -185,9 +186,20 @@ def _settings(config: RunConfig) -> Any:
 
 def _architecture(settings: Any, config: RunConfig) -> Callable[[Any], nn.Module]:
     """The class that the file names, or the usual one for training if it names none that computes a loss."""
-    for name in settings.architectures or ():
+    place = f"{config.source}: model is {config.model!r}"
+    names = settings.architectures or []
+    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
+        raise ConfigError(
+            f"{place}: its architectures are {short_repr(names)}: give a list with a name, or none"
+        )
+    for name in names:
         named = getattr(hf, name, None)
-        if named is not None and "labels" in inspect.signature(named.forward).parameters:
+        if isinstance(named, type) and issubclass(named, hf.PreTrainedModel) and _reads_labels(named):
+            if not isinstance(settings, named.config_class or object):
+                raise ConfigError(
+                    f"{place}: its architectures name {name}, which is no model of its model_type "
+                    f"{settings.model_type!r}: leave architectures out, or change one of the two"
+                )
             return named
     usual = (
         hf.AutoModelForSeq2SeqLM,
@@ -199,6 +211,10 @@ def _architecture(settings: Any, config: RunConfig) -> Callable[[Any], nn.Module
         if type(settings) in auto._model_mapping:
             return partial(auto.from_config, dtype=torch.get_default_dtype())  # whatever the file's is
     raise ConfigError(
-        f"{config.source}: model is {config.model!r}: no architecture for {settings.model_type!r} computes "
+        f"{place}: no architecture for {settings.model_type!r} computes "
         'a loss from labels: name one in its config.json, such as "architectures": ["BertForMaskedLM"]'
     )
+
+
+def _reads_labels(architecture: type) -> bool:
+    return "labels" in inspect.signature(architecture.forward).parameters  # type: ignore[attr-defined]

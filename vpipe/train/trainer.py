@@ -36,7 +36,7 @@ from vpipe.system.host_memory import keep_freed_memory
 from vpipe.system.start import Phases, launchers_phases, process_began
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
-from vpipe.train.description import about_staleness, describe, write_description
+from vpipe.train.description import about_architecture, about_staleness, describe, write_description
 from vpipe.train.memory_advice import memory_advice
 from vpipe.train.plan_by_ranks import choose_by_ranks
 from vpipe.train.position import Position
@@ -224,7 +224,8 @@ class Trainer:
         recorder.log.line(f"[Rank {self.rank}] Stage: {stages}, Rank in stage: {runtime.rank_in_stage}")
         described = describe(pipe, config, type(self.model).__name__, self.position)
         stale = about_staleness(config, pipe.schedule)
-        for line in (described, stale, self.data.note, *notes, restored):
+        architecture = about_architecture(config, self.model)
+        for line in (described, architecture, stale, self.data.note, *notes, restored):
             if line is not None:
                 recorder.say(line)
         recorder.log.line("Training...")
