@@ -1,6 +1,7 @@
 """Models by name: built from configurations alone, each with a batch that it can be trained on."""
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +181,8 @@ def test_batches_differ_by_their_seed_alone() -> None:
             json.dumps({"model_type": "bert", "architectures": "BertForMaskedLM"}),
             "its architectures are 'BertForMaskedLM': give a list",
         ),
+        ("[1, 2]", "config.json holds [1, 2]: it must hold settings by name"),
+        ("null", "config.json holds None: it must hold settings by name"),
         (json.dumps({"model_type": "encodec"}), "no architecture for 'encodec' computes a loss from labels"),
     ],
 )
@@ -190,7 +193,7 @@ def test_configurations_that_cannot_be_used(tmp_path: Path, content: str | None,
         (tmp_path / "own" / "evil.py").write_text("raise SystemExit('code beside a configuration was run')")
     run = tmp_path / "run.yml"
     run.write_text("model: own")
-    with pytest.raises(ConfigError, match=message) as caught:
+    with pytest.raises(ConfigError, match=re.escape(message)) as caught:
         build_model(read_config(run), "meta")
     assert str(run) in str(caught.value)
     assert "\n" not in str(caught.value)
@@ -210,3 +213,37 @@ def test_a_sequence_longer_than_the_model_is_refused(tmp_path: Path) -> None:
     config = local(tmp_path, bert_config(1)).model_copy(update={"sequence_length": 65})
     with pytest.raises(ConfigError, match="sequence_length is 65, but the model has positions for 64"):
         build_model(config, "meta")
+
+
+def test_a_roberta_has_fewer_positions_than_its_file_says(tmp_path: Path) -> None:
+    """It counts from behind its padding, token 1; the longest sequences had failed at the first minibatch."""
+    settings = hf.RobertaConfig(
+        **bert_config(1).to_dict() | {"pad_token_id": 1, "max_position_embeddings": 10}
+    )
+    config = local(tmp_path, settings)
+    model, batch = build_model(config)
+    assert torch.isfinite(model(**batch).loss)
+    with pytest.raises(
+        ConfigError, match="sequence_length is 9, but the model has positions for 8: give that"
+    ):
+        build_model(config.model_copy(update={"sequence_length": 9}))
+
+
+def test_a_vocabulary_without_words_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(
+        ConfigError, match=r"the model's vocab_size is 3: ids below 3 are padding.*give 4 or more"
+    ):
+        build_model(
+            local(tmp_path, hf.LlamaConfig(vocab_size=3, hidden_size=32, num_hidden_layers=1)), "meta"
+        )
+
+
+def test_outputs_that_nobody_reads_do_not_keep_a_model_from_being_written(tmp_path: Path) -> None:
+    """transformers writes no file with `output_attentions`, which it had said at the end of the run."""
+    settings = bert_config(1)
+    config = local(tmp_path, settings)
+    file = tmp_path / "own" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"output_attentions": True}))
+    model, _ = build_model(config)
+    model.save_pretrained(tmp_path / "written")
+    assert (tmp_path / "written" / "model.safetensors").is_file()

@@ -34,6 +34,10 @@ def read_model_settings(path: Path, place: str) -> Any:
         values = read_json(file)
     except ConfigError as error:
         raise ConfigError(f"{place}: {error}") from None
+    if not isinstance(values, dict):
+        raise ConfigError(
+            f"{place}: {file} holds {short_repr(values)}: it must hold settings by name, in {{}}"
+        )
     _check_keys(values, place)
     try:
         settings = hf.AutoConfig.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
@@ -42,6 +46,8 @@ def read_model_settings(path: Path, place: str) -> Any:
         raise ConfigError(f"{place}: transformers cannot read it: {reason}") from None
     for part in _parts(settings):
         _check_part(part, place)
+        # Nobody reads them, and with attention as sdpa transformers refuses to write such a file, at a run's end.
+        part.output_attentions = part.output_hidden_states = False
     settings.use_cache = False
     return settings
 

@@ -75,7 +75,7 @@ def synthetic_batch(model: nn.Module, samples: int, length: int, seed: int = 0) 
     if "pixel_values" in taken:
         batch = {"pixel_values": _pixels(settings, samples, generator)}
     elif "input_ids" in taken:
-        batch = _tokens(settings, samples, length, generator)
+        batch = _tokens(model, samples, length, generator)
     else:
         raise ConfigError(
             f"{type(model).__name__} reads {', '.join(taken)}: synthetic batches exist only for models "
@@ -87,17 +87,37 @@ def synthetic_batch(model: nn.Module, samples: int, length: int, seed: int = 0) 
     return {name: tensor for name, tensor in batch.items() if name in taken}
 
 
-def _tokens(settings: Any, samples: int, length: int, generator: torch.Generator) -> Batch:
+def _tokens(model: nn.Module, samples: int, length: int, generator: torch.Generator) -> Batch:
     """Ids and their mask; the last sample is shorter than the others."""
-    longest = getattr(settings, "max_position_embeddings", None)
-    if isinstance(longest, int) and 0 < longest < length:
-        raise ConfigError(f"sequence_length is {length}, but the model has positions for {longest}")
-    ids = torch.randint(
-        SPECIAL_TOKENS, _setting(settings, "vocab_size"), (samples, length), generator=generator
-    )
+    longest = _most_positions(model)
+    if longest is not None and longest < length:
+        raise ConfigError(
+            f"sequence_length is {length}, but the model has positions for {longest}: give that or less"
+        )
+    vocabulary = _setting(model.config, "vocab_size")
+    if vocabulary <= SPECIAL_TOKENS:
+        raise ConfigError(
+            f"the model's vocab_size is {vocabulary}: ids below {SPECIAL_TOKENS} are padding, start and end; give "
+            f"{SPECIAL_TOKENS + 1} or more"
+        )
+    ids = torch.randint(SPECIAL_TOKENS, vocabulary, (samples, length), generator=generator)
     mask = torch.ones_like(ids)
     mask[-1, length - length // 4 :] = 0
     return {"input_ids": ids, "attention_mask": mask}
+
+
+def _most_positions(model: nn.Module) -> int | None:
+    """The tokens that a sample may have; None: any number.
+
+    A RoBERTa counts from the position behind that of padding, so that it has fewer than its configuration says.
+    """
+    settings: Any = model.config
+    written = getattr(settings, "max_position_embeddings", None)
+    counts = [written] if isinstance(written, int) and written > 0 else []
+    for name, module in model.named_modules():
+        if name.endswith("position_embeddings") and getattr(module, "padding_idx", None) is not None:
+            counts.append(module.num_embeddings - module.padding_idx - 1)
+    return min(counts, default=None)
 
 
 def _pixels(settings: Any, samples: int, generator: torch.Generator) -> Tensor:
