@@ -1,6 +1,7 @@
 """Mistakes through the real command line: one line, exit code 2, no traceback, no process left."""
 
 import ctypes
+import json
 import os
 import signal
 import socket
@@ -122,6 +123,17 @@ def test_binary_text(mistaken: Callable[..., str], tmp_path: Path) -> None:
 def test_more_stages_than_blocks(mistaken: Callable[..., str]) -> None:
     machines = [f"localhost:{number}" for number in range(6)]
     assert "6 stages, but the model has only 5 blocks" in mistaken(machines=machines)
+
+
+def test_weights_without_room(mistaken: Callable[..., str], tmp_path: Path) -> None:
+    """What a rank runs out of while it makes its stages had ended in a traceback."""
+    settings = {"model_type": "gpt2", "vocab_size": 2**48, "n_embd": 32, "n_layer": 2, "n_head": 2}
+    (tmp_path / "config.json").write_text(json.dumps(settings))
+    own = {"model": "config.json", "synthetic_data": True, "stages": 2, "sequence_length": 16}
+    (tmp_path / "own.yml").write_text(yaml.safe_dump(own))
+    line = mistaken("own.yml")
+    assert "out of memory: it tried to allocate" in line
+    assert "own.yml --memory BYTES -o fits.json` " in line
 
 
 def test_nothing_to_resume_from(mistaken: Callable[..., str], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from vpipe.pipeline.loss_weight import LossWeight, loss_weigher
 from vpipe.pipeline.outputs import Metrics, MetricSums
 from vpipe.pipeline.requests import SAVE, STOP, Requests
 from vpipe.pipeline.state import WholeState
+from vpipe.runtime.failures import EXPLAINED, explain
 from vpipe.runtime.stage_runtime import ActionHook, add_hook_to
 from vpipe.schedule import Op, Schedule
 from vpipe.schedule.staleness import Remedy, Staleness, read_staleness
@@ -506,6 +507,12 @@ class Pipeline:
 
         def made() -> T:
             with self.world.exclusive:
-                return make()
+                try:
+                    return make()
+                except EXPLAINED as error:
+                    explained = explain(error, self.rank, None)
+                    if explained is None:
+                        raise
+                    raise explained from error
 
         return agree(self.world, what, made)

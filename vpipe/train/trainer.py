@@ -19,7 +19,7 @@ from vpipe.config.code import load_function
 from vpipe.config.compress import compression_by_ranks
 from vpipe.config.file import AUTO
 from vpipe.data import Batches, Sampler
-from vpipe.errors import ConfigError, Stopped, VPipeError
+from vpipe.errors import ConfigError, OutOfMemoryError, Stopped, VPipeError
 from vpipe.launch.rank import LAUNCHED
 from vpipe.launch.slurm import check_machine
 from vpipe.observe.debug import attach
@@ -37,7 +37,7 @@ from vpipe.system.start import Phases, launchers_phases, process_began
 from vpipe.system.units import read_bytes
 from vpipe.train.datasets import Datasets, make_datasets
 from vpipe.train.description import about_architecture, about_staleness, describe, write_description
-from vpipe.train.memory_advice import memory_advice
+from vpipe.train.memory_advice import advise, memory_advice
 from vpipe.train.plan_by_ranks import choose_by_ranks
 from vpipe.train.position import Position
 from vpipe.train.preload import prepared_model
@@ -320,23 +320,26 @@ class Trainer:
         policy = learning_rate_policy(
             config.learning_rate_policy, warmup=config.warmup_updates, total=self.position.updates
         )
-        return Pipeline(
-            self.model,
-            train.batch(range(min(config.batch_size, len(train))), 0),
-            loss_fn=configured_loss(config),
-            lr_scheduler=policy,
-            precision=config.precision,
-            compile=config.compile,
-            cuda_graphs=config.cuda_graphs,
-            on_nonfinite=config.on_nonfinite,
-            nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
-            loss_scale=config.loss_scale,
-            loss_weight=configured_loss_weight(config),
-            compress=compression_by_ranks(config),
-            device=self.device,
-            world=self.world,
-            **pipeline_arguments(config),
-        )
+        try:
+            return Pipeline(
+                self.model,
+                train.batch(range(min(config.batch_size, len(train))), 0),
+                loss_fn=configured_loss(config),
+                lr_scheduler=policy,
+                precision=config.precision,
+                compile=config.compile,
+                cuda_graphs=config.cuda_graphs,
+                on_nonfinite=config.on_nonfinite,
+                nonfinite_limit=(config.nonfinite_limit[0], config.nonfinite_limit[1]),
+                loss_scale=config.loss_scale,
+                loss_weight=configured_loss_weight(config),
+                compress=compression_by_ranks(config),
+                device=self.device,
+                world=self.world,
+                **pipeline_arguments(config),
+            )
+        except OutOfMemoryError as error:
+            raise OutOfMemoryError(f"{error}; {advise(config, None)}") from error
 
     def _find(self, resume: str | None, report: Callable[[str], None]) -> str | None:
         if self.rank:
