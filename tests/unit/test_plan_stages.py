@@ -39,7 +39,7 @@ def test_the_best_plan_is_the_best_of_all_numbers_of_stages(name: str) -> None:
 @pytest.mark.parametrize(
     ("stages", "words"),
     [
-        (5, "stages is 5, but there are 4 ranks and the model has 8 blocks: give at most 4"),
+        (5, "stages is 5, but there are 4 ranks and the model has 8 blocks: give at most 4, or more ranks"),
         (0, "stages is 0"),
         (3, "stages is 3, which schedule 'zb-v' cannot have on 4 ranks"),
     ],
@@ -63,6 +63,7 @@ def test_a_run_says_what_another_layout_gains(tmp_path: Path, capsys: pytest.Cap
     assert gain > 1.3
     said = capsys.readouterr().err
     assert f"{path}: stages is 4, but the plan has {len(best.replicas)} x " in said
+    assert f"`vpipe plan {path} --ranks 4 --stages 4` writes" in said  # also if `--set stages=4` said so
     assert f"{gain:.2f} times as fast" in said
     assert plan_run(config, HEAVY, stages=4) == own
     assert "stages is" not in capsys.readouterr().err

@@ -195,7 +195,7 @@ def kinds_with_stages(
     if stages > min(ranks, blocks):
         raise VPipeError(
             f"stages is {stages}, but there are {ranks} ranks and the model has {blocks} blocks: give at most "
-            f"{min(ranks, blocks)}"
+            f"{min(ranks, blocks)}{', or more ranks' if ranks < blocks else ''}"
         )
 
     def fits(kind: ScheduleKind) -> bool:

@@ -187,7 +187,7 @@ def _with_own_stages(
         gain = f"{ratio:.2f} times as fast by prediction, {found.samples_per_second:.4g} samples/s predicted"
     inform(
         f"{config.source}: stages is {config.stages}, but the plan has {layout} replicas: {gain}; `vpipe plan "
-        f"{config.source} --stages {config.stages}` writes a plan with {config.stages}"
+        f"{config.source} --ranks {config.ranks} --stages {config.stages}` writes a plan with {config.stages}"
     )
     return found
 
