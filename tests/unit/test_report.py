@@ -14,6 +14,7 @@ from vpipe.errors import ConfigError
 from vpipe.observe.report import (
     POINTS,
     differing_keys,
+    only_runs,
     report_path,
     run_data,
     thinned,
@@ -22,7 +23,7 @@ from vpipe.observe.report import (
 )
 from vpipe.observe.report.lanes import ACTIONS, timeline
 from vpipe.record.events import Events, StageBytes, read_events
-from vpipe.record.run_folder import write_resumed
+from vpipe.record.run_folder import check_run_folder, write_resumed
 from vpipe.schedule import Action, Op
 from vpipe.schedule.palette import DARK
 
@@ -137,6 +138,29 @@ def test_a_broken_file_is_named(name: str, text: str, tmp_path: Path) -> None:
     (folder / name).write_text(text)
     with pytest.raises(ConfigError, match=re.escape(name)):
         write_report([folder], tmp_path / "report.html")
+
+
+def test_what_lies_beside_runs_is_left_out(tmp_path: Path) -> None:
+    """`vpipe report runs/*` had failed after a report of several runs, which is written beside them."""
+    runs = [make_run(tmp_path / "runs" / name) for name in ("20260101-120000", "20260101-120001")]
+    cache = tmp_path / "runs" / "cache"
+    cache.mkdir()
+    (cache / "tokens.bin").write_text("")
+    page = tmp_path / "runs" / "report-20260101-120001.html"
+    page.write_text("")
+    assert only_runs([*runs, cache, page]) == runs
+    assert only_runs([cache, page]) == [cache, page]  # to be refused
+    missing = tmp_path / "runs" / "20270101-120000"
+    assert only_runs([*runs, missing]) == [*runs, missing]
+    with pytest.raises(
+        ConfigError, match=r"cache: is not the folder of a run: name one that `vpipe train` has made$"
+    ):
+        check_run_folder(cache)
+    with pytest.raises(ConfigError, match=r"has made, such as .*20260101-120001$"):
+        check_run_folder(tmp_path / "runs")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    check_run_folder(begun)
 
 
 def test_what_cannot_be_reported(tmp_path: Path) -> None:

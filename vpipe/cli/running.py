@@ -246,8 +246,10 @@ def report(
     ] = None,
 ) -> None:
     """Write one HTML file that shows runs: timeline, waiting, memory, curves; several side by side."""
+    from vpipe.observe.report import only_runs, report_path, write_report
+
+    runs = only_runs(runs)
     announce(f"reading {', '.join(map(str, runs))}")
-    from vpipe.observe.report import report_path, write_report
 
     for run in runs:
         warn_of_links(run)

@@ -33,6 +33,11 @@ LONGEST = 1 << 20
 """Characters of a line that are read at a time; what is longer is not ours."""
 STAMP = "%Y%m%d-%H%M%S"
 _NAME = re.compile(r"(\d{8}-\d{6})(?:-(\d+))?")
+_FILES = (
+    "output.log.", "config.yml", "metrics.jsonl", "summary.json", STAGES, "status.", "events.", "trace.json",
+    "plan.json", "checkpoints",
+)  # fmt: skip
+"""How the names of what a run leaves begin."""
 LARGEST = 1 << 30
 """Bytes of a file that grows with the run."""
 
@@ -117,10 +122,23 @@ def _age(run: Path) -> tuple[str, int]:
     return time.strftime(STAMP, time.localtime((run / "config.yml").stat().st_mtime)), 0
 
 
+def is_run_folder(folder: Path) -> bool:
+    """Whether it holds what a run leaves, or nothing yet."""
+    try:
+        names = [path.name for path in folder.iterdir()]
+    except OSError:
+        return False
+    return not names or any(name.startswith(_FILES) for name in names)
+
+
 def check_run_folder(folder: Path) -> None:
-    """Raise for a folder that a user names and that does not exist."""
-    if not is_folder(folder):
-        raise ConfigError(f"{folder}: is not the folder of a run: name one that `vpipe train` has made")
+    """Raise for what a user names and is not the folder of a run."""
+    if not is_run_folder(folder):
+        inside = next(iter(newest_runs(folder)), None)
+        raise ConfigError(
+            f"{folder}: is not the folder of a run: name one that `vpipe train` has made"
+            + ("" if inside is None else f", such as {inside}")
+        )
 
 
 def read_object(path: Path) -> dict[str, Any]:

@@ -16,13 +16,14 @@ from vpipe.record.events import read_events
 from vpipe.record.run_folder import (
     check_run_folder,
     earlier_runs,
+    is_run_folder,
     read_keys,
     read_metrics,
     read_object,
     read_stages,
 )
 from vpipe.schedule.palette import css
-from vpipe.system.files import write_text
+from vpipe.system.files import exists, write_text
 
 SCRIPTS = ("format.js", "lanes.js", "timeline.js", "stacked.js", "details.js", "charts.js", "page.js")
 """In the order in which they are read; each defines functions for the later ones."""
@@ -50,6 +51,12 @@ def report_path(run_folders: Sequence[Path]) -> Path:
     return (
         last / "report.html" if len(run_folders) == 1 else last.parent / f"report-{last.resolve().name}.html"
     )
+
+
+def only_runs(paths: Sequence[Path]) -> list[Path]:
+    """The runs among several paths; `runs/*` also names the reports and the cache beside them."""
+    others = [path for path in paths if exists(path) and not is_run_folder(path)]
+    return [path for path in paths if path not in others] or list(paths)
 
 
 def write_report(run_folders: Sequence[Path], output: Path) -> None:
