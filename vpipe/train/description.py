@@ -82,7 +82,7 @@ def describe(pipe: Pipeline, config: RunConfig, model: str, position: Position) 
     modes = [str(mode) for mode in pipe.handler.compressions()]
     how = "compiled, " if config.compile else ""
     graphs = {True: "with CUDA graphs, ", "auto": "with CUDA graphs where they gain, "}
-    how += graphs.get(config.cuda_graphs, "")
+    how += graphs.get(config.cuda_graphs, "") if pipe.device.type == "cuda" else ""
     if config.compress != "none":
         found = sorted({mode for rank in pipe.world.all_gather("compressions", modes) for mode in rank})
         how += (
