@@ -195,3 +195,23 @@ def test_mistakes(arguments: dict[str, object], message: str) -> None:
 def test_a_profile_without_blocks() -> None:
     with pytest.raises(VPipeError, match="no blocks"):
         plan(replace(PROFILE, blocks=()), 2)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"memory": "5parsecs"}, "memory '5parsecs' is not a size"),
+        ({"ranks": 0}, "ranks is 0: it must be a whole number, 1 or more"),
+        ({"stages": -1}, "stages is -1: it must be a whole number, 1 or more"),
+        ({"output": Path("nowhere/plan.json")}, "nowhere/plan.json: cannot be written: No such file"),
+        ({"output": Path("run.yml/plan.json")}, "run.yml/plan.json: cannot be written: Not a directory"),
+    ],
+)
+def test_mistakes_are_found_before_the_model_is_measured(
+    arguments: dict[str, Any], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.yml").write_text("stages: 2\nsynthetic_data: true\n")
+    monkeypatch.setattr("vpipe.train.planning.plan_run", lambda *_, **__: pytest.fail("it was measured"))
+    with pytest.raises(VPipeError, match=message):
+        plan_command(Path("run.yml"), **arguments)

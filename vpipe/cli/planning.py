@@ -11,8 +11,9 @@ from rich.table import Table
 
 from vpipe.cli.options import AsJson, Config, Settings, print_result, read_run, schedule_names
 from vpipe.errors import VPipeError, printable
+from vpipe.schedule.kind import at_least_one
 from vpipe.system.console import announce, show
-from vpipe.system.files import read_text
+from vpipe.system.files import check_place, read_text
 from vpipe.system.units import duration, read_bandwidth, read_bytes, show_bytes
 
 if TYPE_CHECKING:
@@ -52,6 +53,7 @@ def profile(
     if LAUNCHED in os.environ:
         measure_as_rank(chosen, output)
         return
+    check_place(output)
     measured = profile_config(chosen)
     write_profile(measured, output)
     if as_json:
@@ -130,6 +132,11 @@ def plan(
     size = None if batch_size is None else _batch_size(batch_size)
     if by not in (LOSS, SAMPLES):
         raise VPipeError(f"--by is {by[:60]!r}: {LOSS} or {SAMPLES}")
+    cap = None if memory is None else read_bytes(memory)
+    for what, count in (("ranks", ranks), ("stages", stages)):
+        if count is not None:
+            at_least_one(what, count)
+    check_place(output)
     measured = () if convergence is None else read_slowdowns(convergence)
     if config is None:
         if profile is not None and ranks is None and placed.ranks is not None:
@@ -138,7 +145,6 @@ def plan(
             raise VPipeError("give a run's YAML file, or --profile and --ranks")
         if machines:
             raise VPipeError("--machines takes the hosts of a run's YAML file: give that, or --hosts 2x4")
-        cap = None if memory is None else read_bytes(memory)
         costs = with_hosts(read_any_profile(profile), placed)
         chosen = named_or_table(schedule or "vpipe", Path())
         announce(f"{profile}: searching for a plan")
@@ -198,7 +204,6 @@ def simulate(
     """Predict time, waiting and memory of a step without running it."""
     from vpipe.cost import named_or_table, read_any_profile, read_plan, with_hosts
     from vpipe.cost.compression import with_mode
-    from vpipe.schedule.kind import at_least_one
     from vpipe.simulate import simulate as run_simulation
     from vpipe.simulate.report import describe, simulation_table
 

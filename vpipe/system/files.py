@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import math
 import os
@@ -71,6 +72,13 @@ def read_tail(path: Path, start: int = 0) -> str:
             return file.read(TAIL).decode(errors="replace")
     except OSError:
         return ""
+
+
+def check_place(path: Path) -> None:
+    """Raise before long work whose result goes to a file that no folder can hold."""
+    with path_errors(path, "written"):
+        if not stat.S_ISDIR(path.parent.stat().st_mode):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR))
 
 
 def write_text(path: Path, text: str) -> None:
