@@ -4,9 +4,9 @@
     python benchmarks/staleness.py --seeds 3 --rates 5e-4,1e-3,2e-3 "stages=1" "stages=8 predict=last tied=split"
 
 Stage s of P reads the weights of P - 1 - s updates before, as `schedule: vpipe` has it, forward and backward the same
-ones; the copy of a tied embedding in the last stage waits for the first one. Everything that an update does is one CUDA graph, so that
-many rows can be tried in little time; with `--compile` in less, after a minute of compiling (sums of an embedding's
-gradients then differ in their last bits from run to run on a GPU). What is worth it goes into vpipe;
+ones; the copy of a tied embedding in the last stage waits for the first one. Everything that an update does is one CUDA
+graph, so that many rows can be tried in little time; with `--compile` in less, after a minute of compiling (sums of an
+embedding's gradients then differ in their last bits from run to run on a GPU). What is worth it goes into vpipe;
 `benchmarks/convergence.py` then measures vpipe itself. Each row is a text of settings (`Row`); all rows see the same
 data in the same order; a seed is that of the first weights. The table at the end has one line for rows that differ in
 their seed only, and says how far each is behind the synchronous rows (`stages=1`) of the same model and optimizer at
