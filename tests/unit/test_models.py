@@ -106,6 +106,16 @@ def test_local_configurations(tmp_path: Path, settings: Any, architecture: str |
     assert torch.isfinite(model(**batch).loss)
 
 
+@pytest.mark.parametrize("problem", [None, "multi_label_classification", "regression"])
+@pytest.mark.parametrize("count", [1, 4])
+def test_samples_have_classes_or_numbers(tmp_path: Path, problem: str | None, count: int) -> None:
+    settings = bert_config(1, num_labels=count, problem_type=problem)
+    model, batch = build_model(local(tmp_path, settings, "BertForSequenceClassification"))
+    loss = model(**batch).loss
+    loss.backward()
+    assert loss.isfinite()
+
+
 def test_a_file_instead_of_a_directory(tmp_path: Path) -> None:
     bert_config(1).save_pretrained(tmp_path)
     config = RunConfig(model=str(tmp_path / "config.json"), sequence_length=8, batch_size=2)

@@ -139,7 +139,7 @@ def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Gener
     name = type(model).__name__
     settings: Any = model.config
     if name.endswith(("ForSequenceClassification", "ForImageClassification")):
-        return torch.randint(settings.num_labels, (samples,), generator=generator)
+        return _classes(settings, samples, generator)
     if "input_ids" not in batch:
         raise ConfigError(
             f"{name} needs labels that a synthetic batch does not have: use a model ...ForImageClassification"
@@ -155,6 +155,18 @@ def _labels(model: nn.Module, batch: Batch, samples: int, generator: torch.Gener
         chosen[:, 0] = True  # at least one in each sample, or the loss of a batch would be nan
         labels = labels.masked_fill(~chosen, -100)
     return labels
+
+
+def _classes(settings: Any, samples: int, generator: torch.Generator) -> Tensor:
+    """Of whole samples: a class, some of several classes, or numbers."""
+    count: int = settings.num_labels
+    problem = settings.problem_type or ("regression" if count == 1 else "single_label_classification")
+    if problem == "single_label_classification":
+        return torch.randint(count, (samples,), generator=generator)
+    shape = (samples,) if count == 1 else (samples, count)
+    if problem == "regression":
+        return torch.randn(shape, generator=generator)
+    return torch.randint(2, (samples, count), generator=generator).float()
 
 
 def _settings(config: RunConfig) -> Any:
