@@ -219,7 +219,8 @@ class RunConfig(_Keys):
     `"*.bias"`), `optimizer`, `learning_rate` and `weight_decay` override the run's own. The first entry that matches a
     parameter counts; a pattern that matches no parameter is an error."""
     clip_norm: Positive | None = None
-    """Largest norm of the gradients: of all stages together, or of each stage in an asynchronous schedule."""
+    """Largest norm of the gradients: of all stages together, for which all ranks wait for each other at each update, or
+    of each stage in an asynchronous schedule."""
     precision: Literal["fp32", "bf16", "fp16"] = "fp32"
     """Precision in which the model computes; weights are kept and updated in fp32."""
     loss_scale: Positive | None = None
