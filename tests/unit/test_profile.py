@@ -22,13 +22,14 @@ from tests.fake_clock import FakeClock
 from tests.waiting import wait_until
 from vpipe.cli.planning import profile as profile_command
 from vpipe.cli.planning import profile_table
+from vpipe.communication import InProcessHub
 from vpipe.communication.channel import Key
 from vpipe.communication.shared_memory import SharedMemoryChannel
 from vpipe.cost import DeviceCost, LinkCost, Profile, for_batch_size, read_profile
 from vpipe.errors import VPipeError
 from vpipe.graph import ModelGraph, StageGraph, capture
+from vpipe.profile import contention, links
 from vpipe.profile import device as device_module
-from vpipe.profile import links
 from vpipe.profile import model as model_module
 from vpipe.profile.contention import busy_processes
 from vpipe.profile.device import COPIED, COUNT, MINIBATCHES, measure_device
@@ -284,6 +285,20 @@ def test_kinds_come_as_often_as_in_the_model(run_length: int, share: float) -> N
     assert (measured.run is None) == (not run_length)
     if measured.run is not None:
         assert len(measured.run.stage.blocks) == run_length
+
+
+def test_a_rank_with_a_gpu_of_its_own_measures_all_sizes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(contention, "measure_device", lambda place, nccl: DEVICE)
+    monkeypatch.setattr(contention, "measure_link", lambda place: LINK)
+    model, batch, _ = models.bert(layers=2)
+    measured = MeasuredModel(model, batch, optimizer=adamw)
+    world = InProcessHub(1).join(0)
+    found = contention.profile_shared_device(world, measured, tmp_path / "profile.json", seconds=0.0)
+    sizes = [found.batch_size, *(other.batch_size for other in found.other_sizes)]
+    assert sizes == sorted(set(sizes), reverse=True)
+    assert len(sizes) == measured.sizes > 1
 
 
 def test_rounds_of_one_size_alone_and_not_of_a_whole_cycle() -> None:

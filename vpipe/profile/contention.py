@@ -83,13 +83,13 @@ def profile_shared_device(world: World, model: MeasuredModel, file: Path, second
         model.run_for(seconds / 2, size=0)
         alone = model.profile(device, link)
     world.all_gather("profile: measured alone", None)
-    share = world.rank / world.size
+    share, margin = world.rank / world.size, MARGIN if world.size > 1 else 0.0
     for size in range(0 if world.size > 1 else 1, model.sizes):
-        model.run_for(MARGIN, share, whole=False, size=size)
+        model.run_for(margin, share, whole=False, size=size)
         model.clear(size)
         model.run_for(seconds / model.sizes, share, size=size)
         if world.rank != 0:
-            model.run_for(MARGIN, share, whole=False, size=size)
+            model.run_for(margin, share, whole=False, size=size)
         world.all_gather(f"profile: measured size {size}", None)
     model.measure_host()
     if alone is not None:
