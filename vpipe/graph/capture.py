@@ -25,7 +25,7 @@ from vpipe.errors import CaptureError, VPipeError
 from vpipe.graph.attention import simplify_attention
 from vpipe.graph.batch import Batch, BatchLayout, FieldCheck, for_tracing
 from vpipe.graph.capture_mode import CaptureMode
-from vpipe.graph.exported import trace_exported
+from vpipe.graph.exported import check_constants, trace_exported
 from vpipe.graph.head import find_heads
 from vpipe.graph.inplace import functionalise, protect_fields, prune
 from vpipe.graph.kept import Exported, find_graph, graph_key, keep_graph, making_graph
@@ -76,6 +76,7 @@ def capture(
     check = FieldCheck(layout, fields, trace)
     simplify_attention(trace)
     prune(trace)
+    check_constants(trace, model)
     trace.heads = find_heads(trace) if chunked_loss else ()
     return ModelGraph(model, trace, check)
 

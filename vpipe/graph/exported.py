@@ -36,13 +36,6 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     output = next(iter(reversed(graph.nodes)))
     inputs = _named_inputs(program, module.model, list(fields))
     constants = {e.name: program.constants[e.name] for e in inputs.values() if e.kind is Kind.CONSTANT}
-    for name, tensor in constants.items():
-        if tensor.is_meta:
-            raise CaptureError(
-                f"cannot capture {type(module.model).__name__} on the meta device: its constant "
-                f"{name.removeprefix('model.')!r} has no values there: make it a buffer that reset_parameters() sets, "
-                "or build the model on the cpu"
-            )
     trace = Trace(
         graph, program.graph_module, inputs, output.args[0][0], constants, bounds=_size_bounds(program)
     )
@@ -56,6 +49,18 @@ def trace_exported(program: ExportedProgram, module: LossModule, fields: dict[st
     _drop_assertions(trace.root)
     _read_sizes_from_fields(trace)
     return trace
+
+
+def check_constants(trace: Trace, model: nn.Module) -> None:
+    """Raise for a constant that is read and has no values, in a graph without what nobody reads."""
+    for entry in trace.inputs.values():
+        constant = trace.constants[entry.name] if entry.kind is Kind.CONSTANT else None
+        if constant is not None and constant.is_meta and constant.numel():
+            raise CaptureError(
+                f"cannot capture {type(model).__name__} on the meta device: its constant "
+                f"{entry.name.removeprefix('model.')!r} has no values there: make it a buffer that reset_parameters() "
+                "sets, or build the model on the cpu"
+            )
 
 
 def _named_inputs(program: ExportedProgram, model: nn.Module, fields: list[str]) -> dict[fx.Node, Input]:
